@@ -10,6 +10,7 @@ configurations of a sweep, `roofline_of` is figure 16a of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.columns import STEP_GROUPS, Array, ConfigurationColumns, Steps, columns_of, steps_of
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.latency import (
@@ -26,10 +26,15 @@ from llmcache.edram.latency import (
     PASSES_16_BY_8,
     PASSES_16_BY_16,
     RESOURCES,
+    STEP_GROUPS,
+    Array,
+    ConfigurationColumns,
     Prefill,
+    Steps,
     prefill_of,
     recompute_share,
     step_of,
+    steps_of,
     waits,
 )
 from llmcache.edram.systems import AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
@@ -91,11 +96,6 @@ class Outcomes:
         """Energy of prefill and decode (J, [n])."""
         return _sum(self.energies_j.values())
 
-    @property
-    def refresh_j(self) -> Array:
-        """Energy of all refreshes (J, [n])."""
-        return _sum(self.energies_j[name] for name in REFRESH)
-
     def __len__(self) -> int:
         return len(self.dram_bytes)
 
@@ -118,7 +118,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 
     `groups`: into how many groups decode steps are gathered; None: each by itself.
     """
-    columns = columns_of(configurations)
+    columns = ConfigurationColumns(configurations)
     steps, prefill = steps_of(columns, groups), prefill_of(columns)
     share = recompute_share(columns, steps)
     step = step_of(columns, steps, share)
@@ -194,28 +194,22 @@ def compared(configurations: Sequence[Configuration], baseline: AcceleratorSyste
 
     All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
     """
-    same: dict[tuple[object, ...], int] = {}
-    places: list[int] = []
-    baselines: list[Configuration] = []
-    for one in configurations:
+
+    def shared(one: Configuration) -> tuple[object, ...]:
         workload = one.workload
         budget = workload.budget if baseline.policy.evict else None
-        key = (one.model, one.profile, workload.context, workload.decode, workload.batch, budget)
-        if key not in same:
-            same[key] = len(baselines)
-            baselines.append(one.on(baseline))
-        places.append(same[key])
-    outcomes = evaluate([*configurations, *baselines])
-    latency_s, energy_j, many = outcomes.latency_s, outcomes.energy_j, len(configurations)
-    return [
-        Compared(
-            one,
-            outcomes[row],
-            float(latency_s[many + place] / latency_s[row]),
-            float(energy_j[many + place] / energy_j[row]),
-        )
-        for row, (one, place) in enumerate(zip(configurations, places, strict=True))
-    ]
+        return one.model, one.profile, workload.context, workload.decode, workload.batch, budget
+
+    baselines = {shared(one): one.on(baseline) for one in configurations}
+    places = {key: len(configurations) + place for place, key in enumerate(baselines)}
+    outcomes = evaluate([*configurations, *baselines.values()])
+    latency_s, energy_j = outcomes.latency_s, outcomes.energy_j
+    found = []
+    for row, one in enumerate(configurations):
+        base = places[shared(one)]
+        speedup, efficiency = float(latency_s[base] / latency_s[row]), float(energy_j[base] / energy_j[row])
+        found.append(Compared(one, outcomes[row], speedup, efficiency))
+    return found
 
 
 MOST = 1_000_000
@@ -241,12 +235,7 @@ class Axes:
     kv_capacities: Sequence[float] = ()
 
     def __len__(self) -> int:
-        many = len(self.models) * len(self.workloads) * len(self.systems) * len(self.profiles)
-        for axis in (self.contexts, self.decodes, self.batches, self.budgets):
-            many *= len(axis) or 1
-        for factors in (self.interval_factors, self.dram_rates, self.kv_capacities):
-            many *= len(factors) or 1
-        return many
+        return math.prod(len(axis) or 1 for axis in vars(self).values())
 
     def configurations(self) -> list[Configuration]:
         """Returns every combination, the last axis changing fastest; UsageError if there are more than a million."""
@@ -315,9 +304,8 @@ class Roofline:
 
 def roofline_of(configuration: Configuration) -> Roofline:
     """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share)."""
-    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
-    free = configuration.on(replace(configuration.system, policy=policy))
-    best = float(recompute_share(columns_of([free]), _last(free)).sum())
+    free = _recomputing(configuration)
+    best = float(recompute_share(ConfigurationColumns([free]), _last(free)).sum())
     named = {"no recomputation": 0.0, "recomputation": best, "over-recomputation": max(DECLARED_SHARE, 4 * best)}
     hardware = configuration.hardware
     points = tuple(point_at(configuration, name, min(share, 1.0)) for name, share in named.items())
@@ -326,9 +314,8 @@ def roofline_of(configuration: Configuration) -> Roofline:
 
 def point_at(configuration: Configuration, name: str, share: float) -> RooflinePoint:
     """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed at its real cost."""
-    c = columns_of([configuration])
-    steps = _last(configuration)
-    step = step_of(replace(c, declared=np.zeros_like(c.declared)), steps, np.full_like(steps.cached, share))
+    c, steps = ConfigurationColumns([_recomputing(configuration)]), _last(configuration)
+    step = step_of(c, steps, np.full_like(steps.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights
     attention = c.batch * steps.cached * c.layers * 2 * c.heads * c.head_dim
@@ -338,10 +325,14 @@ def point_at(configuration: Configuration, name: str, share: float) -> RooflineP
     return RooflinePoint(name, share, operations / moved, operations / sum(waited.values()), bound)
 
 
+def _recomputing(configuration: Configuration) -> Configuration:
+    """Returns `configuration` with recomputation at its real cost."""
+    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
+    return configuration.on(replace(configuration.system, policy=policy))
+
+
 def _last(configuration: Configuration) -> Steps:
     """Returns the last decode step alone."""
-    cached = configuration.workload.context + configuration.workload.decode
-    if configuration.policy.evict:
-        cached = min(cached, configuration.workload.budget)
+    cached = configuration.last_cached
     tiles = -(-cached // configuration.hardware.array_rows)
     return Steps(np.array([[float(cached)]]), np.array([[float(tiles)]]), np.ones((1, 1)))

@@ -11,44 +11,21 @@ standard error is over sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.edram.aerp import AerpLayer, AerpSettings
+from llmcache.arrays import Doubles, Flags
+from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import TABLE4_INTERVALS
-from llmcache.edram.decoder import Decoder, Prompt
+from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings, FlipRates, Format, iso_failure, iso_power, one_sided, parse_flips
 from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.edram.retention import RetentionCurve
-from llmcache.errors import UsageError
+from llmcache.kv.tasks import Questions
 from llmcache.units import format_duration
-
-Ids = NDArray[np.int64]
-Numbers = NDArray[np.float64]
-Tell = Callable[[str], None]
-
-
-class Asked(Protocol):
-    """Contexts `ids` [sequences, tokens], what is asked one after the other [sequences, n], the right answers."""
-
-    @property
-    def ids(self) -> Ids:
-        """Contexts."""
-        ...
-
-    @property
-    def asked(self) -> Ids:
-        """Questions, a token each."""
-        ...
-
-    @property
-    def answers(self) -> Ids:
-        """Answers, a token each."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,10 +44,10 @@ class VariantAnswers:
     `stored_bytes` [sequences]: what lay in eDRAM at the end; `lost_bits` [sequences]: bits of it that read wrongly.
     """
 
-    right: NDArray[np.bool_]
-    loss: Numbers
-    stored_bytes: Numbers
-    lost_bits: Numbers
+    right: Flags
+    loss: Doubles
+    stored_bytes: Doubles
+    lost_bits: Doubles
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,7 @@ class Estimate:
     error: float
 
     @classmethod
-    def of(cls, by_sequence: Numbers) -> Estimate:
+    def of(cls, by_sequence: Doubles) -> Estimate:
         """Returns the estimate from one number per sequence."""
         count = len(by_sequence)
         error = float(by_sequence.std(ddof=1) / np.sqrt(count)) if count > 1 else float("nan")
@@ -99,37 +76,35 @@ def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
 
 
 def evaluate(
-    decoder: Decoder, asked: Asked, variants: Sequence[CacheVariant], tell: Tell | None = None
+    decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
     """Returns the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
 
     After each question the model is told the right answer. `tell` is called with a line for every sequence.
     """
-    rows: dict[str, list[tuple[list[bool], list[float], int, int]]] = {variant.name: [] for variant in variants}
+    shape = asked.asked.shape
+    found = {
+        variant.name: VariantAnswers(np.zeros(shape, np.bool_), np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0]))
+        for variant in variants
+    }
     for sequence, ids in enumerate(asked.ids):
         prompt, _ = decoder.prompt(ids)
+        pairs = list(zip(asked.asked[sequence].tolist(), asked.answers[sequence].tolist(), strict=True))
         for variant in variants:
-            own = replace(variant, cells=replace(variant.cells, seed=sequence))
-            rows[variant.name].append(_answers(decoder, prompt, own, asked.asked[sequence], asked.answers[sequence]))
-        if tell is not None:
-            tell(f"{sequence + 1} of {len(asked.ids)} sequences")
-    return {name: _outcome(found) for name, found in rows.items()}
+            cache = decoder.cache(prompt, variant.settings, replace(variant.cells, seed=sequence))
+            outcome = found[variant.name]
+            for place, (question, answer) in enumerate(pairs):
+                logits = decoder.step(question, cache).astype(np.float64)
+                outcome.right[sequence, place] = logits.argmax() == answer
+                outcome.loss[sequence, place] = _loss(logits, answer)
+                decoder.step(answer, cache)
+            outcome.stored_bytes[sequence] = sum(layer.stored_bytes for layer in cache)
+            outcome.lost_bits[sequence] = sum(layer.lost_bits for layer in cache)
+        tell(f"{sequence + 1} of {len(asked.ids)} sequences")
+    return found
 
 
-def _answers(
-    decoder: Decoder, prompt: Prompt, variant: CacheVariant, asked: Iterable[int], answers: Iterable[int]
-) -> tuple[list[bool], list[float], int, int]:
-    cache = decoder.cache(prompt, variant.settings, variant.cells)
-    right, loss = [], []
-    for question, answer in zip(asked, answers, strict=True):
-        logits = decoder.step(int(question), cache).astype(np.float64)
-        right.append(int(logits.argmax()) == int(answer))
-        loss.append(_loss(logits, int(answer)))
-        decoder.step(int(answer), cache)
-    return right, loss, sum(layer.stored_bytes for layer in cache), sum(layer.lost_bits for layer in cache)
-
-
-def _loss(logits: Numbers, answer: int) -> float:
+def _loss(logits: Doubles, answer: int) -> float:
     """Cross entropy in nats; logits that are no number (halves with lost bits, kept) count as a uniform guess."""
     if not np.isfinite(logits).all():
         return float(np.log(len(logits)))
@@ -137,12 +112,8 @@ def _loss(logits: Numbers, answer: int) -> float:
     return float(np.log(np.exp(logits - largest).sum()) + largest - logits[answer])
 
 
-def _outcome(rows: list[tuple[list[bool], list[float], int, int]]) -> VariantAnswers:
-    right, loss, stored, lost = zip(*rows, strict=True)
-    return VariantAnswers(np.array(right), np.array(loss), np.array(stored, np.float64), np.array(lost, np.float64))
-
-
 SCHEMA = "llmcache.edram-accuracy/1"
+BUDGETS = (512, 256, 128, 64)
 RATES = (1e-4, 1e-3, 1e-2)
 SIDED_RATE = 3e-2
 BASELINE = "all tokens, no losses"
@@ -151,18 +122,16 @@ SINKS, WINDOW = 4, 32
 
 @dataclass(frozen=True)
 class AccuracySetup:
-    """What all variants of a run share: the longest text, sinks and window, the format of vectors, the retention curve."""
+    """What all variants of a run share: the longest text, the format of vectors, the retention curve."""
 
     tokens: int
-    sinks: int = SINKS
-    window: int = WINDOW
     format: Format = "int16"
     curve: RetentionCurve | None = None
 
     @property
     def everything(self) -> AerpSettings:
         """A budget that evicts nothing."""
-        return AerpSettings(self.tokens, self.sinks, self.window)
+        return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
         """Returns what everything else is compared with: nothing evicted, nothing lost."""
@@ -173,31 +142,30 @@ class AccuracySetup:
         return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
 
 
-def budgets(setup: AccuracySetup, sizes: Sequence[int] = (512, 256, 128, 64)) -> list[CacheVariant]:
+def budgets(setup: AccuracySetup) -> list[CacheVariant]:
     """Returns AEP at each budget N', and beside it the same budget spent on sinks and the last tokens alone (table 3)."""
     cells = CellSettings(setup.format)
     found = []
-    for size in sizes:
-        if size <= setup.sinks:
-            raise UsageError(f"budgets: {size} tokens leave none beside {setup.sinks} sinks")
-        found.append(CacheVariant(f"N'={size}", AerpSettings(size, setup.sinks, setup.window), cells))
-        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, setup.sinks, size), cells))
+    for size in BUDGETS:
+        found.append(CacheVariant(f"N'={size}", AerpSettings(size, SINKS, WINDOW), cells))
+        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, SINKS, size), cells))
     return found
 
 
-def uniform_losses(setup: AccuracySetup, rates: Sequence[float] = RATES) -> list[CacheVariant]:
+def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
     """Returns one rate for all bits, as integers and as halves (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
-    return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in rates for how in formats]
+    return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
 
-def sided_losses(setup: AccuracySetup, rate: float = SIDED_RATE) -> list[CacheVariant]:
-    """Returns losses at `rate` in one half of bits, and in one group of tokens (figures 8c and 8b).
+def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
+    """Returns losses in one half of bits, and in one group of tokens (figures 8c and 8b).
 
     A token that changes its group reads what its group of the moment loses: what is asked is the harm of reading wrong
     values of such tokens, not what a refresh controller would leave behind.
     """
-    return [setup.losing(f"{side} {rate:g}", one_sided(side, rate), sticky=False) for side in ("msb", "lsb", "hst", "lst")]
+    sides = {side: one_sided(side, SIDED_RATE) for side in ("msb", "lsb", "hst", "lst")}
+    return [setup.losing(f"{side} {SIDED_RATE:g}", rates, sticky=False) for side, rates in sides.items()]
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
@@ -257,60 +225,52 @@ class Accuracies:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data of `SCHEMA`."""
-        rows = [{**vars(row), "accuracy": vars(row.accuracy), "harm_nats": vars(row.harm)} for row in self.rows]
+        rows = [asdict(row) for row in self.rows]
         for row in rows:
-            row["rates"] = vars(row["rates"])
-            del row["harm"]
+            row["harm_nats"] = row.pop("harm")
         named = {name: getattr(self, name) for name in ("sequences", "questions", "tokens", "format")}
         labels = {"accuracy": "measured", "losses": "modelled"}
         return {"schema": SCHEMA, **labels, **named, "baseline": vars(self.baseline), "rows": rows}
 
 
 def run(
-    decoder: Decoder, asked: Asked, setup: AccuracySetup, variants: dict[str, list[CacheVariant]], tell: Tell | None = None
+    decoder: Decoder,
+    asked: Questions,
+    setup: AccuracySetup,
+    variants: dict[str, list[CacheVariant]],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
     """Returns what the `variants` of each experiment and the baseline answer, all in one pass over the sequences."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, tell)
     base = found[BASELINE]
-    rows = [_row(name, variant, found[variant.name], base) for name, group in variants.items() for variant in group]
+    rows = []
+    for experiment, variant in ((name, variant) for name, group in variants.items() for variant in group):
+        outcome, rates = found[variant.name], variant.cells.rates
+        means = float(outcome.stored_bytes.mean()), float(outcome.lost_bits.mean())
+        rows.append(VariantAccuracy(experiment, variant.name, accuracy(outcome), harm(outcome, base), rates, *means))
     sequences, questions = asked.asked.shape
     return Accuracies(sequences, questions, setup.tokens, setup.format, accuracy(base), tuple(rows))
 
 
-def _row(experiment: str, variant: CacheVariant, outcome: VariantAnswers, base: VariantAnswers) -> VariantAccuracy:
-    means = float(outcome.stored_bytes.mean()), float(outcome.lost_bits.mean())
-    return VariantAccuracy(experiment, variant.name, accuracy(outcome), harm(outcome, base), variant.cells.rates, *means)
-
-
-def recorder_for(layer: AerpLayer) -> RunRecorder:
-    """Returns a recorder for layers of the shape of `layer`, all vectors of 16 bits."""
-    return RunRecorder(2 * layer.shape.head_dim, layer.shape.channels)
-
-
-def watch(recorder: RunRecorder, layers: Sequence[AerpLayer], sequence: int = 0) -> None:
-    """Shows what `layers` of a sequence hold for the step to come, in the groups it will be read in."""
-    for number, layer in enumerate(layers):
-        hst = layer.high_scores()
-        recorder.observe((sequence, number), "kv", np.where(layer.in_kv, layer.slots.positions, -1), hst)
-        if layer.inputs is not None:
-            recorder.observe((sequence, number), "x", layer.inputs.positions, layer.x_high_scores(hst))
-
-
 def record_run(
-    decoder: Decoder, asked: Asked, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
+    decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
     """Returns what lies in eDRAM while `asked` is answered, all sequences at a time, a step per token.
 
-    `step_ns`: of a step on the *modelled* accelerator; None: whoever reads the run says.
+    Rows are recorded in the groups that they are read in, all vectors of 16 bits. `step_ns`: of a step on the *modelled*
+    accelerator; None: whoever reads the run says.
     """
     prompts = [decoder.prompt(ids)[0] for ids in asked.ids]
     caches = [decoder.cache(prompt, settings, replace(cells, seed=place)) for place, prompt in enumerate(prompts)]
-    recorder = recorder_for(caches[0][0])
+    recorder = RunRecorder(2 * decoder.shape.head_dim, decoder.shape.channels)
     tokens = np.stack([asked.asked, asked.answers], axis=2).reshape(len(caches), -1)
     for step in tokens.T:
         for sequence, (token, cache) in enumerate(zip(step.tolist(), caches, strict=True)):
-            watch(recorder, cache, sequence)
+            for number, layer in enumerate(cache):
+                hst = layer.high_scores()
+                recorder.observe((sequence, number), "kv", np.where(layer.in_kv, layer.slots.positions, -1), hst)
+                recorder.observe((sequence, number), "x", layer.inputs.positions, layer.x_high_scores(hst))
             decoder.step(token, cache)
         recorder.end_step(step_ns)
     clock = "not said" if step_ns is None else f"modelled: {format_duration(step_ns)} a step"

@@ -11,6 +11,7 @@ modelled, not measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Flags, Floats, Int64s
 from llmcache.edram.constants import AERP
 from llmcache.edram.flips import Cells, CellSettings, Names, name_rows
 
@@ -102,9 +103,6 @@ class LayerShape:
         return 0 < self.channels < 2 * self.head_dim * retaining
 
 
-Ints = NDArray[np.int64]
-Scores = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 NONE = -1
 
 
@@ -112,8 +110,8 @@ NONE = -1
 class Placed:
     """What one new token did: `slots` [heads] it lies in (-1: it was dropped itself), `evicted` positions (-1: none)."""
 
-    slots: Ints
-    evicted: Ints
+    slots: Int64s
+    evicted: Int64s
 
 
 class Slots:
@@ -121,12 +119,12 @@ class Slots:
 
     def __init__(self, settings: AerpSettings, kv_heads: int) -> None:
         self.settings = settings
-        self.positions: Ints = np.full((kv_heads, settings.budget), NONE, np.int64)
-        self.scores: Scores = np.zeros((kv_heads, settings.budget))
+        self.positions: Int64s = np.full((kv_heads, settings.budget), NONE, np.int64)
+        self.scores: Doubles = np.zeros((kv_heads, settings.budget))
         self.count = 0
         self.newest = NONE
 
-    def fill(self, sums: Scores) -> Ints:
+    def fill(self, sums: Doubles) -> Int64s:
         """Takes a prompt with the column sums [kv_heads, n] of its tokens; returns the positions kept [kv_heads, count].
 
         Sinks, the last tokens of the window, and of the rest those with the highest sums; of equal ones the newer.
@@ -144,7 +142,7 @@ class Slots:
         self.scores[:, : self.count] = np.take_along_axis(sums, kept, axis=1)
         return kept
 
-    def add(self, gains: Scores) -> Placed:
+    def add(self, gains: Doubles) -> Placed:
         """Takes the next token: `gains` [kv_heads, count + 1] are added to the scores, its own last.
 
         If all slots are in use, the token of the lowest score behind the sinks and before the window goes; of equal ones
@@ -165,35 +163,37 @@ class Slots:
         self.scores[taken, slots[taken]] = gains[taken, -1]
         return Placed(slots, evicted)
 
-    def _victims(self, own: Scores) -> tuple[Ints, Ints]:
+    def _victims(self, own: Doubles) -> tuple[Int64s, Int64s]:
         scores = np.column_stack([self.scores, own])
         positions = np.column_stack([self.positions, np.full(len(own), self.newest)])
         scores = self._compared(self._weighed(scores, positions, self.newest))
-        scores[_protected(positions, self.newest, self.settings)] = np.inf
+        scores[self.protected_at(self.newest, positions)] = np.inf
         lowest = scores.min(axis=1, keepdims=True)
         oldest = np.where(scores == lowest, positions, np.iinfo(np.int64).max).argmin(axis=1)
         evicted = positions[np.arange(len(own)), oldest]
-        slots: Ints = np.where(oldest == self.settings.budget, NONE, oldest)
+        slots: Int64s = np.where(oldest == self.settings.budget, NONE, oldest)
         return slots, evicted
 
-    def _weighed(self, scores: Scores, positions: Ints, newest: int) -> Scores:
+    def _weighed(self, scores: Doubles, positions: Int64s, newest: int) -> Doubles:
         """Returns a copy of `scores` as tokens are ranked by them."""
         queries = newest + 1 - positions if self.settings.per_query else 1
-        weighed: Scores = scores / queries
+        weighed: Doubles = scores / queries
         return weighed
 
-    def _compared(self, scores: Scores) -> Scores:
+    def _compared(self, scores: Doubles) -> Doubles:
         """Returns `scores` in as many bits as they are compared in; below 0 (sums of products) is 0 then."""
         if not self.settings.score_bits:
             return scores
         largest = scores.max(axis=1, keepdims=True)
         steps = 2**self.settings.score_bits - 1
-        whole: Scores = np.floor(steps * np.clip(scores / np.where(largest > 0, largest, 1.0), 0, 1))
+        whole: Doubles = np.floor(steps * np.clip(scores / np.where(largest > 0, largest, 1.0), 0, 1))
         return whole
 
-    def protected_at(self, newest: int) -> Flags:
-        """Which slots hold a sink or a token of the window if `newest` is the last token [kv_heads, budget]."""
-        return _protected(self.positions, newest, self.settings)
+    def protected_at(self, newest: int, positions: Int64s | None = None) -> Flags:
+        """Which slots (or tokens at `positions`) are sinks or of the window if `newest` is the last token [kv_heads, n]."""
+        at = self.positions if positions is None else positions
+        kept: Flags = (at != NONE) & ((at > newest - self.settings.recent) | (at < self.settings.sinks))
+        return kept
 
     @property
     def used(self) -> Flags:
@@ -202,16 +202,7 @@ class Slots:
         return used
 
 
-def _protected(positions: Ints, newest: int, settings: AerpSettings) -> Flags:
-    inside = (positions > newest - settings.recent) | (positions < settings.sinks)
-    kept: Flags = inside & (positions != NONE)
-    return kept
-
-
-Floats = NDArray[np.float32]
-
-
-def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Scores, Scores]:
+def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles, Doubles]:
     """Returns the attention of one token over `count` slots: outputs [heads, dim], weights, products [heads, count].
 
     `queries` [heads, dim], `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots count;
@@ -226,44 +217,30 @@ def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[F
     return out, weights, products
 
 
-def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Scores, Scores]:
+_QUERIES = 256
+"""Queries of a prompt that are attended at a time: their products with all tokens are in memory."""
+
+
+def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles, Doubles]:
     """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights and of products [kv_heads, n].
 
-    Fused kernels do not hand their weights out, which is why this one is here. Arguments as `column_sums`.
+    Fused kernels do not hand their weights out, which is why this one is here. Arguments as of `attend`, [n, heads, dim].
     """
     tokens, heads, dim = queries.shape
-    out = np.zeros((tokens, heads, values.shape[2]), np.float32)
-    weights, products = np.zeros((keys.shape[1], tokens)), np.zeros((keys.shape[1], tokens))
-    by_head = [np.ascontiguousarray(rows.swapaxes(0, 1)) for rows in (queries, keys, values)]
-    _attend_prompt(*by_head, np.float32(1 / math.sqrt(dim)), out, weights, products)
+    kv_heads = keys.shape[1]
+    out = np.empty((tokens, heads, values.shape[2]), np.float32)
+    weights, products = np.zeros((kv_heads, tokens)), np.zeros((kv_heads, tokens))
+    for head, begin in itertools.product(range(heads), range(0, tokens, _QUERIES)):
+        end, own = min(begin + _QUERIES, tokens), head * kv_heads // heads
+        rows = queries[begin:end, head] @ keys[:end, own].T * np.float32(1 / math.sqrt(dim))
+        later = np.arange(end) > np.arange(begin, end)[:, None]
+        products[own, :end] += rows.sum(axis=0, dtype=np.float64, where=~later)
+        rows[later] = -np.inf
+        rows = np.exp(rows - rows.max(axis=1, keepdims=True))
+        rows /= rows.sum(axis=1, keepdims=True)
+        weights[own, :end] += rows.sum(axis=0, dtype=np.float64)
+        out[begin:end, head] = rows @ values[:end, own]
     return out, weights, products
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _attend_prompt(queries, keys, values, scale, out, weights, products):  # type: ignore[no-untyped-def]
-    group = queries.shape[0] // keys.shape[0]
-    row = np.empty(queries.shape[1], np.float32)
-    for head in range(queries.shape[0]):
-        own = head // group
-        for query in range(queries.shape[1]):
-            largest = np.float32(-np.inf)
-            for token in range(query + 1):
-                product = np.float32(0)
-                for i in range(queries.shape[2]):
-                    product += queries[head, query, i] * keys[own, token, i]
-                row[token] = product * scale
-                largest = max(largest, row[token])
-                products[own, token] += row[token]
-            below = 0.0
-            for token in range(query + 1):
-                row[token] = np.exp(row[token] - largest)
-                below += row[token]
-            share = np.float32(1 / below)
-            for token in range(query + 1):
-                weight = row[token] * share
-                weights[own, token] += weight
-                for i in range(values.shape[2]):
-                    out[query, head, i] += weight * values[own, token, i]
 
 
 @njit(cache=True, nogil=True)
@@ -292,7 +269,7 @@ def _attend(queries, keys, values, scale, out, weights, products):  # type: igno
         out[head] = total
 
 
-Recompute = Callable[[Floats, Ints], tuple[Floats, Floats]]
+Recompute = Callable[[Floats, Int64s], tuple[Floats, Floats]]
 """From x [n, channels] and positions [n] to keys and values [n, kv_heads, head_dim], float32."""
 
 
@@ -302,7 +279,7 @@ class Rope:
 
     theta: float = 10_000.0
 
-    def turn(self, rows: Floats, positions: Ints) -> Floats:
+    def turn(self, rows: Floats, positions: Int64s) -> Floats:
         """Returns `rows` [n, heads, dim] turned by their `positions` [n]."""
         half = rows.shape[2] // 2
         speeds = self.theta ** (-np.arange(half, dtype=np.float64) / half)
@@ -323,7 +300,7 @@ class Projections:
     key_bias: Floats | None = None
     value_bias: Floats | None = None
 
-    def __call__(self, x: Floats, positions: Ints) -> tuple[Floats, Floats]:
+    def __call__(self, x: Floats, positions: Int64s) -> tuple[Floats, Floats]:
         """Returns keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
         keys = _projected(x, self.key_weight, self.key_bias).reshape(len(x), self.kv_heads, -1)
         values = _projected(x, self.value_weight, self.value_bias).reshape(len(x), self.kv_heads, -1)
@@ -340,15 +317,14 @@ class InputRows:
     `waiting`: beside its keys and values, until its token leaves the recent window (see `AerpSettings.recompute`).
     """
 
-    def __init__(self, shape: LayerShape, cells: CellSettings, recompute: Recompute) -> None:
+    def __init__(self, shape: LayerShape, cells: CellSettings, recompute: Recompute | None) -> None:
         self._recompute = recompute
         self._cells = Cells((0,), shape.channels, cells)
-        self.positions: Ints = np.empty(0, np.int64)
-        self.retaining: Ints = np.empty(0, np.int64)
+        self.positions: Int64s = np.empty(0, np.int64)
+        self.retaining: Int64s = np.empty(0, np.int64)
         self.waiting: Flags = np.empty(0, np.bool_)
         self.keys: Floats = np.empty((0, shape.kv_heads, shape.head_dim), np.float32)
         self.values: Floats = self.keys.copy()
-        self.recomputed = 0
 
     @property
     def used(self) -> Flags:
@@ -366,7 +342,7 @@ class InputRows:
         """Bits of the x rows that read wrongly by now, modelled."""
         return self._cells.lost_bits(self.used)
 
-    def put(self, positions: Ints, rows: Floats, names: Names, retaining: Ints, waiting: Flags) -> Ints:
+    def put(self, positions: Int64s, rows: Floats, names: Names, retaining: Int64s, waiting: Flags) -> Int64s:
         """Stores `rows` [n, channels] of the tokens at `positions` and returns their indices [n]."""
         free = np.nonzero(~self.used)[0]
         if len(free) < len(rows):
@@ -387,31 +363,22 @@ class InputRows:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), np.float32)]))
 
-    def _project(self, at: Ints) -> None:
+    def _project(self, at: Int64s) -> None:
         if len(at):
+            assert self._recompute is not None
             self.keys[at], self.values[at] = self._recompute(self._cells.readings[at], self.positions[at])
 
-    def release(self, indices: Ints) -> None:
+    def release(self, indices: Int64s) -> None:
         """One head each drops the tokens of `indices` (an index may occur several times); rows no head retains are freed."""
         np.subtract.at(self.retaining, indices, 1)
         self.positions[indices[self.retaining[indices] <= 0]] = NONE
 
-    def free(self, index: int) -> None:
-        """Frees one row."""
-        self.positions[index] = NONE
-
-    def find(self, position: int) -> int:
-        """Returns the index of the x of the token at `position`, -1 if there is none."""
-        found = np.nonzero(self.positions == position)[0]
-        return int(found[0]) if len(found) else NONE
-
-    def settle(self, hst: Flags) -> Ints:
+    def settle(self, hst: Flags) -> Int64s:
         """Puts the rows in their groups for a step and returns those whose keys and values changed.
 
-        The array recomputes every row that stands in for keys and values at every step, which `recomputed` counts; here
-        it is done where the result can differ from the last.
+        The array recomputes every row that stands in for keys and values at every step; here it is done where the result
+        can differ from the last.
         """
-        self.recomputed += int(self.standing_in.sum())
         (changed,) = self._cells.settle(hst, self.used)
         self._project(changed)
         return changed
@@ -442,17 +409,12 @@ class AerpLayer:
         places = (shape.kv_heads, settings.budget + 1)
         self.keys = Cells(places, shape.head_dim, self.cells)
         self.values = Cells(places, shape.head_dim, self.cells)
-        self.x_index: Ints = np.full(places, NONE)
-        self.inputs = self._inputs(recompute)
+        self.x_index: Int64s = np.full(places, NONE)
+        if settings.recompute != "none" and (recompute is None or not shape.channels):
+            raise ValueError(f"recompute: '{settings.recompute}' needs projections and the layer's channels")
+        self.inputs = InputRows(shape, self.cells, recompute)
 
-    def _inputs(self, recompute: Recompute | None) -> InputRows | None:
-        if self.settings.recompute == "none":
-            return None
-        if recompute is None or not self.shape.channels:
-            raise ValueError(f"recompute: '{self.settings.recompute}' needs projections and the layer's channels")
-        return InputRows(self.shape, self.cells, recompute)
-
-    def prefill(self, keys: Floats, values: Floats, sums: Scores, x: Floats | None = None) -> None:
+    def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
         """Takes a prompt: `keys`, `values` [n, kv_heads, head_dim], its column `sums` [kv_heads, n], its `x` [n, channels].
 
         The prompt itself is attended densely, by the caller.
@@ -463,8 +425,8 @@ class AerpLayer:
         kept = self.slots.fill(sums)
         heads, slots = np.indices(kept.shape).reshape(2, -1)
         self._write(heads, slots, kept.reshape(-1), keys[kept.reshape(-1), heads], values[kept.reshape(-1), heads])
-        if self.inputs is not None:
-            self._store_inputs(_given(x, "x"))
+        if self.settings.recompute != "none":
+            self._store_inputs(_given(x))
 
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
         """Returns the attention outputs [heads, head_dim] of the next token, which attends to what is cached and itself.
@@ -481,19 +443,18 @@ class AerpLayer:
         placed = self.slots.add(scores.reshape(self.shape.kv_heads, group, count + 1).sum(axis=1))
         self._place(placed, key, value)
         if self.settings.recompute == "decode":
-            self._await(_given(x, "x"))
+            self._await(_given(x))
         return out
 
     def _place(self, placed: Placed, key: Floats, value: Floats) -> None:
         heads = np.nonzero(placed.slots != NONE)[0]
         slots = placed.slots[heads]
         dropped = self.x_index[heads, slots]
-        if self.inputs is not None:
-            self.inputs.release(dropped[dropped != NONE])
+        self.inputs.release(dropped[dropped != NONE])
         self.x_index[heads, slots] = NONE
         self._write(heads, slots, np.full(len(heads), self.slots.newest), key[heads], value[heads])
 
-    def _write(self, heads: Ints, slots: Ints, positions: Ints, keys: Floats, values: Floats) -> None:
+    def _write(self, heads: Int64s, slots: Int64s, positions: Int64s, keys: Floats, values: Floats) -> None:
         for kind, cells, rows in ((_KEY, self.keys, keys), (_VALUE, self.values, values)):
             cells.write((heads, slots), rows, name_rows(self.cells.seed, self.layer, kind, heads, positions))
 
@@ -511,54 +472,45 @@ class AerpLayer:
             recent = np.arange(max(self.settings.sinks, len(x) - self.settings.recent), len(x))
             self._put(recent, x[recent], retaining[recent], waiting=True)
 
-    def _put(self, positions: Ints, x: Floats, retaining: Ints, waiting: bool) -> Ints:
-        assert self.inputs is not None
+    def _put(self, positions: Int64s, x: Floats, retaining: Int64s, waiting: bool) -> Int64s:
         names = name_rows(self.cells.seed, self.layer, _INPUT, 0, positions)
         return self.inputs.put(positions, x, names, retaining, np.full(len(x), waiting))
 
-    def _convert(self, indices: Ints) -> None:
+    def _convert(self, indices: Int64s) -> None:
         """Frees the keys and values of the tokens of these x rows: from now on they are recomputed."""
-        assert self.inputs is not None
         for index in indices:
             heads, slots = np.nonzero(self.slots.positions == self.inputs.positions[index])
             self.x_index[heads, slots] = index
             self.inputs.waiting[index], self.inputs.retaining[index] = False, len(heads)
             self._read_back(heads, slots)
 
-    def _read_back(self, heads: Ints, slots: Ints) -> None:
-        assert self.inputs is not None
+    def _read_back(self, heads: Int64s, slots: Int64s) -> None:
         indices = self.x_index[heads, slots]
         self.keys.readings[heads, slots] = self.inputs.keys[indices, heads]
         self.values.readings[heads, slots] = self.inputs.values[indices, heads]
 
     def _await(self, x: Floats) -> None:
         """Keeps the new token's x, and decides about the token that leaves the window."""
-        assert self.inputs is not None
         newest, positions = self.slots.newest, self.slots.positions
         if newest >= self.settings.sinks:
             self._put(np.array([newest]), x[None], np.array([self.shape.kv_heads]), waiting=True)
-        index = self.inputs.find(newest - self.settings.recent)
-        if index == NONE or not self.inputs.waiting[index]:
-            return
-        retaining = int((positions == newest - self.settings.recent).sum())
+        leaving = newest - self.settings.recent
+        (row,) = np.nonzero(self.inputs.used & self.inputs.waiting & (self.inputs.positions == leaving))
         room = self.settings.max_x is None or int(self.inputs.standing_in.sum()) < self.settings.max_x
-        if room and self.shape.x_pays(retaining):
-            self._convert(np.array([index]))
+        if room and self.shape.x_pays(int((positions == leaving).sum())):
+            self._convert(row)
         else:
-            self.inputs.free(index)
+            self.inputs.positions[row] = NONE
 
     def _settle(self) -> None:
         """Reads everything as the groups of this step have it."""
         if not self.cells.rates.any:
-            if self.inputs is not None:
-                self.inputs.recomputed += int(self.inputs.standing_in.sum())
             return
         hst, in_kv = self.high_scores(), self.in_kv
         for cells in (self.keys, self.values):
             cells.settle(hst, in_kv)
-        if self.inputs is not None:
-            changed = self.inputs.settle(self.x_high_scores(hst))
-            self._read_back(*np.nonzero(np.isin(self.x_index, changed)))
+        changed = self.inputs.settle(self.x_high_scores(hst))
+        self._read_back(*np.nonzero(np.isin(self.x_index, changed)))
 
     def high_scores(self) -> Flags:
         """Which slots count as high-score tokens for the step to come [kv_heads, budget].
@@ -576,7 +528,6 @@ class AerpLayer:
 
     def x_high_scores(self, hst: Flags) -> Flags:
         """Which x rows count as high-score tokens: at least half of the heads that retain it say so; waiting ones do."""
-        assert self.inputs is not None
         index = self.x_index[:, :-1]
         votes = np.bincount(index[(index != NONE) & hst], minlength=len(self.inputs.positions))
         high: Flags = self.inputs.waiting | (2 * votes >= self.inputs.retaining)
@@ -591,17 +542,15 @@ class AerpLayer:
     @property
     def stored_bytes(self) -> int:
         """Bytes in eDRAM: keys, values and x rows of 16 bits (scales of int16 vectors lie elsewhere)."""
-        rows = 0 if self.inputs is None else int(self.inputs.used.sum())
-        return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * rows)
+        return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * int(self.inputs.used.sum()))
 
     @property
     def lost_bits(self) -> int:
         """Bits in eDRAM that read wrongly by now, modelled."""
-        lost = sum(cells.lost_bits(self.in_kv) for cells in (self.keys, self.values))
-        return lost if self.inputs is None else lost + self.inputs.lost_bits
+        return self.keys.lost_bits(self.in_kv) + self.values.lost_bits(self.in_kv) + self.inputs.lost_bits
 
 
-def _given(x: Floats | None, name: str) -> Floats:
+def _given(x: Floats | None) -> Floats:
     if x is None:
-        raise ValueError(f"{name}: it is needed to recompute")
+        raise ValueError("x: it is needed to recompute")
     return x

@@ -17,7 +17,7 @@ kv_bytes_per_s = 128e9
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,44 +73,33 @@ DEFAULTS = {"profile": "paper", "model": "llama2-7b", "workload": "PG19", "syste
 WANTED = {"bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number"}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One table of the file: `where` it is (profile.mine), what it begins with, and what it changes."""
-
-    where: str
-    base: str
-    changes: dict[str, Any]
-
-
 def read_constants(path: str | Path) -> Catalogue:
     """Returns the paper's catalogue with what the TOML file `path` adds and changes.
 
     UsageError, naming file and key, for keys that are not known and values that are not possible; DataError if the file is
     no TOML.
     """
-    tables = _tables(Path(path))
-    known = Catalogue()
-    parts: dict[str, dict[str, Any]] = {
-        "profile": dict(known.profiles),
-        "model": dict(known.models),
-        "workload": dict(known.workloads),
-        "system": dict(known.systems),
-    }
-    for kind, named in tables.items():
-        _only(f"{path}", kind, tuple(DEFAULTS))
-        if not isinstance(named, dict):
+    known = {f"{kind}s": dict(getattr(Catalogue(), f"{kind}s")) for kind in DEFAULTS}
+    for kind, tables in _document(Path(path)).items():
+        _check_key(f"{path}", kind, DEFAULTS)
+        if not isinstance(tables, dict):
             raise UsageError(f"{path}: {kind}: a table is needed", f"write [{kind}.NAME]")
-        for name, changes in named.items():
-            entry = _entry(f"{path}: {kind}.{name}", changes, name if name in parts[kind] else DEFAULTS[kind])
-            if entry.base not in parts[kind]:
-                hint = f"one of: {', '.join(parts[kind])}"
-                raise UsageError(f"{entry.where}.base: there is no {kind} '{entry.base}'", hint)
-            made = _system if kind == "system" else _changed
-            parts[kind][name] = made(parts[kind][entry.base], entry, name)
-    return Catalogue(parts["model"], parts["workload"], parts["system"], parts["profile"])
+        parts = known[f"{kind}s"]
+        for name, table in tables.items():
+            where = f"{path}: {kind}.{name}"
+            if not isinstance(table, dict):
+                raise UsageError(f"{where}: a table is needed", "write [profile.NAME], then one constant a line")
+            changes = dict(table)
+            base = changes.pop("base", name if name in parts else DEFAULTS[kind])
+            if not isinstance(base, str):
+                raise UsageError(f"{where}.base: '{base}' is not a name")
+            if base not in parts:
+                raise UsageError(f"{where}.base: there is no {kind} '{base}'", f"one of: {', '.join(parts)}")
+            parts[name] = _derived(parts[base], name, changes, where)
+    return Catalogue(**known)
 
 
-def _tables(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(path.read_text()))
     except OSError as error:
@@ -119,45 +108,33 @@ def _tables(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
 
 
-def _entry(where: str, changes: object, base: str) -> _Entry:
-    if not isinstance(changes, dict):
-        raise UsageError(f"{where}: a table is needed", "write [profile.NAME], then one constant a line")
-    rest = dict(changes)
-    chosen = rest.pop("base", base)
-    if not isinstance(chosen, str):
-        raise UsageError(f"{where}.base: '{chosen}' is not a name")
-    return _Entry(where, chosen, rest)
-
-
-def _only(where: str, key: str, known: tuple[str, ...]) -> None:
+def _check_key(where: str, key: str, known: Iterable[str]) -> None:
     if key not in known:
         raise UsageError(f"{where}: there is no constant '{key}'", f"one of: {', '.join(known)}")
 
 
-def _changeable(part: object) -> dict[str, str]:
-    """Returns the fields of `part` that a file may change, with the names of their types."""
-    kinds = {field.name: str(field.type) for field in fields(part)}  # type: ignore[arg-type]
-    return {name: kind for name, kind in kinds.items() if name != "name" and kind in WANTED}
+def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> Any:
+    """Returns `base` by the name `name` and with `changes`: of a system, each in the part that has it."""
+    if isinstance(base, AcceleratorSystem):
+        parts = [base.hardware, base.policy, base.policy.intervals]
+        hardware, policy, intervals = _changed(parts, changes, where)
+        return AcceleratorSystem(name, hardware, replace(policy, intervals=intervals))
+    (made,) = _changed([base], changes, where)
+    title = f"of the user, beginning with '{base.name}'"
+    return replace(made, name=name, **({"title": title} if "title" not in changes and hasattr(base, "title") else {}))
 
 
-def _changed(part: Part, entry: _Entry, name: str) -> Part:
-    """Returns `part` with the changes of `entry` and the name `name`."""
-    known = _changeable(part)
-    values = {key: _value(f"{entry.where}.{key}", value, known[key]) for key, value in _checked(entry, known)}
-    title = {"title": f"of the user, beginning with '{entry.base}'"} if "title" in known else {}
-    return _built(part, entry.where, {**title, **values, "name": name})
-
-
-def _checked(entry: _Entry, known: Iterable[str]) -> Iterator[tuple[str, object]]:
-    """Yields the changes of `entry`; UsageError if one is none of `known`."""
-    for key, value in entry.changes.items():
-        _only(entry.where, key, tuple(known))
-        yield key, value
-
-
-def _built(part: Part, where: str, values: Mapping[str, Any]) -> Part:
+def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[Any]:
+    """Returns `parts` with `changes`, each in the part that has a field of its name."""
+    kinds = [{one.name: str(one.type) for one in fields(part) if one.name != "name"} for part in parts]
+    known = {name: kind for of_part in kinds for name, kind in of_part.items() if kind in WANTED}
+    values = {}
+    for key, value in changes.items():
+        _check_key(where, key, known)
+        values[key] = _value(f"{where}.{key}", value, known[key])
     try:
-        return replace(part, **values)  # type: ignore[type-var]
+        made = [{key: value for key, value in values.items() if key in of_part} for of_part in kinds]
+        return [replace(part, **own) for part, own in zip(parts, made, strict=True)]
     except ValueError as error:  # the message of a part begins with the name of the field
         raise UsageError(f"{where}.{error}") from error
 
@@ -175,19 +152,3 @@ def _value(where: str, value: object, kind: str) -> Any:
         if fits and float(value).is_integer():
             return int(value)
     raise UsageError(f"{where}: '{value}' is not {WANTED[kind]}")
-
-
-def _system(system: AcceleratorSystem, entry: _Entry, name: str) -> AcceleratorSystem:
-    """Returns `system` with the changes of `entry`, each in the part that has it."""
-    hardware, policy = system.hardware, system.policy
-    of_hardware, of_policy, of_intervals = _changeable(hardware), _changeable(policy), _changeable(policy.intervals)
-    for key, value in _checked(entry, {**of_hardware, **of_policy, **of_intervals}):
-        where = f"{entry.where}.{key}"
-        if key in of_hardware:
-            hardware = _built(hardware, entry.where, {key: _value(where, value, of_hardware[key])})
-        elif key in of_policy:
-            policy = _built(policy, entry.where, {key: _value(where, value, of_policy[key])})
-        else:
-            intervals = _built(policy.intervals, entry.where, {key: _value(where, value, of_intervals[key])})
-            policy = replace(policy, intervals=intervals)
-    return AcceleratorSystem(name, hardware, policy)

@@ -14,9 +14,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from llmcache.arrays import Doubles
 from llmcache.edram.constants import AERP, CHIP, EDRAM_4MB, SRAM_4MB
 from llmcache.edram.systems import AcceleratorSystem, Configuration
 
@@ -93,7 +91,7 @@ def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
     )
 
 
-Time = TypeVar("Time", float, NDArray[np.float64])
+Time = TypeVar("Time", float, Doubles)
 
 
 @dataclass(frozen=True)
@@ -105,15 +103,6 @@ class Access:
     sram_bytes_per_s: float = CHIP.sram_bytes_per_s
     edram_bytes_per_s: float = CHIP.edram_bytes_per_s
     dram_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("weight_bytes", 0), ("kv_bytes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
-        for name in ("sram_bytes_per_s", "edram_bytes_per_s", "dram_bytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: {value}, more than 0 is needed")
 
     @property
     def edram_ns(self) -> float:
@@ -162,12 +151,9 @@ def kelle(access: Access) -> Lifetimes:
 def access_of(configuration: Configuration) -> Access:
     """Returns what an attention block of the last decode step reads: W_Q as a weight matrix, the keys of the whole batch."""
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
-    cached = workload.context + workload.decode
-    if configuration.policy.evict:
-        cached = min(cached, workload.budget)
     return Access(
         weight_bytes=shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes,
-        kv_bytes=workload.batch * cached * shape.kv_layer_bytes / 2,
+        kv_bytes=workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2,
         sram_bytes_per_s=hardware.sram_bytes_per_s,
         edram_bytes_per_s=hardware.kv_bytes_per_s,
         dram_bytes_per_s=hardware.dram_bytes_per_s,

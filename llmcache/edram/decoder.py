@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Floats, Int64s
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Projections, Rope, attend_prompt
 from llmcache.edram.flips import CellSettings
 from llmcache.errors import DataError, UsageError
 
-Floats = NDArray[np.float32]
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 _HINT = "a directory with config.json and model.safetensors (float32) of a Llama, Mistral or Qwen2 model is needed"
 _LONGEST_HEADER = 1 << 26
@@ -104,10 +103,6 @@ def _whole(data: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-Ids = NDArray[np.int64]
-Scores = NDArray[np.float64]
-
-
 @dataclass(frozen=True)
 class LayerPrompt:
     """What one layer computed of a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums.
@@ -118,7 +113,7 @@ class LayerPrompt:
     x: Floats
     keys: Floats
     values: Floats
-    sums: dict[str, Scores]
+    sums: dict[str, Doubles]
 
 
 Prompt = tuple[LayerPrompt, ...]
@@ -160,7 +155,7 @@ class Decoder:
         normed: Floats = rows * scale * self._tensor(f"{name}.weight")
         return normed
 
-    def _queries(self, layer: int, x: Floats, positions: Ids) -> Floats:
+    def _queries(self, layer: int, x: Floats, positions: Int64s) -> Floats:
         rows = self._apply(f"model.layers.{layer}.self_attn.q_proj", x)
         return self.rope.turn(rows.reshape(len(x), self.config.heads, -1), positions)
 
@@ -175,7 +170,7 @@ class Decoder:
         logits: Floats = self._norm("model.norm", hidden) @ self._tensor(head).T
         return logits
 
-    def prompt(self, ids: Ids) -> tuple[Prompt, Floats]:
+    def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
         """Returns the prompt `ids` [n] for caches to take, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]

@@ -5,30 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from llmcache.edram.chip import at_the_same_time, one_after_the_other
-from llmcache.edram.columns import Array, ConfigurationColumns, Steps
 from llmcache.edram.constants import CHIP, GROUPS
-from llmcache.edram.latency import PASSES_16_BY_8, PASSES_16_BY_16, Prefill, Step, activation_accesses
+from llmcache.edram.latency import (
+    PASSES_16_BY_8,
+    PASSES_16_BY_16,
+    Array,
+    ConfigurationColumns,
+    Prefill,
+    Step,
+    Steps,
+    activation_accesses,
+)
 
 REFRESH = (*(f"refresh_{group}" for group in GROUPS), "refresh_activations")
-COMPONENTS = (
-    "dram_weights",
-    "dram_kv",
-    "dram_activations",
-    "dram_static",
-    "weight_memory",
-    "kv_memory",
-    "activation_memory",
-    "sram_leakage",
-    "edram_leakage",
-    *REFRESH,
-    "array_linear",
-    "array_attention",
-    "array_recompute",
-    "sfu",
-    "evictor",
-)
-"""All there is: the energy of a configuration is the sum of these."""
-
 KINDS: dict[str, tuple[str, ...]] = {
     "DRAM, weights": ("dram_weights",),
     "DRAM, KV": ("dram_kv",),
@@ -43,6 +32,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "evictor": ("evictor",),
 }
 """Components that pictures and tables show together; every component is in one of them."""
+COMPONENTS = tuple(name for names in KINDS.values() for name in names)
+"""All there is: the energy of a configuration is the sum of these."""
 
 
 def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Array, prefill: Prefill) -> dict[str, Array]:
@@ -67,7 +58,7 @@ def _timely(c: ConfigurationColumns, latency_s: Array) -> dict[str, Array]:
         "sram_leakage": c.sram_leak_w * sram / c.array_bytes,
         "edram_leakage": c.edram_leak_w * edram / c.array_bytes,
         "sfu": c.sfu_w,
-        "evictor": np.where(c.evict & c.systolic_evictor, c.evictor_w, 0),
+        "evictor": np.where(np.logical_and(c.evict, c.systolic_evictor), c.evictor_w, 0),
     }
     watts |= {f"refresh_{group}": refresh_w[:, [place]] for place, group in enumerate(GROUPS)}
     return {name: (power * latency_s)[:, 0] for name, power in watts.items()}

@@ -22,53 +22,38 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
 from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
 from llmcache.errors import UsageError
 
-Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]
 Format = Literal["int16", "fp16", "exact"]
 FORMATS: tuple[Format, ...] = ("int16", "fp16", "exact")
 LARGEST_HALF = 65504.0
 
 
-@dataclass
-class Stored:
-    """Vectors as stored: `bits` [..., dim] and, for int16, `scales` [..., 1], which lie where nothing is lost.
+def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
+    """Returns `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which lie where nothing is lost.
 
-    `exact` holds float32 [..., dim] instead of bits: nothing is rounded, and nothing can be lost.
+    int16: the largest number of a vector becomes 32767; halves have no scales (1).
     """
-
-    bits: Bits
-    scales: Floats | None = None
-    exact: Floats | None = None
-
-
-def encode(rows: Floats, how: Format) -> Stored:
-    """Returns `rows` [..., dim] as stored. int16: the largest number of a vector becomes 32767."""
-    if how == "exact":
-        return Stored(np.empty((*rows.shape[:-1], 0), np.uint16), exact=rows.astype(np.float32))
     if how == "fp16":
         limited = np.clip(rows, -LARGEST_HALF, LARGEST_HALF)
-        return Stored(limited.astype(np.float16).view(np.uint16))
+        return limited.astype(np.float16).view(np.uint16), np.ones((*rows.shape[:-1], 1), np.float32)
     largest = np.abs(rows).max(axis=-1, keepdims=True)
     scales = np.where(largest > 0, largest / np.float32(32767), np.float32(1)).astype(np.float32)
-    return Stored(np.rint(rows / scales).astype(np.int16).view(np.uint16), scales)
+    return np.rint(rows / scales).astype(np.int16).view(np.uint16), scales
 
 
-def decode(stored: Stored, how: Format, lost: Bits | None = None, nonfinite: str = "clamp") -> Floats:
-    """Returns what is read, float32 [..., dim], if the bits `lost` [..., dim] are flipped.
+def decode(bits: Bits, scales: Floats, how: Format, nonfinite: str = "clamp") -> Floats:
+    """Returns what is read of `bits`, float32 [..., dim].
 
     `nonfinite`, for halves whose flipped bits are no number: "clamp" reads NaN as 0 and infinities as the largest half,
     "keep" hands them on.
     """
-    if stored.exact is not None:
-        return stored.exact
-    bits = stored.bits if lost is None else stored.bits ^ lost
     if how == "int16":
-        assert stored.scales is not None
-        return bits.view(np.int16).astype(np.float32) * stored.scales
+        return bits.view(np.int16).astype(np.float32) * scales
     numbers = bits.view(np.float16).astype(np.float32)
     if nonfinite == "clamp":
         np.nan_to_num(numbers, copy=False, nan=0.0, posinf=LARGEST_HALF, neginf=-LARGEST_HALF)
@@ -160,45 +145,32 @@ def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
     if kind == "none" and not value:
         return NO_FLIPS
     if kind in _ONE_SIDED:
-        return one_sided(kind, _rate(value, text))
-    if kind == "interval" and value:
-        return FlipRates.of_intervals(_intervals(value, text), curve)
-    if kind == "2drp":
-        return FlipRates.of_intervals(_column(value, text) if value else KELLE_INTERVALS, curve)
-    raise UsageError(f"flips: '{text}' is not understood", _HINT)
-
-
-def _rate(value: str, text: str) -> float:
+        try:
+            return one_sided(kind, float(value))
+        except ValueError:
+            raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT) from None
+    if kind == "2drp" and not value:
+        return FlipRates.of_intervals(KELLE_INTERVALS, curve)
+    if kind not in ("interval", "2drp") or not value:
+        raise UsageError(f"flips: '{text}' is not understood", _HINT)
     try:
-        rate = float(value)
-    except ValueError:
-        rate = -1
-    if not 0 <= rate <= 1:
-        raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT)
-    return rate
-
-
-def _intervals(value: str, text: str) -> RefreshIntervals:
-    try:
-        return parse_intervals(value)
+        intervals = parse_intervals(value)
     except UsageError as error:
         raise UsageError(f"flips: '{text}': {error.message}", _HINT) from error
-
-
-def _column(value: str, text: str) -> RefreshIntervals:
-    wanted = _intervals(value, text).mean_ns
-    for printed, intervals in TABLE4_INTERVALS.items():
-        if abs(wanted - printed) < 1:
-            return intervals
-    known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
-    raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+    if kind == "2drp":
+        columns = {printed: column for printed, column in TABLE4_INTERVALS.items() if abs(intervals.mean_ns - printed) < 1}
+        if not columns:
+            known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
+            raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+        (intervals,) = columns.values()
+    return FlipRates.of_intervals(intervals, curve)
 
 
 Names = NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def name_rows(*parts: int | NDArray[np.int64]) -> Names:
+def name_rows(*parts: int | Int64s) -> Names:
     """Returns one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
@@ -254,11 +226,11 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """How vectors are stored and lost.
+    """How vectors are stored and lost. Of "exact" ones nothing is rounded, and nothing can be lost.
 
-    `sticky`: see the module.
-    `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`: sinks and the recent window
-    count as high-score tokens whatever their score; by score alone every new token would be a low one.
+    `sticky`: see the module. `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`:
+    sinks and the recent window count as high-score tokens whatever their score; by score alone every new token would be a
+    low one.
     """
 
     format: Format = "int16"
@@ -289,25 +261,22 @@ class Cells:
     def __post_init__(self) -> None:
         shape = (*self.places, self.dim)
         self.readings = np.zeros(shape, np.float32)
-        self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
         if self.settings.rates.any:
+            self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
             self._bits, self._hst, self._lst = (np.zeros(shape, np.uint16) for _ in range(3))
             self._scales = np.zeros((*self.places, 1), np.float32)
 
     def write(self, at: Where, rows: Floats, names: Names) -> None:
         """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
         how = self.settings.format
-        stored = encode(rows, how)
-        self._groups[at] = 0
-        self.readings[at] = decode(stored, how)
-        if not self.settings.rates.any:
+        if how == "exact":
+            self.readings[at] = rows
             return
-        self._bits[at] = stored.bits
-        if stored.scales is not None:
-            self._scales[at] = stored.scales
-        lost = draw(names, self.dim, self.settings.rates)
-        for mask, into in zip(lost, (self._hst, self._lst), strict=True):
-            into[at] = mask
+        bits, scales = encode(rows, how)
+        self.readings[at] = decode(bits, scales, how)
+        if self.settings.rates.any:
+            self._groups[at], self._bits[at], self._scales[at] = 0, bits, scales
+            self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
         """Adds `more` places along the first axis."""
@@ -316,7 +285,7 @@ class Cells:
                 setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self.places = (self.places[0] + more, *self.places[1:])
 
-    def settle(self, hst: NDArray[np.bool_], used: NDArray[np.bool_]) -> Where:
+    def settle(self, hst: Flags, used: Flags) -> Where:
         """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
 
         Both [*places], or fewer from the first place of each axis on: the rest is not in use.
@@ -328,17 +297,16 @@ class Cells:
         groups = before | now if self.settings.sticky else now
         changed = np.nonzero(used & (groups != before))
         self._groups[changed] = groups[changed]
-        both = self._groups[changed][:, None]
-        lost = np.where(both & HST, self._hst[changed], 0) | np.where(both & LST, self._lst[changed], 0)
-        stored = Stored(self._bits[changed], self._scales[changed])
-        self.readings[changed] = decode(stored, self.settings.format, lost.astype(np.uint16), self.settings.nonfinite)
+        bits, how = self._bits[changed] ^ self._lost(changed), self.settings.format
+        self.readings[changed] = decode(bits, self._scales[changed], how, self.settings.nonfinite)
         return changed
 
-    def lost_bits(self, used: NDArray[np.bool_]) -> int:
-        """Returns how many bits of the `used` rows read wrongly, in the groups they have been in."""
-        if not self.settings.rates.any:
-            return 0
-        at = np.nonzero(used)
+    def _lost(self, at: Where) -> Bits:
+        """Returns the bits that the rows at `at` have lost in the groups they have been in."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
-        return int(np.unpackbits(lost.astype(np.uint16).view(np.uint8)).sum())
+        return lost.astype(np.uint16)
+
+    def lost_bits(self, used: Flags) -> int:
+        """Returns how many bits of the `used` rows read wrongly."""
+        return int(np.unpackbits(self._lost(np.nonzero(used)).view(np.uint8)).sum()) if self.settings.rates.any else 0

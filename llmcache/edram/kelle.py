@@ -17,13 +17,12 @@ from llmcache.units import format_duration
 class KelleRecorder(RunRecorder):
     """Notes what `policy` keeps from now on, all vectors of 16 bits whatever type its store has; `run` gives the run.
 
-    `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says). `lives`: as
-    `RunRecorder`.
+    `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says).
     """
 
-    def __init__(self, policy: Kelle, *, step_ns: float | None = None, lives: bool = True) -> None:
+    def __init__(self, policy: Kelle, *, step_ns: float | None = None) -> None:
         shape = policy.store.shape
-        super().__init__(shape.head_dim + shape.value_dim, lives=lives)  # one half
+        super().__init__(shape.head_dim + shape.value_dim)  # one half
         self._policy, self._step_ns = policy, step_ns
         policy.record(self, step_ns)
 

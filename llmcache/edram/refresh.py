@@ -34,14 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Flags, Int64s
 from llmcache.edram.constants import GROUPS, RefreshIntervals
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.files import replacing
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 NONE = -1
 KINDS = ("kv", "x")
 
@@ -79,12 +77,12 @@ class Tracker:
     """Follows the rows of one array of places (a layer's slots, or its x rows) from step to step."""
 
     kind: str
-    lives: Counter[Life] | None = None
-    _ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    lives: Counter[Life]
+    _ids: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     _high: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
     _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
 
-    def observe(self, step: int, ids: Ints, high: Flags) -> Flow:
+    def observe(self, step: int, ids: Int64s, high: Flags) -> Flow:
         """Returns what `step` changed: `ids` tell the rows in the places apart (-1: free), `high` has their groups."""
         ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
         grown = len(ids) - len(self._ids)
@@ -94,31 +92,25 @@ class Tracker:
         was_high = np.pad(self._high, (0, grown))
         new, gone = (ids != before) & (ids != NONE), (ids != before) & (before != NONE)
         moved = (ids == before) & (ids != NONE) & (high != was_high)
-        if self.lives is not None:
-            self._note(step, gone, new, moved, was_high)
-        self._ids, self._high = ids, high
-        living = ids != NONE
-        counts = (living & high, living & ~high, new, gone, moved & high)
-        return Flow(*(int(flags.sum()) for flags in counts))
-
-    def _note(self, step: int, gone: Flags, new: Flags, moved: Flags, was_high: Flags) -> None:
         for place in np.nonzero(gone)[0].tolist():
             self._end(place, step, bool(was_high[place]))
         for place in np.nonzero(new)[0].tolist():
             self._begins[place] = (step, [])
         for place in np.nonzero(moved)[0].tolist():
             self._begins[place][1].append((bool(was_high[place]), step))
+        self._ids, self._high = ids, high
+        living = ids != NONE
+        counts = (living & high, living & ~high, new, gone, moved & high)
+        return Flow(*(int(flags.sum()) for flags in counts))
 
     def _end(self, place: int, step: int, high: bool) -> None:
-        assert self.lives is not None
         begin, path = self._begins.pop(place)
         self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
 
     def close(self, step: int) -> None:
         """Ends all lives: the run ends before `step`."""
-        if self.lives is not None:
-            for place in list(self._begins):
-                self._end(place, step, bool(self._high[place]))
+        for place in list(self._begins):
+            self._end(place, step, bool(self._high[place]))
 
 
 SCHEMA = "llmcache.edram-run/1"
@@ -153,7 +145,7 @@ class EdramRun:
         """Returns the bytes of one half (MSB or LSB) of a row of `kind`."""
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
-    def column(self, kind: str, flow: str) -> NDArray[np.float64]:
+    def column(self, kind: str, flow: str) -> Doubles:
         """Returns one number of every step."""
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
@@ -201,7 +193,7 @@ def parse_run(data: Any) -> EdramRun:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise DataError(f"schema: {found!r}, '{SCHEMA}' is needed", _HINT)
     steps = _field(data, "steps", dict)
-    columns = {name: _counts(steps, name) for name in COLUMNS}
+    columns = {name: [_whole(n, f"steps.{name}", 0) for n in _field(steps, name, list)] for name in COLUMNS}
     count = len(columns[COLUMNS[0]])
     for name, column in columns.items():
         if len(column) != count:
@@ -265,11 +257,6 @@ def _whole(value: Any, name: str, least: int) -> int:
     return value
 
 
-def _counts(steps: dict[str, Any], name: str) -> list[int]:
-    values = _field(steps, name, list)
-    return [_whole(value, f"steps.{name}", 0) for value in values]
-
-
 def _durations(steps: dict[str, Any], count: int) -> tuple[float, ...] | None:
     if steps.get("duration_ns", 0) is None:
         return None
@@ -298,32 +285,29 @@ def _life(entry: Any, steps: int) -> Life:
     if not isinstance(path, list) or not path or not all(isinstance(part, list) and len(part) == 2 for part in path):
         raise DataError(f"lives.path: {repr(path)[:60]}, pairs of a group and a step are needed", _HINT)
     ends = [begin, *(_whole(end, "lives.path", 0) for _, end in path)]
-    if not all(isinstance(high, bool) for high, _ in path) or not _ascending(ends) or ends[-1] > steps:
+    ascending = all(early < late for early, late in itertools.pairwise(ends))
+    if not all(isinstance(high, bool) for high, _ in path) or not ascending or ends[-1] > steps:
         raise DataError(f"lives.path: {repr(path)[:60]}, true or false and ascending steps up to {steps} are needed", _HINT)
     return Life(entry["kind"], begin, tuple((high, end) for high, end in path), count)
-
-
-def _ascending(steps: Sequence[int]) -> bool:
-    return all(early < late for early, late in itertools.pairwise(steps))
 
 
 class RunRecorder:
     """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, of an x row.
 
-    `lives`: follow rows one by one, which per-row accounting needs; about 100 bytes for each row that is ever written.
+    Rows are followed one by one: about 100 bytes for each that is ever written.
     """
 
-    def __init__(self, pair_bytes: int, x_bytes: int = 0, *, lives: bool = True) -> None:
+    def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
         if pair_bytes < 1 or x_bytes < 0:
             raise ValueError(f"pair_bytes: {pair_bytes} and {x_bytes}, at least 1 and 0 are needed")
         self.pair_bytes, self.x_bytes = pair_bytes, x_bytes
-        self._lives: Counter[Life] | None = Counter() if lives else None
+        self._lives: Counter[Life] = Counter()
         self._trackers: dict[tuple[Hashable, str], Tracker] = {}
         self._now = dict.fromkeys(KINDS, Flow())
         self._flows: dict[str, list[Flow]] = {kind: [] for kind in KINDS}
         self._durations: list[float] = []
 
-    def observe(self, layer: Hashable, kind: str, ids: Ints, high: Flags) -> None:
+    def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
         """Takes the rows of one array of places (a layer of a sequence) during the step that is under way, once a step.
 
         `ids`: what tells the rows in the places apart (their positions; -1: free), `high`: which are high-score tokens.
@@ -350,24 +334,14 @@ class RunRecorder:
         """Returns the run. Nothing can be observed afterwards."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
-        lives = None
-        if self._lives is not None:
-            lives = tuple(Life(life.kind, life.begin, life.path, count) for life, count in self._lives.items())
-        return EdramRun(
-            self.pair_bytes,
-            self.x_bytes,
-            {kind: tuple(flows) for kind, flows in self._flows.items()},
-            tuple(self._durations) or None,
-            lives,
-            title,
-            clock,
-            settings or {},
-        )
+        flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
+        lives = tuple(replace(life, count=count) for life, count in self._lives.items())
+        durations = tuple(self._durations) or None
+        return EdramRun(self.pair_bytes, self.x_bytes, flows, durations, lives, title, clock, settings or {})
 
 
 RULES = ("ticks", "expected", "floor", "ceil")
 _VECTORS = {"kv": 2, "x": 1}
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -410,16 +384,6 @@ class RefreshAccount:
         return 1e9 * sum(group.row_seconds for group in self.groups) / refreshes if refreshes else float("inf")
 
 
-@dataclass(frozen=True)
-class _Loads:
-    """Rows and bytes of each group in each step [4, steps], and those promoted into it on the spot."""
-
-    rows: Numbers
-    bytes: Numbers
-    promoted_rows: Numbers
-    promoted_bytes: Numbers
-
-
 def account(
     run: EdramRun,
     intervals: RefreshIntervals,
@@ -427,111 +391,86 @@ def account(
     *,
     rule: str = "ticks",
     capacity_bytes: float | None = None,
-    phase_ns: float = 0.0,
 ) -> RefreshAccount:
     """Returns what refreshing `run` costs at `intervals`, by one of `RULES`.
 
     `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: what the eDRAM holds; of
     more, a share as large is pinned and the rest streams through, too briefly to be refreshed (None: all is pinned).
-    `phase_ns`: when the counters of "ticks" begin. DataError if the run has no durations, or no lives where the rule needs
-    them; UsageError for a rule that does not go with a capacity.
+    DataError if the run has no durations, or no lives where the rule needs them; UsageError for a rule that does not go with
+    a capacity.
     """
     if rule not in RULES:
         raise UsageError(f"rule: '{rule}'", f"known are {', '.join(RULES)}")
     if run.durations_ns is None or not run.steps:
         raise DataError("steps.duration_ns: the run does not say how long its steps took", "say it: --step 20ms")
-    loads = _loads(run)
+    durations, each_ns = np.array(run.durations_ns), np.array(intervals.in_order())
+    times = np.concatenate([[0.0], np.cumsum(durations)])
+    rows, size, raised, raised_size = _loads(run)
     if rule in ("floor", "ceil"):
         if capacity_bytes is not None:
             raise UsageError(f"rule: '{rule}' follows single rows and cannot pin a share of them", "use ticks or expected")
-        return _by_row(run, intervals, joules_per_byte, rule, loads)
-    share = _pinned(loads, capacity_bytes)
-    counts = _ticks(run.durations_ns, intervals, rule, phase_ns)
-    rows = share * (counts * loads.rows + loads.promoted_rows)
-    refreshed = share * (counts * loads.bytes + loads.promoted_bytes)
-    counted = np.stack([rows, share * loads.promoted_rows, refreshed]).sum(axis=2)
-    joules = float((refreshed.sum(axis=0) * joules_per_byte).sum())
-    totals = _Totals(rule, counted, share, joules, joules_per_byte)
-    return _account(run, intervals, loads, totals)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """What a rule counted: refreshes, promotions and refreshed bytes [3, groups]; the pinned share of each step."""
-
-    rule: str
-    counted: Numbers
-    share: Numbers
-    joules: float
-    joules_per_byte: float
-
-
-def _account(run: EdramRun, intervals: RefreshIntervals, loads: _Loads, totals: _Totals) -> RefreshAccount:
-    durations = np.array(run.durations_ns)
+        share = np.ones(run.steps)
+        counted, joules = _by_row(run, times.tolist(), intervals.in_order(), joules_per_byte, rule)
+    else:
+        share = _pinned(size.sum(axis=0), capacity_bytes)
+        ticks = times / each_ns[:, None]
+        counts = np.diff(np.floor(ticks) if rule == "ticks" else ticks, axis=1)
+        refreshed = share * (counts * size + raised_size)
+        counted = np.stack([share * (counts * rows + raised), share * raised, refreshed]).sum(axis=2)
+        joules = float((refreshed.sum(axis=0) * joules_per_byte).sum())
     seconds = float(durations.sum()) / 1e9
-    row_seconds = (totals.share * loads.rows * durations).sum(axis=1) / 1e9
+    row_seconds = (share * rows * durations).sum(axis=1) / 1e9
     groups = []
     for place, (group, interval) in enumerate(zip(GROUPS, intervals.in_order(), strict=True)):
-        time, (refreshes, promotions, size) = float(row_seconds[place]), totals.counted[:, place].tolist()
-        joules = size * totals.joules_per_byte
-        groups.append(GroupAccount(group, interval, time / seconds, time, refreshes, promotions, size, joules))
-    living = float((loads.bytes * durations).sum())
-    pinned = float((totals.share * loads.bytes * durations).sum()) / living if living else 1.0
-    return RefreshAccount(totals.rule, run.clock, seconds, tuple(groups), totals.joules, pinned)
+        time, (refreshes, promotions, bytes_) = float(row_seconds[place]), counted[:, place].tolist()
+        joules_ = bytes_ * joules_per_byte
+        groups.append(GroupAccount(group, interval, time / seconds, time, refreshes, promotions, bytes_, joules_))
+    living = float((size * durations).sum())
+    pinned = float((share * size * durations).sum()) / living if living else 1.0
+    return RefreshAccount(rule, run.clock, seconds, tuple(groups), joules, pinned)
 
 
-def _loads(run: EdramRun) -> _Loads:
-    """Adds pairs (a key and a value) and x rows up; both halves of a vector are in groups of the same score."""
-    shape = (len(GROUPS), run.steps)
-    rows, size, promoted, promoted_size = (np.zeros(shape) for _ in range(4))
+def _loads(run: EdramRun) -> Doubles:
+    """Returns rows and bytes that live, rows and bytes that are promoted, of each group in each step [4, groups, steps].
+
+    Pairs (a key and a value) and x rows are added up; both halves of a vector are in groups of the same score.
+    """
+    loads = np.zeros((2, 2, len(GROUPS), run.steps))
     for kind in KINDS:
-        vectors, half = _VECTORS[kind], run.half_bytes(kind)
-        for place, flow in enumerate(("high", "high", "low", "low")):
-            column = run.column(kind, flow)
-            rows[place] += vectors * column
-            size[place] += half * column
-        for place in (0, 1):
-            column = run.column(kind, "promoted")
-            promoted[place] += vectors * column
-            promoted_size[place] += half * column
-    return _Loads(rows, size, promoted, promoted_size)
+        high, low, promoted = (run.column(kind, flow) for flow in ("high", "low", "promoted"))
+        none = np.zeros_like(promoted)
+        of_kind = np.stack([[high, high, low, low], [promoted, promoted, none, none]])
+        loads[:, 0] += _VECTORS[kind] * of_kind
+        loads[:, 1] += run.half_bytes(kind) * of_kind
+    return loads.reshape(4, len(GROUPS), run.steps)
 
 
-def _pinned(loads: _Loads, capacity_bytes: float | None) -> Numbers:
-    """Returns the share of the living bytes that is pinned in each step."""
-    living = loads.bytes.sum(axis=0)
+def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
+    """Returns the share of the `living` bytes that is pinned in each step."""
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:
         raise UsageError(f"capacity: {capacity_bytes:g} bytes, more than 0 is needed")
-    share: Numbers = np.minimum(1.0, capacity_bytes / np.maximum(living, 1))
+    share: Doubles = np.minimum(1.0, capacity_bytes / np.maximum(living, 1))
     return share
 
 
-def _ticks(durations: tuple[float, ...], intervals: RefreshIntervals, rule: str, phase_ns: float) -> Numbers:
-    """Returns how often each group's counter ticks in each step [4, steps]."""
-    times = np.concatenate([[0.0], np.cumsum(durations)])
-    ticks = (times[None] - phase_ns) / np.array(intervals.in_order())[:, None]
-    return np.diff(np.floor(ticks) if rule == "ticks" else ticks, axis=1)
-
-
-def _by_row(run: EdramRun, intervals: RefreshIntervals, joules_per_byte: float, rule: str, loads: _Loads) -> RefreshAccount:
+def _by_row(
+    run: EdramRun, times: list[float], intervals: tuple[float, ...], joules_per_byte: float, rule: str
+) -> tuple[Doubles, float]:
+    """Returns refreshes of rows, of them promotions, and refreshed bytes [3, groups]; and the joules of all, row by row."""
     if run.lives is None:
         raise DataError("lives: the run did not follow its rows one by one", "use the rule ticks or expected")
-    times = np.concatenate([[0.0], np.cumsum(np.array(run.durations_ns))]).tolist()
-    rows, spot, size = np.zeros(4), np.zeros(4), np.zeros(4)
-    joules = 0.0
+    counted, joules = np.zeros((3, len(GROUPS))), 0.0
     for life in run.lives:
-        counts, promotions = _refreshes(life, times, intervals.in_order(), rule)
-        rows += life.count * _VECTORS[life.kind] * counts
-        spot += life.count * _VECTORS[life.kind] * promotions
-        size += life.count * run.half_bytes(life.kind) * counts
-        joules += life.count * run.half_bytes(life.kind) * float(counts.sum()) * joules_per_byte
-    totals = _Totals(rule, np.stack([rows, spot, size]), np.ones(run.steps), joules, joules_per_byte)
-    return _account(run, intervals, loads, totals)
+        refreshes, promotions = _refreshes(life, times, intervals, rule)
+        rows, size = life.count * _VECTORS[life.kind], life.count * run.half_bytes(life.kind)
+        counted += np.stack([rows * refreshes, rows * promotions, size * refreshes])
+        joules += size * float(refreshes.sum()) * joules_per_byte
+    return counted, joules
 
 
-def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Numbers, Numbers]:
+def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Doubles, Doubles]:
     """Returns the refreshes of one row of `life` in each group [4], and those of them that are promotions."""
     counts, promotions = np.zeros(4), np.zeros(4)
     for half in (0, 1):

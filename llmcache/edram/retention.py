@@ -10,24 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
-from llmcache.edram.constants import FAILURE_RATE, KELLE_INTERVALS, RETENTION_NS, RefreshIntervals
+from llmcache.edram.constants import FAILURE_RATE, GROUPS, KELLE_INTERVALS, RETENTION_NS, RefreshIntervals
 from llmcache.errors import UsageError
 from llmcache.units import parse_duration
-
-_NORMAL = NormalDist()
-
-
-class RetentionCurve(Protocol):
-    """P(a bit fails | refreshed every so often): never falls as the interval grows."""
-
-    def failure(self, interval_ns: float) -> float:
-        """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -44,24 +33,13 @@ class LogNormal:
             raise ValueError(f"sigma: {self.sigma}, more than 0 is needed")
 
     def failure(self, interval_ns: float) -> float:
-        """As `RetentionCurve`."""
+        """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
         return _cumulative(math.log(interval_ns / self.median_ns) / self.sigma)
 
     @classmethod
     def through(cls, interval_ns: float, failure: float, sigma: float) -> LogNormal:
         """Returns the curve of width `sigma` that loses `failure` at `interval_ns`."""
         return cls(interval_ns * math.exp(-sigma * _quantile(failure)), sigma)
-
-    @classmethod
-    def fitted(cls, interval_ns: float, failure: float, intervals: RefreshIntervals, mean_failure: float) -> LogNormal:
-        """Returns the curve that loses `failure` at `interval_ns` and `mean_failure` in the mean over the groups."""
-
-        def excess(sigma: float) -> float:
-            curve = cls.through(interval_ns, failure, sigma)
-            return mean_failure - sum(map(curve.failure, intervals.in_order())) / 4
-
-        # Ever wider, the curve through a point below one half loses ever less beyond it once it is past its steepest.
-        return cls.through(interval_ns, failure, _root(excess, 0.75, 8.0))
 
 
 @dataclass(frozen=True)
@@ -81,11 +59,13 @@ class Points:
                 raise UsageError(f"points: {early:g} ns, {low:g} and {late:g} ns, {high:g} do not both rise", _POINTS_HINT)
 
     def failure(self, interval_ns: float) -> float:
-        """As `RetentionCurve`."""
+        """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
         places = [(math.log(interval), _quantile(failure)) for interval, failure in self.points]
         return _cumulative(_along(places, math.log(interval_ns)))
 
 
+RetentionCurve = LogNormal | Points
+"""P(a bit fails | refreshed every so often): never falls as the interval grows."""
 _POINTS_HINT = "write intervals and failures, both rising: 45us=1e-6,1.05ms=3e-4,7.2ms=4e-3"
 
 
@@ -95,7 +75,14 @@ def paper_curve() -> LogNormal:
 
     Differs from the paper: it prints neither the value at 45 us nor the curve.
     """
-    return LogNormal.fitted(RETENTION_NS, 1e-6, KELLE_INTERVALS, FAILURE_RATE)
+    narrow, wide = 0.75, 8.0
+    for _ in range(80):  # ever wider, the curve through a point below one half loses ever less beyond it in this range
+        curve = LogNormal.through(RETENTION_NS, 1e-6, (narrow + wide) / 2)
+        if sum(map(curve.failure, KELLE_INTERVALS.in_order())) / len(GROUPS) > FAILURE_RATE:
+            narrow = curve.sigma
+        else:
+            wide = curve.sigma
+    return LogNormal.through(RETENTION_NS, 1e-6, (narrow + wide) / 2)
 
 
 def parse_curve(text: str) -> RetentionCurve:
@@ -128,7 +115,7 @@ def _cumulative(z: float) -> float:
 def _quantile(probability: float) -> float:
     if not 0 < probability < 1:
         raise ValueError(f"failure: {probability}, between 0 and 1 is needed")
-    return _NORMAL.inv_cdf(probability)
+    return NormalDist().inv_cdf(probability)
 
 
 def _along(places: Sequence[tuple[float, float]], x: float) -> float:
@@ -136,17 +123,3 @@ def _along(places: Sequence[tuple[float, float]], x: float) -> float:
     last = max(1, min(sum(place[0] <= x for place in places), len(places) - 1))
     (left, low), (right, high) = places[last - 1 : last + 1]
     return low + (high - low) * (x - left) / (right - left)
-
-
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Returns where `function` changes its sign between `low` and `high`, by bisection; ValueError if it does not."""
-    rising = function(high) > 0
-    if rising == (function(low) > 0):
-        raise ValueError(f"mean_failure: no width from {low} to {high} gives it")
-    for _ in range(80):
-        middle = (low + high) / 2
-        if (function(middle) > 0) == rising:
-            high = middle
-        else:
-            low = middle
-    return (low + high) / 2

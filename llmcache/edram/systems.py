@@ -46,17 +46,17 @@ class LlmShape:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the weight matrices of a layer by name: (inputs, outputs)."""
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """The kinds of weight matrices of a layer: (inputs, outputs, how many)."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = {"q": (self.channels, query), "k": (self.channels, key), "v": (self.channels, key)}
-        found |= {"o": (query, self.channels), "up": (self.channels, self.hidden), "down": (self.hidden, self.channels)}
-        return found | ({"gate": (self.channels, self.hidden)} if self.gated else {})
+        attention = (self.channels, query, 1), (self.channels, key, 2), (query, self.channels, 1)
+        return (*attention, (self.channels, self.hidden, 2 if self.gated else 1), (self.hidden, self.channels, 1))
 
     @property
     def layer_weights(self) -> int:
         """Weights of a layer."""
-        return sum(inputs * outputs for inputs, outputs in self.matrices().values())
+        return sum(inputs * outputs * many for inputs, outputs, many in self.matrices)
 
     @property
     def read_weights(self) -> int:
@@ -305,6 +305,12 @@ class Configuration:
     def policy(self) -> RetentionPolicy:
         """What is done with the KV cache."""
         return self.system.policy
+
+    @property
+    def last_cached(self) -> int:
+        """Tokens that the last decode step attends to, its own included."""
+        end = self.workload.context + self.workload.decode
+        return min(end, self.workload.budget) if self.policy.evict else end
 
     def on(self, system: AcceleratorSystem) -> Configuration:
         """Returns the same on another system."""

@@ -144,9 +144,9 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
 def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
-        recorder = KelleRecorder(run.policy, lives=False)
+        recorder = KelleRecorder(run.policy)
         run.step()
         run.crop(290)
         run.step()
         found = recorder.run()
-    assert found.durations_ns is None and found.clock == "not said" and found.lives is None and found.steps == 2
+    assert found.durations_ns is None and found.clock == "not said" and found.steps == 2

@@ -31,9 +31,9 @@ from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
 
-def run(*args: str) -> int:
+def run(*args: str, group: str = "edram") -> int:
     with pytest.raises(SystemExit) as caught:
-        cli.run(cli.app, "llmcache", ["edram", *args])
+        cli.run(cli.app, "llmcache", [group, *args])
     assert isinstance(caught.value.code, int)
     return caught.value.code
 
@@ -316,19 +316,27 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
         ("[model.x]\nlayers = 1.5", "model.x.layers: '1.5' is not a whole number"),
         ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
         ("[model.x]\ngated = 1", "model.x.gated: '1' is not true or false"),
+        ("[model.x]\nlayers = 0", "model.x.layers: 0"),
         ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
         ("[model.x]\nname = 'y'", "model.x: there is no constant 'name'"),
         ("[workload.x]\nbudget = 3", "workload.x.budget: 3"),
+        ("[workload.x]\ncontext = 0", "workload.x.context: 0"),
         ("[workload.x]\nbase = 'nothing'", "workload.x.base: there is no workload 'nothing'"),
         ("[workload.x]\nbase = 3", "workload.x.base: '3' is not a name"),
         ("[system.x]\nintervals = 3", "system.x: there is no constant 'intervals'"),
         ("[system.x]\nhst_msb_ns = 0", "system.x.hst_msb_ns: 0"),
+        ("[system.x]\narray_rows = 0", "system.x.array_rows: 0"),
+        ("[system.x]\nkv_capacity_bytes = -1", "system.x.kv_capacity_bytes: -1"),
+        ("[system.x]\nhst_share = 1.5", "system.x.hst_share: 1.5"),
+        ("[system.x]\nrecompute_share = 2", "system.x.recompute_share: 2"),
+        ("[system.x]\nactivation_interval_ns = 0", "system.x.activation_interval_ns: 0"),
         ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
         ("[system.x]\nrecompute = 1", "system.x.recompute: '1' is not a text"),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
         ("[profile.x]\nsfu_w = 1" + "0" * 400, "profile.x.sfu_w: '10"),
         ("[model.x]\nlayers = 1" + "0" * 400, "model.x.layers: '10"),
         ("[profile.x]\nsfu_w = -1", "profile.x.sfu_w: -1"),
+        ("[profile.x]\naccess_bytes = 0", "profile.x.access_bytes: 0"),
         ("profile = 3", "profile: a table is needed"),
         ("[profile]\nmine = 3", "profile.mine: a table is needed"),
     ],

@@ -5,7 +5,6 @@ The numbers of the paper are those of 'llmcache reproduce kelle': test_reproduce
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,27 +13,34 @@ from hypothesis import strategies as st
 
 from llmcache.edram.accelerator import LATENCIES, evaluate, point_at, roofline_of
 from llmcache.edram.chip import Access, baseline, evictor_cost, kelle, lifetimes_of
-from llmcache.edram.columns import Array, columns_of, steps_of
 from llmcache.edram.constants import (
     CHIP,
-    KELLE_INTERVALS,
     PAPER,
     PROFILES,
     PUBLIC,
     SILICON,
     Profile,
 )
-from llmcache.edram.energy import COMPONENTS, KINDS, REFRESH
-from llmcache.edram.latency import DECLARED_SHARE, RESOURCES, linear_s, recompute_share, step_of, tiles_of, waits
+from llmcache.edram.energy import COMPONENTS, REFRESH
+from llmcache.edram.latency import (
+    DECLARED_SHARE,
+    RESOURCES,
+    Array,
+    ConfigurationColumns,
+    linear_s,
+    recompute_share,
+    step_of,
+    steps_of,
+    tiles_of,
+    waits,
+)
 from llmcache.edram.systems import (
     MODELS,
     SYSTEMS,
     WORKLOADS,
-    AcceleratorHardware,
     Configuration,
     GenerationWorkload,
     LlmShape,
-    RetentionPolicy,
 )
 from tests.unit.accelerator_parts import configuration, mean_gain, outcome, with_hardware
 
@@ -51,13 +57,10 @@ EVERYTHING = [
 def test_components_sum_to_the_total() -> None:
     found = evaluate(EVERYTHING)
     assert set(found.energies_j) == set(COMPONENTS) and set(found.latencies_s) == set(LATENCIES)
-    np.testing.assert_allclose(sum(found.energies_j.values()), found.energy_j, rtol=1e-12)
-    np.testing.assert_allclose(sum(found.latencies_s.values()), found.latency_s, rtol=1e-12)
-    np.testing.assert_allclose(sum(found.energies_j[name] for name in REFRESH), found.refresh_j, rtol=1e-12)
     assert all((values >= 0).all() and np.isfinite(values).all() for values in found.energies_j.values())
     for one in (found[0], found[-1]):
         assert sum(one.by_kind().values()) == pytest.approx(one.energy_j, rel=1e-9)
-    assert sorted(name for names in KINDS.values() for name in names) == sorted(COMPONENTS)
+        assert one.refresh_j == pytest.approx(sum(one.energies_j[name] for name in REFRESH), rel=1e-12)
 
 
 def test_groups_of_steps_agree_with_every_step() -> None:
@@ -72,7 +75,7 @@ def test_groups_of_steps_agree_with_every_step() -> None:
 @pytest.mark.parametrize("system", ["Original+SRAM", "AEP+SRAM"])
 def test_steps_are_counted_once_each(context: int, decode_: int, budget: int, system: str) -> None:
     workload = GenerationWorkload("small", context, decode_, budget)
-    columns = columns_of([Configuration(MODELS["llama2-7b"], workload, SYSTEMS[system])])
+    columns = ConfigurationColumns([Configuration(MODELS["llama2-7b"], workload, SYSTEMS[system])])
     cached = context + 1 + np.arange(decode_)
     cached = np.minimum(cached, budget) if SYSTEMS[system].policy.evict else cached
     for groups in (1, 3, 64, None):
@@ -112,7 +115,7 @@ def _prefill_bytes() -> int:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("task", ["LA", "TQ", "PG19"])
 def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str) -> None:
-    columns = columns_of([configuration("llama2-7b", task, system, batch=batch)])
+    columns = ConfigurationColumns([configuration("llama2-7b", task, system, batch=batch)])
     steps = steps_of(columns, 4)
     best = recompute_share(columns, steps)
 
@@ -155,31 +158,6 @@ def test_a_roofline_has_its_points_under_the_roof() -> None:
     assert point_at(configuration("llama2-7b", "LA", batch=256), "large", 0.0).bound == "array"
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: replace(MODELS["llama2-7b"], layers=0), "layers: 0"),
-        (lambda: replace(MODELS["llama2-7b"], kv_heads=5), "kv_heads: 5"),
-        (lambda: GenerationWorkload("x", 1, 1, 10), "budget: 10"),
-        (lambda: GenerationWorkload("x", 0, 1, 20), "context: 0"),
-        (lambda: AcceleratorHardware("x", 0, True, 1, 1), "array_rows: 0"),
-        (lambda: AcceleratorHardware("x", 8, True, -1, 1), "kv_capacity_bytes: -1"),
-        (lambda: RetentionPolicy("x", recompute="often"), "recompute: 'often'"),
-        (lambda: RetentionPolicy("x", hst_share=1.5), "hst_share: 1.5"),
-        (lambda: RetentionPolicy("x", activation_interval_ns=0), "activation_interval_ns: 0"),
-        (lambda: RetentionPolicy("x", recompute_share=2), "recompute_share: 2"),
-        (lambda: replace(PAPER, access_bytes=0), "access_bytes: 0"),
-        (lambda: replace(PAPER, pe_cycle_j=-1), "pe_cycle_j: -1"),
-        (lambda: KELLE_INTERVALS.scaled(0), "hst_msb_ns: 0"),
-        (lambda: evaluate([]), "configurations: none"),
-    ],
-)
-def test_what_cannot_be_is_named(make: object, named: str) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match=named):
-        make()
-
-
 def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:
     """Section 8.4.1: 31 layers of LLaMA2-7B reduced to 2048 tokens, the last one with all 16,384."""
     shape = MODELS["llama2-7b"]
@@ -219,7 +197,7 @@ def test_energies_per_access_are_never_mixed() -> None:
 def test_recomputing_k_and_v_takes_33_us_and_not_the_declared_3() -> None:
     """One more row through K and V of one layer, which are wide enough that the array is busy with it."""
     one_layer = replace(LLAMA, layers=1)
-    c = columns_of([replace(configuration(), model=one_layer)])
+    c = ConfigurationColumns([replace(configuration(), model=one_layer)])
     rows, extra = np.full((1, 1), 1000.0), np.ones((1, 1))
     took = linear_s(c, tiles_of(c), rows, rows, extra) - linear_s(c, tiles_of(c), rows, rows, 0 * extra)
     assert took.item() == pytest.approx(32.768e-6, rel=1e-9)
@@ -232,7 +210,7 @@ def test_tiles_take_the_cycles_of_scale_sim(rows: int, cycles: int) -> None:
     """64 tiles of 32 x 32 one after the other, as SCALE-Sim 3.0.0 counts them (weight-stationary)."""
     square = LlmShape("square", 1, 256, 1, 1, 256, 32, 1)
     hardware = with_hardware(SYSTEMS["Original+eDRAM"], exposed_fill=True, sram_bytes_per_s=1e15)
-    c = columns_of([replace(configuration(system=hardware), model=square)])
+    c = ConfigurationColumns([replace(configuration(system=hardware), model=square)])
     tiles = replace(tiles_of(c), other=np.full((1, 1), 64.0), kv=np.zeros((1, 1)), head=np.zeros((1, 1)))
     many = np.full((1, 1), float(rows))
     assert linear_s(c, tiles, many, many, 0 * many).item() * 1e9 == pytest.approx(cycles, abs=1.01)
@@ -303,13 +281,6 @@ def test_the_accelerator_model_refreshes_activations_by_their_lifetimes(name: st
     prefill_s = found.latencies_s["prefill_array"][0] + found.latencies_s["prefill_dram"][0]
     live = PAPER.refresh_w(one.hardware.activation_bytes, one.policy.activation_interval_ns) * prefill_s
     assert found.energies_j["refresh_activations"][0] - live == pytest.approx(wanted, rel=1e-6) and wanted > 0
-
-
-@pytest.mark.parametrize("name", ["weight_bytes", "kv_bytes", "sram_bytes_per_s", "edram_bytes_per_s", "dram_bytes_per_s"])
-def test_an_access_that_cannot_be_is_named(name: str) -> None:
-    values: dict[str, Any] = {"weight_bytes": 1.0, "kv_bytes": 1.0} | {name: -1.0}
-    with pytest.raises(ValueError, match=rf"^{name}: "):
-        Access(**values)
 
 
 def test_the_evictor_stalls_for_a_cycle_where_a_scan_takes_one_per_token() -> None:

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock
-from llmcache.kv.csd.host import page_runs
-from llmcache.kv.csd.profile import ModelledClock, Report
-from llmcache.kv.csd.wire import HEADER_BYTES, Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode, shares
+from llmcache.kv.csd.profile import ModelledClock
+from llmcache.kv.csd.wire import HEADER_BYTES, Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.kv_parts import append, devices, flip, ids, restored
@@ -116,18 +115,6 @@ def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int,
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == tokens, "the file is flushed and whole"
-
-
-def test_merged_blocks_choose_what_the_host_would(make: Make) -> None:
-    with make() as device:
-        keys, queries = filled(device, 4000), normal((2, 64), 2)
-        best = [RunningTop(100), RunningTop(100)]
-        for block in device.execute(ready(device), queries, 0, 1):
-            best[block.head].add(block.positions, block.scores)
-        wanted = top(score(queries[None], keys[None])[0], 100)
-        for head in range(2):
-            positions, _ = best[head].result()
-            assert len(np.intersect1d(positions, wanted[head])) >= 98, "but for ties between halves"
 
 
 def test_bytes_over_the_link_are_a_fiftieth_of_the_keys(make: Make) -> None:
@@ -297,17 +284,6 @@ def test_a_spill_file_and_a_device_see_the_same(make: Make, tmp_path: Path) -> N
         assert restored(reader, 0) == list(range(32))
 
 
-def test_a_device_with_many_sequences(make: Make, tmp_path: Path) -> None:
-    shape = KvShape("many", layers=1, kv_heads=1, head_dim=8, page_tokens=4)
-    row = np.zeros((1, 4, 8), np.float16)
-    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=1, direct=False) as file:
-        for sequence in range(1000):
-            file.append(sequence, 0, row, row)
-            file.append_tokens(sequence, ids(0, 4), ids(0, 4))
-    with make(shape=shape, create=False) as device:
-        assert all(device.pages(sequence, layer) == 1 for sequence in range(1000) for layer in (0, 1))
-
-
 def test_errors_of_the_device_are_those_of_the_file(make: Make, tmp_path: Path) -> None:
     before = devices()
     with make() as device:
@@ -379,12 +355,6 @@ def test_profiles_that_cannot_be(field: str, values: dict[str, Any]) -> None:
     good = {"internal_bytes_per_s": 1e9, "compute_bytes_per_s": 1e9, "link_bytes_per_s": 1e9, "latency_ns": 0}
     with pytest.raises(ValueError, match=f"{field}: "):
         CsdProfile("p", **{**good, **values})
-
-
-def test_reports_add_up() -> None:
-    total = Report(1, 2, 3, 4, 5, 6, 7, 8)
-    total.add(Report(10, 20, 30, 40, 50, 60, 70, 80))
-    assert total == Report(11, 22, 33, 44, 55, 66, 77, 88)
 
 
 # A part of a layer: given pages are scored, single rows are sent, and nothing else is read
@@ -484,19 +454,3 @@ def test_rows_that_cannot_be(make: Make) -> None:
     with pytest.raises(DataError, match="keys: the checksum of page 2"):
         device.gather(0, 0, [np.array([1, 33])] * 2)
     assert device.gather(0, 0, [np.array([1, 50])] * 2).keys.shape == (4, 64), "the device goes on"
-
-
-def test_what_both_ends_agree_on() -> None:
-    assert page_runs(np.array([3, 4, 5, 9, 8])).tolist() == [[3, 3], [9, 1], [8, 1]]
-    assert page_runs(np.array([0])).tolist() == [[0, 1]] and not len(page_runs(np.empty(0, np.int64)))
-    positions = [np.array([1, 40, 41, 900]), np.array([39, 8000])]
-    found = list(shares(ROWS, positions))
-    assert [pages.tolist() for pages, _ in found] == [[0, 2, 56, 500]]
-    assert found[0][1] == [slice(0, 4), slice(4, 6)]
-    large = KvShape("large", 1, 2, 1 << 12, "float32", page_tokens=32)  # a page of a megabyte
-    assert [parts for _, parts in shares(large, positions)] == [
-        [slice(0, 1), slice(4, 4)],
-        [slice(1, 3), slice(4, 5)],
-        [slice(3, 4), slice(5, 5)],
-        [slice(4, 4), slice(5, 6)],
-    ]

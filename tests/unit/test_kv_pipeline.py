@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Span, Timeline, attention, widened
-from llmcache.kv.pipeline.engine import merged, missing
-from llmcache.kv.pipeline.timeline import covered
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
@@ -269,19 +267,6 @@ def test_a_policy_that_records_its_evaluation_is_not_recorded_twice() -> None:
     assert {span.resource for span in timeline.spans if span.stage == "evaluate"} == {"device"}
 
 
-def test_rows_that_are_missing_are_those_of_no_part() -> None:
-    wanted = np.array([[[1, 4, 6, 9], [2, 3, 4, 5]]])
-    have = np.array([[[1, 6, 7, 9], [0, 1, 2, 9]]])
-    lacking = missing(wanted, have)
-    assert lacking.tolist() == [[[1, 4, 6], [3, 4, 5]]]
-    parts = [Gathered(p[..., None] * 10.0, p[..., None] * 100.0, p) for p in (have, lacking)]
-    keys, values = merged(wanted, parts)
-    assert np.array_equal(keys[..., 0], 10 * wanted) and np.array_equal(values[..., 0], 100 * wanted)
-    assert missing(wanted, wanted).shape == (1, 2, 0)
-    with pytest.raises(ValueError, match="wanted"):
-        merged(wanted, parts[:1])
-
-
 # Attention
 
 RANDOM = np.random.default_rng(3)
@@ -354,12 +339,6 @@ def test_what_is_busy_at_a_time_counts_once() -> None:
     assert timeline.busy_ns(4, stage="evaluate") == 50, "what two resources do at a time counts once"
     assert timeline.busy_ns(4, "cpu", "update") == 0 and timeline.busy_ns(5, "cpu") == 60
     assert timeline.busy_ns(6) == 0
-
-
-def test_cover_of_nested_and_touching_spans() -> None:
-    spans = [Span("cpu", "evaluate", 0, 0, *times) for times in ((0, 10), (2, 3), (10, 12), (20, 25), (24, 30))]
-    assert covered(spans) == 22
-    assert covered([]) == 0
 
 
 def test_what_is_saved_comes_back() -> None:

@@ -15,8 +15,6 @@ from llmcache.kv.planning import profile
 from llmcache.kv.planning.plan import PlanOptions, plan
 from llmcache.kv.planning.profile import (
     HostSpeeds,
-    KnownProfile,
-    MachineProfile,
     StorageSpeeds,
     cached_profile,
     hardware_of,
@@ -308,11 +306,6 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, capsys: pytest.Capt
     assert run(["plan", "--model", str(file), "--context", "8k"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "--model: " in told.err and "Traceback" not in told.err
-
-
-def test_a_profile_survives_being_written_and_read(tmp_path: Path, measured: list[str]) -> None:
-    found: KnownProfile = profile_of(tmp_path)
-    assert MachineProfile.from_json(json.loads(json.dumps(found.profile.to_json()))) == found.profile
 
 
 def test_a_mixture_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,42 +278,39 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
     return found.stages["evaluate"] / 1e9 / gb, found.stages["fetch"] / 1e9 / gb, found.exposed_ns / 1e9 / gb
 
 
-def test_the_full_cache_is_fetched_whole() -> None:
-    evaluate, fetch, _ = parts("full")
-    assert evaluate == 0 and fetch == pytest.approx(max(0.5 / 2, 1 / 8))
+@pytest.mark.parametrize(
+    ("policy", "evaluate", "fetch"),
+    [
+        ("full", 0, max(0.5 / 2, 1 / 8)),
+        # A token's keys are 2048 bytes here, half of the block that is read for them.
+        ("h2o", 0.25 / 2 + 0.5 / 10, 0.25 * 0.5 / 1 + 0.25 / 8),
+        ("prefetch", max(0.25 / 2, 0.5 / 10), max(0.25 * 0.5 / 1, 0.25 / 8)),
+        (
+            "leoam",
+            max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10),
+            0.25 * 0.5 / 2,
+        ),  # two keys a chunk; chunks of 20 KiB are whole blocks
+        ("hillinfer", max(0.25 / 10, 0.25 / 4), max(0.25 * 0.5 / 1, 0.25 / 8)),
+    ],
+)
+def test_what_a_system_reads_scores_and_fetches(policy: str, evaluate: float, fetch: float) -> None:
+    assert parts(policy)[:2] == pytest.approx((evaluate, fetch))
 
 
-def test_h2o_reads_scores_and_fetches_one_after_the_other() -> None:
+def test_only_who_looks_ahead_hides_it_behind_computing() -> None:
     evaluate, fetch, exposed = parts("h2o")
-    assert evaluate == pytest.approx(0.25 / 2 + 0.5 / 10)
-    # A token's keys are 2048 bytes here, half of the block that is read for them.
-    assert fetch == pytest.approx(0.25 * 0.5 / 1 + 0.25 / 8)
     assert exposed == pytest.approx(evaluate + fetch)
-
-
-def test_prefetch_overlaps_what_it_can() -> None:
     evaluate, fetch, exposed = parts("prefetch")
-    assert evaluate == pytest.approx(max(0.25 / 2, 0.5 / 10))
-    assert fetch == pytest.approx(max(0.25 * 0.5 / 1, 0.25 / 8))
-    compute = latency("prefetch", FLAT, ONE, PLAIN, HALF)
-    assert exposed * KV / 1e9 == pytest.approx((evaluate + fetch) * KV / 1e9 - compute.busy["compute"] / 1e9)
+    compute_ns = latency("prefetch", FLAT, ONE, PLAIN, HALF).busy["compute"]
+    assert exposed == pytest.approx(evaluate + fetch - compute_ns / KV)
 
 
 def test_who_evaluates_by_keys_and_values_has_the_values_already() -> None:
-    evaluate, fetch, _ = parts("prefetch", replace(PLAIN, host_evaluates="keys and values"))
-    assert evaluate == pytest.approx(0.5 / 2) and fetch == pytest.approx(0.25 / 8)
+    both = replace(PLAIN, host_evaluates="keys and values")
+    assert parts("prefetch", both)[:2] == pytest.approx((0.5 / 2, 0.25 / 8))
 
 
-def test_leoam_reads_two_keys_a_chunk() -> None:
-    evaluate, fetch, _ = parts("leoam")
-    assert evaluate == pytest.approx(max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10))
-    assert fetch == pytest.approx(0.25 * 0.5 / 2)  # chunks of 20 KiB are whole blocks
-
-
-def test_hillinfer_scores_on_both_sides_at_once() -> None:
-    evaluate, fetch, _ = parts("hillinfer")
-    assert evaluate == pytest.approx(max(0.25 / 10, 0.25 / 4))
-    assert fetch == pytest.approx(max(0.25 * 0.5 / 1, 0.25 / 8))
+def test_what_hillinfer_moves() -> None:
     moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
     assert moved["ssd to host"] == 0
     assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))

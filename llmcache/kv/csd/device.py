@@ -21,9 +21,8 @@ import numpy as np
 
 from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.errors import LlmcacheError
-from llmcache.kv.csd.profile import CsdProfile, ModelledClock, Report
+from llmcache.kv.csd.profile import PROFILES, CsdProfile, ModelledClock, Report
 from llmcache.kv.csd.wire import (
-    BLOCK_TOKENS,
     COMMAND_BYTES,
     COMPLETION_BYTES,
     HEADER_BYTES,
@@ -55,12 +54,12 @@ class Device:
     def __init__(self, end: DeviceEnd) -> None:
         self._end = end
         self._file: SpillFile
-        self._profile: CsdProfile
+        self._profile = PROFILES["none"]  # until the file is open
+        self._clock = ModelledClock(self._profile)
         self._threads = 1
         self._programs: list[str] = []
         self._active: set[int] = set()
         self._begun_ns = 0
-        self._clock: ModelledClock
         self._report = Report()
         self._commands: dict[str, Callable[..., Result]] = {name: getattr(self, f"_{name}") for name in COMMANDS}
 
@@ -79,16 +78,14 @@ class Device:
         """Runs one command; what the world or the host did wrong goes to the host, a bug ends the device."""
         self._begun_ns = time.perf_counter_ns()
         self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
-        if hasattr(self, "_profile"):
-            self._clock = ModelledClock(self._profile)
+        self._clock = ModelledClock(self._profile)
         try:
             result = method(**arguments)
         except (LlmcacheError, ValueError) as error:
             self._end.fail(error)
             return
-        if hasattr(self, "_profile"):
-            self._report.modelled_ns = self._clock.now_ns
-            self._throttle()
+        self._report.modelled_ns = self._clock.now_ns
+        self._throttle()
         self._report.wall_ns = time.perf_counter_ns() - self._begun_ns
         self._end.complete({**result, "report": asdict(self._report)})
 
@@ -145,7 +142,7 @@ class Device:
         return {}
 
     def _execute_program(
-        self, index: int, sequence: int, layer: int, heads: int, runs: int, combine: str, block_tokens: int = BLOCK_TOKENS
+        self, index: int, sequence: int, layer: int, heads: int, runs: int, combine: str, block_tokens: int
     ) -> Result:
         """Runs a program over the keys of a layer, or of `runs` runs of its pages (0: of all)."""
         if index not in self._active:

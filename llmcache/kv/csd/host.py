@@ -59,7 +59,7 @@ class Execution:
             if isinstance(found, Data):
                 yield self._device._block(found)
             else:
-                self.report = self._device._ended(found)
+                self.report = Report(**self._device._ended(found)["report"])
 
     def drain(self) -> Report:
         """Takes what is left without looking at it, and returns the report."""
@@ -167,9 +167,8 @@ class EmulatedCsd:
         try:
             self.flush()
         finally:
-            end, self._end = self._end, None
-            if end is not None:
-                end.close()
+            if self._end is not None:
+                self._end.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(ANSWER_S)
             self.kill()
@@ -189,9 +188,7 @@ class EmulatedCsd:
     def _command(self, command: str, arrays: list[Rows], **arguments: Any) -> dict[str, Any]:
         """Gives a command and returns its result."""
         self._send(command, arrays, **arguments)
-        found = self._result()
-        self._ended(found)
-        return found
+        return self._ended(self._receive())
 
     def _change(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
         """Gives a command that writes. DataError: nothing was done, and pages are lost that had been acknowledged."""
@@ -201,27 +198,26 @@ class EmulatedCsd:
             self._pages = _pages_of(self._command("identify", []))
             raise
 
-    def _result(self) -> dict[str, Any]:
-        found = self._receive()
-        assert not isinstance(found, Data), "what ends a command has no data"
-        return found
+    @property
+    def _wire(self) -> HostEnd:
+        """What leads to the device; EnvironmentProblem if it does not run."""
+        if self._end is None:
+            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+        return self._end
 
     def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
         if self._running is not None:
             self._running.drain()
-        if self._end is None:
-            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+        wire, name = self._wire, {} if command == "open" else {"command": command}
         try:
-            name = {} if command == "open" else {"command": command}
-            self._end.send({**name, **arguments}, arrays)
+            wire.send({**name, **arguments}, arrays)
         except Gone:
             raise self._dead() from None
 
     def _receive(self) -> Data | dict[str, Any]:
-        if self._end is None:
-            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+        wire = self._wire
         try:
-            return self._end.receive()
+            return wire.receive()
         except (Gone, TimeoutError) as error:
             raise self._dead(silent=isinstance(error, TimeoutError)) from None
         except Exception:
@@ -237,17 +233,16 @@ class EmulatedCsd:
         self.kill()
         return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")
 
-    def _ended(self, result: dict[str, Any]) -> Report:
-        """Adds the report of a command that has ended."""
+    def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
+        """Returns the result of a command that has ended, and adds its report."""
+        assert not isinstance(found, Data), "what ends a command has no data"
         self._running = None
-        report = Report(**result["report"])
-        self.report.add(report)
-        return report
+        self.report.add(Report(**found["report"]))
+        return found
 
     def _block(self, data: Data) -> ScoreBlock:
-        assert self._end is not None
-        block = decode(data.head, data.base, self._end.bytes_of(data).view(np.uint16).reshape(-1, 2))
-        self._end.consumed(data)
+        block = decode(data.head, data.base, self._wire.bytes_of(data).view(np.uint16).reshape(-1, 2))
+        self._wire.consumed(data)
         return block
 
     def load(self, program: str = SCORE_KEYS) -> int:
@@ -339,13 +334,11 @@ class EmulatedCsd:
         left = [of_side.reshape(-1) for of_side in slots]
         turn = 0
         while isinstance(found := self._receive(), Data):
-            assert self._end is not None
-            left[turn][: found.size_bytes] = self._end.bytes_of(found)
+            left[turn][: found.size_bytes] = self._wire.bytes_of(found)
             left[turn] = left[turn][found.size_bytes :]
-            self._end.consumed(found)
+            self._wire.consumed(found)
             turn = (turn + 1) % len(left)
-        self._ended(found)
-        return int(found["length"]), slots
+        return int(self._ended(found)["length"]), slots
 
     def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> KvRows:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
@@ -369,19 +362,19 @@ class EmulatedCsd:
         for _, parts in shares(shape, positions):
             for side in (*rows[::2], *rows[1::2]):  # as they cross the link: keys, their scales, values, their scales
                 self._take(side, parts)
-        self._ended(self._result())
+        self._ended(self._receive())
         return KvRows(*rows)
 
     def _take(self, side: Rows, parts: list[slice]) -> None:
         """Copies what comes next over the link to `parts` of the rows of a side."""
         found = self._receive()
-        assert isinstance(found, Data) and self._end is not None
-        data = self._end.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
+        assert isinstance(found, Data)
+        data = self._wire.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
         done = 0
         for part in parts:
             side[part] = data[done : done + part.stop - part.start]
             done += part.stop - part.start
-        self._end.consumed(found)
+        self._wire.consumed(found)
 
     def truncate(self, sequence: int, pages: int) -> None:
         """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""

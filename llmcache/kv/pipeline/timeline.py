@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 COMPUTE, CPU, DEVICE, LINK = RESOURCES = ("compute", "cpu", "device", "link")
@@ -52,12 +52,9 @@ class Timeline:
         finally:
             self._paused_ns += time.perf_counter_ns() - begin_ns
 
-    def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
-        """Returns a with block that is recorded as a span, also when it ends by an exception."""
-        return self._recorded(resource, stage, layer, step)
-
     @contextmanager
-    def _recorded(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
+    def span(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
+        """A with block that is recorded as a span, also when it ends by an exception."""
         begin_ns = self.now_ns()
         try:
             yield
@@ -130,15 +127,11 @@ class Timeline:
 class _NoTimeline(Timeline):
     """Records nothing: what everything takes that can record, unless it is given a timeline."""
 
-    def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def add(self, span: Span) -> None:
         return
 
 
 NO_TIMELINE: Timeline = _NoTimeline()
-"""Records nothing."""
 
 
 def covered(spans: Iterable[Span]) -> int:

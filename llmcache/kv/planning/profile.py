@@ -52,7 +52,6 @@ SLOW_S = 2.0
 READERS = 4
 SEQUENTIAL_BYTES = 1 << 20
 MEMORY_BYTES = 256 << 20  # far beyond any cache of a processor
-COMMANDS = 30
 _SIDE = 1024  # of the matrices that are multiplied
 
 
@@ -314,11 +313,11 @@ def _measure_file(path: Path) -> StorageSpeeds:
         pages = list(range(min(512, tokens // SHAPE.page_tokens)))
         size = len(pages) * (SHAPE.key_slot_bytes + SHAPE.value_slot_bytes)
         link = _rate(lambda: device.read(0, 0, pages), size)
-        command_s = _median_s(lambda: device.read(0, 0, [0]))
+        commands_per_s = _rate(lambda: device.read(0, 0, [0]), 1)
     return StorageSpeeds(
         device_bytes_per_s=scoring,
         link_bytes_per_s=link,
-        command_ns=command_s * 1e9,
+        command_ns=1e9 / commands_per_s,
         sequential_bytes_per_s=sequential,
         random_bytes_per_s=random,
         page_bytes=SHAPE.key_slot_bytes,
@@ -347,15 +346,6 @@ def _device_rate(device: EmulatedCsd) -> float:
     queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
     size = device.pages(0, 0) * SHAPE.key_slot_bytes
     return _rate(lambda: device.execute(program, queries, 0, 0).drain(), size)
-
-
-def _median_s(run: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(COMMANDS):
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:
