@@ -33,6 +33,7 @@ from tools.bench.runner import client
 
 SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
 CACHE = 64 * MIB
+LOOKS = 5  # at what seems too much
 SPARE = 64 * MIB  # when so little is left, a neighbour is slow: a machine that stands still for a second is no test
 
 
@@ -74,10 +75,12 @@ def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_
         samples = []
         with readers(jobs, 3) as running:
             while any(reader.poll() is None for reader in running):
-                sample = held(mount)
-                # Page cache and memory are counted one after the other, so what moves from one to the other in between
-                # counts twice: what is really too much is so again at once.
-                samples.append(held(mount) if over_budget(sample) else sample)
+                # Pages are counted one after the other, and memory after them: what moves meanwhile, long where all
+                # processors are busy, counts twice. What is really too much is so at every look.
+                looks = [held(mount)]
+                while over_budget(looks[-1]) and len(looks) < LOOKS:
+                    looks.append(held(mount))
+                samples.append(looks[-1])
                 time.sleep(0.1)
             assert all(finish_reader(reader, 60)[1] == 0 for reader in running)
     over = [sample for sample in samples if over_budget(sample)]
