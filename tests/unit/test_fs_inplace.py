@@ -74,9 +74,9 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
     setting = read_ahead_file(str(tmp_path))
     window = READAHEAD_BYTES if setting is None else max(READAHEAD_BYTES, int(setting.read_text()) << 10)
     path, page = tmp_path / "sparse", mmap.PAGESIZE
-    offset, length = 5 * page, 6 * window + 3 * page
+    offset, length = 5 * page, 9 * window + 3 * page
     with path.open("wb") as file:
-        file.truncate(10 * window)
+        file.truncate(13 * window)
     fd = os.open(path, os.O_RDONLY)
     try:
         assert read_ahead(fd, offset, length, window) == length
@@ -84,9 +84,9 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
         while syscalls.cached_pages(fd, offset, length) < length // page and time.monotonic() < deadline:
             time.sleep(0.01)
         assert syscalls.cached_pages(fd, offset, length) == length // page
-        with mmap.mmap(fd, 10 * window, prot=mmap.PROT_READ) as view:
+        with mmap.mmap(fd, 13 * window, prot=mmap.PROT_READ) as view:
             assert not any(view[offset : offset + length : page])
-        assert syscalls.cached_pages(fd, 0, 10 * window) == length // page
+        assert syscalls.cached_pages(fd, 0, 13 * window) == length // page
         assert read_ahead(fd, offset, length, window) == 0, "it is there"
     finally:
         os.close(fd)
