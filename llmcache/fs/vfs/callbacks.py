@@ -12,10 +12,17 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llmcache.fs.vfs.caller import Caller
+
+if TYPE_CHECKING:
+    from llmcache.fs.vfs.operations import LlmcacheOperations
+
+    Buffer = ctypes._Pointer[ctypes.c_byte]
+    Struct = ctypes._Pointer[ctypes.Structure]
 
 log = logging.getLogger("llmcache.fs")
 
@@ -31,6 +38,46 @@ _WITH_RIGHTS = {
 }
 
 
+Pointed = TypeVar("Pointed", covariant=True)
+
+
+class Pointer(Protocol[Pointed]):
+    """A pointer to a structure, as ctypes gives it; false for NULL."""
+
+    @property
+    def contents(self) -> Pointed:
+        """What it points to."""
+
+    def __bool__(self) -> bool: ...
+
+
+class OpenInfo(Protocol):
+    """struct fuse_file_info."""
+
+    fh: int
+    flags: int
+    keep_cache: bool
+
+
+class RequestContext(Protocol):
+    """struct fuse_context: who asks."""
+
+    uid: int
+    gid: int
+    pid: int
+    umask: int
+
+
+class DirectoryFiller(Protocol):
+    """fuse_fill_dir_t: takes one entry, unless the buffer is full (not 0)."""
+
+    argtypes: Sequence[type[Struct]]
+
+    def __call__(self, buffer: int, name: bytes, status: object, offset: int, flags: int, /) -> int:
+        """0 if it was taken; `offset` is where the next entry begins."""
+        ...
+
+
 def reply_errno(error: OSError) -> int:
     """The positive errno an application may see for an OSError of the daemon."""
     number = error.errno
@@ -43,14 +90,16 @@ def _name(path: bytes | None) -> str | None:
     return None if path is None else os.fsdecode(path)
 
 
-def _handle(info: Any) -> int | None:
+def _handle(info: Pointer[OpenInfo]) -> int | None:
     return info.contents.fh if info else None
 
 
 class Callbacks:
     """One method for each member of struct fuse_operations, under its name there."""
 
-    def __init__(self, operations: Any, context: Callable[[], Any], request: Callable[[], int]) -> None:
+    def __init__(
+        self, operations: LlmcacheOperations, context: Callable[[], Pointer[RequestContext]], request: Callable[[], int]
+    ) -> None:
         """`context()`: libfuse's fuse_context of this thread; `request()`: a number that no other request has."""
         self._ops = operations
         self._context = context
@@ -64,10 +113,10 @@ class Callbacks:
         if method is None:
             return None
 
-        own = contextlib.nullcontext
-        rights = (lambda: self._caller().rights()) if name in _WITH_RIGHTS else own
+        def rights() -> AbstractContextManager[None]:
+            return self._caller().rights() if name in _WITH_RIGHTS else contextlib.nullcontext()
 
-        def call(*arguments: Any) -> int:
+        def call(*arguments: object) -> int:
             try:
                 with rights():
                     return method(*arguments) or 0
@@ -81,48 +130,45 @@ class Callbacks:
 
     # Open files
 
-    def op_open(self, path: bytes, info: Any) -> None:
+    def op_open(self, path: bytes, info: Pointer[OpenInfo]) -> None:
         """FUSE_OPEN."""
-        info = info.contents
-        info.fh, info.keep_cache = self._ops.open(os.fsdecode(path), info.flags, self._caller())
+        file = info.contents
+        file.fh, file.keep_cache = self._ops.open(os.fsdecode(path), file.flags, self._caller())
 
-    def op_create(self, path: bytes, mode: int, info: Any) -> None:
+    def op_create(self, path: bytes, mode: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_CREATE."""
-        info = info.contents
-        info.fh, info.keep_cache = self._ops.create(os.fsdecode(path), info.flags, mode, self._caller())
+        file = info.contents
+        file.fh, file.keep_cache = self._ops.create(os.fsdecode(path), file.flags, mode, self._caller())
 
-    def op_read(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
+    def op_read(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         """FUSE_READ."""
         address = ctypes.addressof(buffer.contents)
-        result: int = self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
-        return result
+        return self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
 
-    def op_write(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
+    def op_write(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         """FUSE_WRITE."""
         address = ctypes.addressof(buffer.contents)
-        result: int = self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
-        return result
+        return self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
 
-    def op_release(self, _path: bytes | None, info: Any) -> None:
+    def op_release(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
         """FUSE_RELEASE."""
         self._ops.release(info.contents.fh)
 
-    def op_fsync(self, _path: bytes | None, data_only: int, info: Any) -> None:
+    def op_fsync(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_FSYNC."""
         self._ops.fsync(info.contents.fh, bool(data_only))
 
-    def op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Any) -> None:
+    def op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_FALLOCATE."""
         self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
-    def op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Any) -> int:
+    def op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
         """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel does the others."""
-        result: int = self._ops.lseek(info.contents.fh, offset, whence)
-        return result
+        return self._ops.lseek(info.contents.fh, offset, whence)
 
     # Attributes
 
-    def op_getattr(self, path: bytes | None, buffer: Any, info: Any) -> None:
+    def op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
         if path is not None and _HIDDEN in path and not info:
             self._looked[threading.get_ident()] = self._request(), path
@@ -134,20 +180,20 @@ class Callbacks:
             spec = getattr(target, f"st_{field}spec")
             spec.tv_sec, spec.tv_nsec = divmod(getattr(status, f"st_{field}_ns"), 10**9)
 
-    def op_truncate(self, path: bytes | None, length: int, info: Any) -> None:
+    def op_truncate(self, path: bytes | None, length: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the size."""
         self._ops.truncate(_name(path), _handle(info), length, self._caller())
 
-    def op_chmod(self, path: bytes | None, mode: int, info: Any) -> None:
+    def op_chmod(self, path: bytes | None, mode: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the mode."""
         self._ops.chmod(_name(path), _handle(info), mode, self._caller())
 
-    def op_chown(self, path: bytes | None, uid: int, gid: int, info: Any) -> None:
+    def op_chown(self, path: bytes | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the owner; -1 leaves one as it is."""
         none = 2**32 - 1
         self._ops.chown(_name(path), _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
 
-    def op_utimens(self, path: bytes | None, times: Any, info: Any) -> None:
+    def op_utimens(self, path: bytes | None, times: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT stay in the nanoseconds."""
         pairs = None
         if times:
@@ -155,17 +201,17 @@ class Callbacks:
             pairs = [(both.actime.tv_sec, both.actime.tv_nsec), (both.modtime.tv_sec, both.modtime.tv_nsec)]
         self._ops.utimens(_name(path), _handle(info), pairs)
 
-    def op_setxattr(self, path: bytes, name: bytes, value: Any, size: int, flags: int) -> None:
+    def op_setxattr(self, path: bytes, name: bytes, value: Buffer, size: int, flags: int) -> None:
         """FUSE_SETXATTR."""
         self._ops.setxattr(os.fsdecode(path), os.fsdecode(name), ctypes.string_at(value, size), flags)
 
-    def op_getxattr(self, path: bytes, name: bytes, buffer: Any, size: int) -> int:
+    def op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
         """FUSE_GETXATTR; size 0 asks for the length."""
         # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
         with self._caller().rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
             return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
 
-    def op_listxattr(self, path: bytes, buffer: Any, size: int) -> int:
+    def op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
         """FUSE_LISTXATTR; size 0 asks for the length."""
         names = self._ops.listxattr(os.fsdecode(path))
         return _put(b"".join(os.fsencode(name) + b"\0" for name in names), buffer, size)
@@ -176,7 +222,7 @@ class Callbacks:
 
     # Names
 
-    def op_readlink(self, path: bytes, buffer: Any, size: int) -> None:
+    def op_readlink(self, path: bytes, buffer: Buffer, size: int) -> None:
         """FUSE_READLINK."""
         target = os.fsencode(self._ops.readlink(os.fsdecode(path)))[: size - 1] + b"\0"
         ctypes.memmove(buffer, target, len(target))
@@ -214,11 +260,13 @@ class Callbacks:
 
     # Directories and the file system
 
-    def op_opendir(self, path: bytes, info: Any) -> None:
+    def op_opendir(self, path: bytes, info: Pointer[OpenInfo]) -> None:
         """FUSE_OPENDIR."""
         info.contents.fh = self._ops.opendir(os.fsdecode(path))
 
-    def op_readdir(self, _path: bytes | None, buffer: Any, fill: Any, offset: int, info: Any, _flags: int) -> None:
+    def op_readdir(
+        self, _path: bytes | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
+    ) -> None:
         """FUSE_READDIR: as many entries as the kernel's buffer takes, from where the last call ended."""
         status = fill.argtypes[2]._type_()
         reference = ctypes.byref(status)
@@ -230,15 +278,15 @@ class Callbacks:
                     return
                 listing.taken(position)
 
-    def op_releasedir(self, _path: bytes | None, info: Any) -> None:
+    def op_releasedir(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
         """FUSE_RELEASEDIR."""
         self._ops.releasedir(info.contents.fh)
 
-    def op_fsyncdir(self, _path: bytes | None, data_only: int, info: Any) -> None:
+    def op_fsyncdir(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_FSYNCDIR."""
         self._ops.fsyncdir(info.contents.fh, bool(data_only))
 
-    def op_statfs(self, _path: bytes, buffer: Any) -> None:
+    def op_statfs(self, _path: bytes, buffer: Struct) -> None:
         """FUSE_STATFS."""
         status = self._ops.statfs()
         target = buffer.contents
@@ -251,7 +299,7 @@ class Callbacks:
         return Caller(context.uid, context.gid, context.pid, context.umask)
 
 
-def _put(value: bytes, buffer: Any, size: int) -> int:
+def _put(value: bytes, buffer: Buffer, size: int) -> int:
     """Length of an attribute's value, copied out where the caller brought room."""
     if size and buffer:
         if len(value) > size:

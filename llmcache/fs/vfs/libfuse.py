@@ -20,10 +20,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from llmcache.errors import EnvironmentProblem, MountProblem
-from llmcache.fs.vfs.callbacks import Callbacks
+from llmcache.fs.vfs.callbacks import Callbacks, Pointer
+
+if TYPE_CHECKING:
+    from ctypes import _NamedFuncPointer as CFuncPtr
+
+    from llmcache.fs.vfs.operations import LlmcacheOperations
 
 APT_HINT = "install FUSE 3: sudo apt install fuse3"
 WAKE_SIGNAL = signal.SIGUSR2
@@ -40,7 +46,7 @@ _UNWANTED = (
 
 
 @functools.cache
-def binding() -> Any:
+def binding() -> ModuleType:
     """The mfusepy module, loaded on libfuse 3 (left alone it may pick libfuse 2); EnvironmentProblem where there is none."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
@@ -56,7 +62,8 @@ def binding() -> Any:
 
         if mfusepy.fuse_version_major != 3:
             raise EnvironmentProblem(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
-        return mfusepy
+        found: ModuleType = mfusepy
+        return found
     if chosen:
         raise EnvironmentProblem(
             f"FUSE_LIBRARY_PATH={chosen} cannot be loaded: {failure}",
@@ -66,12 +73,11 @@ def binding() -> Any:
 
 
 @functools.cache
-def library() -> Any:
+def library() -> ctypes.CDLL:
     """The libfuse handle with argument types set. A CDLL: every call releases the GIL."""
-    lib = binding()._libfuse
+    lib: ctypes.CDLL = binding()._libfuse
     pointer, number, offset = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
-    new = getattr(lib, "fuse_new_31", None) or lib.fuse_new
-    lib.llmcache_new = new
+    new = _new(lib)
     new.restype, new.argtypes = pointer, [pointer, pointer, ctypes.c_size_t, pointer]
     lib.fuse_opt_free_args.restype, lib.fuse_opt_free_args.argtypes = None, [pointer]
     lib.fuse_mount.argtypes = [pointer, ctypes.c_char_p]
@@ -83,6 +89,11 @@ def library() -> Any:
     lib.fuse_lowlevel_notify_store.argtypes = [pointer, number, offset, pointer, ctypes.c_int]
     lib.fuse_invalidate_path.argtypes = [pointer, ctypes.c_char_p]
     return lib
+
+
+def _new(lib: ctypes.CDLL) -> CFuncPtr:
+    found: CFuncPtr = getattr(lib, "fuse_new_31", None) or lib.fuse_new
+    return found
 
 
 def version() -> str:
@@ -148,7 +159,7 @@ class Notifier:
         """Drop all pages and the attributes of the inode at a path of the mount (`/a/b`)."""
         return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
 
-    def _tell(self, call: Callable[..., int], *arguments: Any) -> int:
+    def _tell(self, call: Callable[..., int], *arguments: object) -> int:
         with self._changed:
             if self._closed:
                 return -errno.ENOTCONN
@@ -170,7 +181,7 @@ class Notifier:
 class Session:
     """One mount from fuse_new to fuse_destroy. `run` blocks; `stop` may come from any other thread."""
 
-    def __init__(self, operations: Any, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
+    def __init__(self, operations: LlmcacheOperations, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
         self._lib = library()
         self._binding = binding()
         self._operations = operations
@@ -183,26 +194,21 @@ class Session:
         self._table = self._callbacks()
         self._fuse = self._create(options)
 
-    def _callbacks(self) -> Any:
+    def _callbacks(self) -> ctypes.Structure:
         """The filled struct fuse_operations (it holds references to the callbacks)."""
-        context = self._context_address()
-        self._calls = Callbacks(self._operations, context, lambda: self._request(context))
-        table = self._binding.fuse_operations()
-        own = {"init": self._initialise, "destroy": self._destroy}
+        self._lib.fuse_get_context.restype = ctypes.POINTER(self._binding.fuse_context)
+        self._calls = Callbacks(self._operations, self._lib.fuse_get_context, self._request)
+        table: ctypes.Structure = self._binding.fuse_operations()
+        own: dict[str, Callable[..., int | None]] = {"init": self._initialise, "destroy": self._destroy}
         for name, prototype in ((field[0], field[1]) for field in table._fields_):
             function = own.get(name) or self._calls.guarded(name)
             if function is not None:
                 setattr(table, name, prototype(function))
         return table
 
-    def _context_address(self) -> Any:
-        get = self._lib.fuse_get_context
-        get.restype = ctypes.POINTER(self._binding.fuse_context)
-        return get
-
-    def _request(self, context: Callable[[], Any]) -> int:
+    def _request(self) -> int:
         """The number of the request that this thread is answering, which no other has; 0 if it cannot be told."""
-        behind = ctypes.addressof(context().contents) + ctypes.sizeof(self._binding.fuse_context)
+        behind = ctypes.addressof(self._lib.fuse_get_context().contents) + ctypes.sizeof(self._binding.fuse_context)
         request = ctypes.c_void_p.from_address(behind).value
         if not request:
             return 0
@@ -214,13 +220,13 @@ class Session:
         values = (ctypes.c_char_p * (len(words) + 1))(*words, None)
         arguments = _Arguments(len(words), ctypes.cast(values, ctypes.c_void_p).value, 0)
         table = self._table
-        fuse = self._lib.llmcache_new(ctypes.byref(arguments), ctypes.byref(table), ctypes.sizeof(table), None)
+        fuse = _new(self._lib)(ctypes.byref(arguments), ctypes.byref(table), ctypes.sizeof(table), None)
         self._lib.fuse_opt_free_args(ctypes.byref(arguments))
         if not fuse:
             raise MountProblem(f"libfuse does not accept the mount options {','.join(options)}", "see `man mount.fuse3`")
         return int(fuse)
 
-    def _initialise(self, conn: Any, config: Any) -> None:
+    def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
         """FUSE_INIT: settings, then the operations' own start. A failure ends the loop and is raised by run()."""
         try:
             self._configure(conn.contents, config.contents)
@@ -231,7 +237,7 @@ class Session:
             self._lib.fuse_exit(self._fuse)
 
     @staticmethod
-    def _configure(conn: Any, config: Any) -> None:
+    def _configure(conn: ctypes.Structure, config: ctypes.Structure) -> None:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
         conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
         conn.max_background, conn.congestion_threshold = 64, 48
@@ -243,7 +249,7 @@ class Session:
         config.readdir_ino = 1
         config.nullpath_ok = 1
 
-    def _destroy(self, _private: Any) -> None:
+    def _destroy(self, _private: int | None) -> None:
         self._operations.destroy()
 
     def run(self) -> None:

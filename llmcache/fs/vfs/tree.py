@@ -14,13 +14,16 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree, WritePolicy, read_only
+
+if TYPE_CHECKING:
+    from llmcache.fs.engine.engine import Engine
 
 
 def _fail(number: int) -> OSError:
@@ -39,7 +42,7 @@ def _chmod(file: int | str, bits: int, caller: Caller) -> None:
 class TreeOperations:
     """Lookup, attributes, and changes of names; those that change something are called with the caller's rights."""
 
-    _engine: Any
+    _engine: Engine
 
     def __init__(self, tree: SourceTree, table: BackingTable, policy: WritePolicy) -> None:
         self._tree = tree
