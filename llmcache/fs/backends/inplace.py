@@ -55,7 +55,7 @@ AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
 SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
-REACH_MAX_BYTES = 1 << 20
+REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
 _LOOK_S = 0.5
@@ -130,7 +130,6 @@ class InPlaceBackend:
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._sampling = threading.Thread(target=self._sample, name="sample", daemon=True)
-        self._reach = 0  # bytes that the kernel reads before and behind a fault
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -142,7 +141,6 @@ class InPlaceBackend:
         """The files of SOURCE are steered from now on."""
         setting = read_ahead_file(f"/proc/self/fd/{self.engine.tree.fd}")
         self.files.window = int(setting.read_text()) << 10 if setting is not None else 0
-        self._reach = min(REACH_MAX_BYTES, self.files.window // 2)
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -355,7 +353,7 @@ class InPlaceBackend:
         expert = mixture.layout.expert_of[number]
         state = mixture.states[expert]
         if state == ABSENT or (state == LOADING and touch.flags & MISS):
-            self.state.mixtures.faulted(mixture, number, self._reach, touch.t_ns)
+            self.state.mixtures.faulted(mixture, number, min(REACH_MAX_BYTES, self.files.window // 2), touch.t_ns)
         if state == LOADING or (state == TOUCHED and not (touch.flags & MISS and self._lacks(mixture, number))):
             return  # counted when it came, or with the next sample
         found = self.state.mixtures.missed(mixture, expert)

@@ -113,8 +113,9 @@ class Callbacks:
         if method is None:
             return None
 
-        def rights() -> AbstractContextManager[None]:
-            return self._caller().rights() if name in _WITH_RIGHTS else contextlib.nullcontext()
+        rights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if name in _WITH_RIGHTS:
+            rights = self._rights
 
         def call(*arguments: object) -> int:
             try:
@@ -208,7 +209,7 @@ class Callbacks:
     def op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
         """FUSE_GETXATTR; size 0 asks for the length."""
         # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
-        with self._caller().rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
+        with self._rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
             return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
 
     def op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
@@ -297,6 +298,9 @@ class Callbacks:
     def _caller(self) -> Caller:
         context = self._context().contents
         return Caller(context.uid, context.gid, context.pid, context.umask)
+
+    def _rights(self) -> AbstractContextManager[None]:
+        return self._caller().rights()
 
 
 def _put(value: bytes, buffer: Buffer, size: int) -> int:
