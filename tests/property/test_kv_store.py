@@ -17,22 +17,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import score
-from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig, store
 from tests.conftest import examples
 from tests.unit.store_parts import HostFastTier, Plain, crash, shape_of
 
 LAYERS = 2
 BOUND = 5
+ROWS = 12
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
 SEEDS = st.integers(0, 1 << 30)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_real_sync() -> Iterator[None]:
-    """Only processes crash here: nothing of this one waits for the disk, thousands of times."""
+    """Only processes crash here: nothing of this one waits for the disk, thousands of times. Contexts are short."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fdatasync", "fsync"):
             patch.setattr(os, name, lambda _fd: None)
+        patch.setattr(store, "RECENT_SHARE", 2)
         yield
 
 
@@ -44,10 +46,10 @@ class Store(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from(DTYPES), batch=st.integers(1, 2), wide=st.booleans())
     def make(self, dtype: str, batch: int, wide: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
-        self.shape = shape_of(dtype, LAYERS, value_dim=6 if wide else 3)
+        self.shape = shape_of(dtype, LAYERS, value_dim=601 if wide else 3)  # 601: in several blocks, some rows in two
         self.plain = Plain(self.shape, batch)
         path = self.directory / "a.kv"
-        self.config = StoreConfig(self.shape, batch, 4, 4, cpu_pages=BOUND, path=path, ssd=self.ssd, threads=2)
+        self.config = StoreConfig(self.shape, batch, 4, 4, BOUND, path, self.ssd, threads=2, cpu_rows=ROWS)
         self.store = KvStore(self.config)
         self.fast = HostFastTier(1000)
         self.saved = False
@@ -70,7 +72,7 @@ class Store(RuleBasedStateMachine):
     def _selection(self, seed: int) -> Selection:
         random, middle = np.random.default_rng(seed), self.store.middle
         tokens = np.arange(middle.start * 4, middle.stop * 4)
-        count = int(random.integers(0, len(tokens) + 1))
+        count = int(random.integers(0, min(len(tokens), random.choice([ROWS, len(tokens)])) + 1))
         shape = (self.store.batch, self.shape.kv_heads, 1)
         chosen = random.permuted(np.tile(tokens, shape), axis=2)[:, :, :count]
         return Selection(np.sort(chosen, axis=2))

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import signal
 import struct
 import subprocess
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, reader
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, reader
 from llmcache.kv.spill.checksum import _by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
-from tests.unit.kv_parts import append, counted_reads, flip, ids, restored, small_disk
+from tests.unit.kv_parts import Rows, append, counted_reads, flip, ids, restored, small_disk
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("extent_pages", [1, 3])
 @pytest.mark.parametrize("direct", [None, False])
 def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None) -> None:
-    shape = KvShape("tiny", 3, 2, 5, dtype, page_tokens=3, value_dim=7)
+    shape = KvShape("tiny", 3, 2, 5, dtype, page_tokens=3, value_dim=1207)  # values in several blocks
     with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=extent_pages, direct=direct) as file:
         append(file, 0, ids(0, 21))
         append(file, 5, ids(100, 3))
@@ -71,6 +74,67 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
         for wrong in ([20], [-1]):
             with pytest.raises(ValueError, match="has 20 pages"):
                 file.read(0, 0, wrong)
+
+
+WIDE = KvShape("wide", 1, kv_heads=3, head_dim=600, dtype="float16", page_tokens=8, value_dim=64)
+"""Keys of a page take 8 blocks, and rows of 1200 bytes lie in one or two of them; values take one."""
+
+
+class Taken:
+    """What `read_through` hands over: keys and values [pages, rows of a page, dim], and their scales."""
+
+    def __init__(self, shape: KvShape, pages: int) -> None:
+        lead = (pages, shape.kv_heads * shape.page_tokens)
+        self.sides = [np.zeros((*lead, dim), shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
+        self.scales = [np.zeros(lead, np.float32) for _ in range(2)]
+
+    def take(self, side: int, first: int, rows: Rows, scales: Rows | None) -> None:
+        here = slice(first, first + len(rows))
+        self.sides[side][here] = rows.reshape(self.sides[side][here].shape)
+        if scales is not None:
+            self.scales[side][here] = scales.reshape(self.scales[side][here].shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_of_rows_only_their_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    shape, random = replace(WIDE, dtype=dtype), np.random.default_rng(5)
+    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
+        append(file, 0, ids(0, 48))
+        whole = Taken(shape, 6)
+        file.read_through(0, 0, range(6), whole.take)
+        reads, order = counted_reads(monkeypatch), np.array([0, 1, 3, 5])
+        for count in (1, 2, 9, 60):
+            of_page, row = random.integers(0, 4, count), random.integers(0, 24, count)
+            part = Taken(shape, 4)
+            reads.clear()
+            read_bytes = file.read_through(0, 0, order, part.take, (of_page, row), threads=2)
+            for found, wanted in ((part.sides, whole.sides), (part.scales, whole.scales)):
+                for side in (0, 1):
+                    assert found[side][of_page, row].tobytes() == wanted[side][order[of_page], row].tobytes()
+            assert sum(reads) == read_bytes <= count * (3 + (dtype == "int8")) * 4096
+            assert count > 9 or read_bytes < 4 * (shape.key_slot_bytes + shape.value_slot_bytes)
+
+
+def test_a_file_of_version_1_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checksum for the keys of a page and one for its values; the header does not tell of parts."""
+    path, told = tmp_path / "a.kv", {**WIDE.to_json(), "extent_pages": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "MOST_PARTS", 1)
+        with SpillFile.create(path, WIDE, extent_pages=4) as file:
+            append(file, 0, ids(0, 40))
+    identity = json.dumps(told, sort_keys=True).encode()
+    start = struct.pack("<II", 1, len(identity))
+    header = b"LLMCKV\r\n" + start + struct.pack("<I", zlib.crc32(identity, zlib.crc32(start))) + identity
+    with path.open("r+b") as stream:
+        stream.write(header.ljust(4096, b"\0"))
+    for first in (40, 56):
+        with SpillFile.open(path, WIDE) as file:
+            assert restored(file, 0) == list(range(first))
+            append(file, 0, ids(first, 16))
+            page = Taken(WIDE, 1)
+            file.read_through(0, 0, [3], page.take, (np.array([0]), np.array([7])))
+            assert page.sides[0].tobytes() == file.read(0, 0, [3]).keys.tobytes(), "a page is the least that can be compared"
+    assert path.read_bytes()[:4096] == header.ljust(4096, b"\0")
 
 
 def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None:
@@ -205,7 +269,7 @@ def test_another_models_file_is_refused(tmp_path: Path, field: str, other: KvSha
     [
         (0, b"", "not a spill file"),
         (0, b"GGUF" + bytes(9000), "not a spill file"),
-        (8, struct.pack("<I", 2), "version: 2, this llmcache reads up to 1"),
+        (8, struct.pack("<I", 3), "version: 3, this llmcache reads up to 2"),
     ],
 )
 def test_files_that_are_none_or_newer(tmp_path: Path, place: int, written: bytes, told: str) -> None:
@@ -240,14 +304,14 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
 def test_of_many_reads_the_one_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(range(200)))
     raw, buffer = RawFile(tmp_path / "a", os.O_RDONLY), np.zeros(60, np.uint8)
-    sizes = np.array([10, 20, 30])
-    raw.read_runs(buffer, sizes, np.array([100, 0, 150]))
-    assert buffer.tolist() == [*range(100, 110), *range(20), *range(150, 180)]
+    places, sizes = np.array([0, 10, 31]), np.array([10, 20, 29])
+    raw.read_runs(buffer, places, sizes, np.array([100, 0, 150]))
+    assert buffer.tolist() == [*range(100, 110), *range(20), 0, *range(150, 179)]
     with pytest.raises(DataError, match="ends at 200, a page needs it up to 210"):
-        raw.read_runs(buffer, sizes, np.array([100, 190, 0]))
+        raw.read_runs(buffer, places, sizes, np.array([100, 190, 0]))
     raw.close()
     with pytest.raises(EnvironmentProblem, match="reading at 100: Bad file descriptor"):
-        raw.read_runs(buffer, sizes, np.array([100, 0, 150]))
+        raw.read_runs(buffer, places, sizes, np.array([100, 0, 150]))
 
 
 def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int) -> list[int]:
@@ -374,7 +438,7 @@ def test_checksums_are_the_same_on_every_machine() -> None:
             dealt = [b"".join(words[lane:whole:4]) for lane in range(4)]
             dealt[0] += b"".join(words[whole:])
             wanted.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
-        assert list(checksums(slots)) == wanted
+        assert checksums(slots).tolist() == [[crc] for crc in wanted]
     drawn = np.random.default_rng(0).integers(0, 1 << 63, 9, dtype=np.uint64)
     by_tables = functools.reduce(lambda crc, word: np.uint64(_by_tables(crc, word)), drawn, np.uint64(0xFFFFFFFF))
     assert by_tables == crc32c(drawn.tobytes()), "where the processor has no instruction"

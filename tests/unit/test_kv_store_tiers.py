@@ -123,6 +123,31 @@ def test_a_file_gives_whole_pages_once_for_all_heads(make: Make, monkeypatch: py
     assert store.traffic.hit_ratio == pytest.approx(0.2)
 
 
+def test_rows_that_were_attended_to_last_are_not_read_again(make: Make) -> None:
+    store, plain = make(160, batch=2, cpu_rows=6)
+    before = store.memory_bytes
+
+    def read(*tokens: int, layer: int = 0) -> int:
+        moved = store.traffic.bytes_between("ssd", "cpu")
+        plain.check(layer, store.gather(layer, chosen(store, *tokens)))
+        return (store.traffic.bytes_between("ssd", "cpu") - moved) // (2 * SLOT * store.batch)
+
+    assert read(8, 20, 40, 60) == 4
+    assert 0 < store.memory_bytes - before <= 2 * 2 * 6 * (2 * 8 * 2 + 3 * 8)
+    assert read(8, 20, 40, 61) == 1, "of the page of 60 one row stayed"
+    assert read(8, 61, 80, 100) == 2 and read(8, 20, 40, 61) == 0
+    assert read(60) == 1, "the longest unused went"
+    assert read(*range(8, 36, 4)) == 7 and read(8, 20, 40, 61) == 0, "more than it holds goes past it"
+    assert read(8, 20, 40, 61, layer=1) == 4
+    store.select(np.array([1, 0]))
+    plain.choose(np.array([1, 0]))
+    assert read(8, 20, 40, 61) == 0
+    store.crop(59)
+    plain.crop(59)
+    plain.step(store, 101)
+    assert read(8, 20, 40) == 0 and read(61) == 1, "another token by now"
+
+
 def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     store, plain = make(80, ssd="csd")
     plain.check(0, store.gather(0, chosen(store, 8, 11, 13, 36)))

@@ -656,4 +656,4 @@ def _checksum(payload: Bytes) -> int:
     """The spill file's checksum of a page; a page of any size here, so zeros follow to the next multiple of 8."""
     if rest := -len(payload) % 8:
         payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
-    return int(checksums(payload[None])[0])
+    return int(checksums(payload[None])[0, 0])

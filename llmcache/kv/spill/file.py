@@ -166,12 +166,13 @@ class SpillFile(SpillReader):
             self._claim(chain)
         at, size = self._layout.at(chain.extents[ordinal]), self.shape.page_tokens
         self._write_pages(chain.plan, at, slot, (keys, values))
-        crcs = zip(checksums(keys).tolist(), checksums(values).tolist(), strict=True)
+        sides = zip((keys, values), chain.plan.parts, strict=True)
+        crcs = np.concatenate([checksums(slots, parts) for slots, parts in sides], axis=1)
         entries = [
-            PageEntry(chain.sequence, chain.layer, chain.pages + index, min(size, tokens - index * size), self._epoch, *pair)
-            for index, pair in enumerate(crcs)
+            PageEntry(chain.sequence, chain.layer, chain.pages + index, min(size, tokens - index * size), self._epoch, own)
+            for index, own in enumerate(map(tuple, crcs.tolist()))
         ]
-        self._write(b"".join(map(pack, entries)), at + chain.plan.entry_at(slot))
+        self._write(_table(chain.plan, entries), at + chain.plan.entry_at(slot))
         for entry in entries:
             chain.add(entry)
 
@@ -182,7 +183,7 @@ class SpillFile(SpillReader):
         for index in range(ordinal, len(chain.extents)):
             first = slot if index == ordinal else 0
             offset = self._layout.at(chain.extents[index]) + chain.plan.entry_at(first)
-            self._unwiped.append((offset, (chain.plan.slots - first) * RECORD_BYTES))
+            self._unwiped.append((offset, (chain.plan.slots - first) * chain.plan.entry_bytes))
         self._undone = chain
         self._make_whole()
 
@@ -254,7 +255,7 @@ class SpillFile(SpillReader):
         for chain, pages in cuts:
             for run in chain.runs(list(range(pages, chain.pages))):
                 offset = self._layout.at(run.extent) + chain.plan.entry_at(run.slot)
-                self._unwiped.append((offset, run.pages * RECORD_BYTES))
+                self._unwiped.append((offset, run.pages * chain.plan.entry_bytes))
             chain.cut(pages, self.shape.page_tokens)
         self._make_whole()
 
@@ -330,8 +331,8 @@ class SpillFile(SpillReader):
     def _write_table(self, chain: PageChain, ordinal: int) -> None:
         slots, extent = chain.plan.slots, chain.extents[ordinal]
         pages = range(ordinal * slots, min(chain.pages, (ordinal + 1) * slots))
-        owner = pack(ExtentEntry(chain.sequence, chain.layer, ordinal))
-        table = b"".join([owner, *(pack(chain.entry(page, self.shape.page_tokens)) for page in pages)])
+        owner = pack(ExtentEntry(chain.sequence, chain.layer, ordinal)).ljust(chain.plan.entry_bytes, b"\0")
+        table = owner + _table(chain.plan, [chain.entry(page, self.shape.page_tokens) for page in pages])
         self._write(table.ljust(chain.plan.table_bytes, b"\0"), self._layout.at(extent))
 
     def _tell_lost(self) -> None:
@@ -352,6 +353,10 @@ class SpillFile(SpillReader):
             self.flush()
         finally:
             self._raw.close()
+
+
+def _table(plan: ExtentPlan, entries: list[PageEntry]) -> bytes:
+    return b"".join(pack(entry, plan.entry_bytes) for entry in entries)
 
 
 @contextlib.contextmanager

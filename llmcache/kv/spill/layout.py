@@ -1,12 +1,13 @@
-"""What a spill file holds and where it lies: shapes, the 64-byte records, each with a checksum of its own, and chains.
+"""What a spill file holds and where it lies: shapes, records, each with a checksum of its own, and chains.
 
     0     header: magic, version, length, CRC, then the identity as JSON
     4096  two commit records, written in turns: the epoch and how many pages were on the disk at its end
     8192  extents, all of one size. Each belongs to one layer of one sequence (or to its tokens) and holds
           a table of entries (the first is the extent's own), the keys of its pages, the values of its pages
 
-Keys and values lie apart, so that scoring reads nothing but keys, in long runs. Records never cross a sector of 512
-bytes: a disk writes each whole or not at all.
+Keys and values lie apart, so that scoring reads nothing but keys, in long runs. A page has a checksum for each of its
+parts, whole blocks of keys or of values, so that a few rows are read without the rest of their page. Entries of pages
+have as many bytes as that takes: they never cross a sector of 512 bytes, as a disk writes each whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from llmcache.errors import DataError
 from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
-VERSION = 1
+VERSION = 2
+"""Files of version 1 are read and written as they are: one part to a page, entries of 64 bytes."""
 RECORD_BYTES = 64
+ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)
+"""What an entry of a page may take."""
+MOST_PARTS = 60
+"""Of keys or of values: the largest entry holds the checksums of twice as many."""
 KEYS, VALUES = 0, 1
 """Sides of a page, and of an extent."""
 COMMITS_AT = (4096, 6144)
@@ -46,7 +52,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Names of the types of keys and values, and the numpy type that carries them."""
 _HEADER = struct.Struct("<8sIII")
-_RECORD = struct.Struct("<4s9I20sI")
 
 
 def whole_blocks(size_bytes: int) -> int:
@@ -214,15 +219,14 @@ def check_tokens(ids: Int64s, positions: Int64s) -> None:
 
 
 class PageEntry(NamedTuple):
-    """One page: entry `page` of its chain, with `tokens` filled, checksums of its two slots, appended in `epoch`."""
+    """One page: entry `page` of its chain, with `tokens` filled, appended in `epoch`; checksums of its parts, keys first."""
 
     sequence: int
     layer: int
     page: int
     tokens: int
     epoch: int
-    key_crc: int
-    value_crc: int
+    crcs: tuple[int, ...]
 
 
 class ExtentEntry(NamedTuple):
@@ -244,55 +248,86 @@ Record = TypeVar("Record", PageEntry, ExtentEntry, Commit)
 _KINDS: dict[type[Any], bytes] = {PageEntry: b"PAGE", ExtentEntry: b"EXTN", Commit: b"DONE"}
 
 
-def pack(record: PageEntry | ExtentEntry | Commit) -> bytes:
-    """Returns the 64 bytes of a record."""
-    # Pages of a commit may be more than 32 bits hold.
-    words = (record.epoch, record.pages & 0xFFFFFFFF, record.pages >> 32) if isinstance(record, Commit) else tuple(record)
-    body = _RECORD.pack(_KINDS[type(record)], *words, *(0,) * (9 - len(words)), b"", 0)[:-4]
+def pack(record: PageEntry | ExtentEntry | Commit, size: int = RECORD_BYTES) -> bytes:
+    """Returns the `size` bytes of a record."""
+    words: Sequence[int]
+    if isinstance(record, Commit):
+        words = (record.epoch, record.pages & 0xFFFFFFFF, record.pages >> 32)  # more than 32 bits hold
+    elif isinstance(record, PageEntry):
+        words = (*record[:-1], *record.crcs)
+    else:
+        words = record
+    body = struct.pack(f"<4s{len(words)}I", _KINDS[type(record)], *words).ljust(size - 4, b"\0")
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def unpack(kind: type[Record], data: bytes) -> Record | None:
-    """Returns the record of `kind` that `data` is; None if it was never written, torn or damaged."""
-    if len(data) != RECORD_BYTES or data[:4] != _KINDS[kind]:
+def unpack(kind: type[Record], data: bytes, crcs: int = 0) -> Record | None:
+    """Returns the record of `kind` that `data` is; None if it was never written, torn or damaged. `crcs`: of a page."""
+    own = len(kind._fields) - 1 if kind is PageEntry else 3
+    if data[:4] != _KINDS[kind] or len(data) < 8 + 4 * (own + crcs) or data[-4:] != struct.pack("<I", zlib.crc32(data[:-4])):
         return None
-    _, *words, _, crc = _RECORD.unpack(data)
-    if zlib.crc32(data[:-4]) != crc:
-        return None
-    return kind(words[0], words[1] | words[2] << 32) if kind is Commit else kind(*words[: len(kind._fields)])
+    words = struct.unpack_from(f"<{own + crcs}I", data, 4)
+    if kind is PageEntry:
+        return kind(*words[:own], words[own:])  # type: ignore[call-arg]
+    return kind(words[0], words[1] | words[2] << 32) if kind is Commit else kind(*words)
 
 
 @dataclass(frozen=True)
 class ExtentPlan:
     """How an extent of one kind is divided: `slots` pages, of which `sizes` are the bytes of keys and of values.
 
-    `direct`: these are whole blocks.
+    `parts`: in how many parts of one size those are, each with a checksum. `direct`: these are whole blocks.
     """
 
     slots: int
-    table_bytes: int
     sizes: tuple[int, int]
+    parts: tuple[int, int]
     direct: bool
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of the entry of a page: as few as hold its checksums."""
+        return next(size for size in ENTRY_BYTES if sum(self.parts) <= crcs_in(size))
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table, before the pages."""
+        return whole_blocks(self.entry_at(self.slots))
 
     def entry_at(self, slot: int) -> int:
         """Returns where the entry of `slot` begins in the extent; the extent's own is slot -1."""
-        return (slot + 1) * RECORD_BYTES
+        return (slot + 1) * self.entry_bytes
 
     def slot_at(self, side: int, slot: int) -> int:
         """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
         return self.table_bytes + side * self.slots * self.sizes[KEYS] + slot * self.sizes[side]
 
 
-class Layout:
-    """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer."""
+def crcs_in(entry_bytes: int) -> int:
+    """Returns how many checksums an entry of so many bytes holds, beside its kind, five numbers and its own checksum."""
+    return (entry_bytes - 28) // 4
 
-    def __init__(self, shape: KvShape, extent_pages: int) -> None:
+
+def parts_of(slot_bytes: int) -> int:
+    """Returns in how many parts the keys or the values of a page are: blocks, or as few together as an entry can tell of."""
+    blocks = slot_bytes // BLOCK_BYTES
+    return next(blocks // size for size in range(1, blocks + 1) if blocks % size == 0 and blocks // size <= MOST_PARTS)
+
+
+class Layout:
+    """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer. `parts`: None as `parts_of`."""
+
+    def __init__(self, shape: KvShape, extent_pages: int, parts: Sequence[int] | None = None) -> None:
         if type(extent_pages) is not int or not 1 <= extent_pages <= 1 << 20:
             raise ValueError(f"extent_pages: {extent_pages!r}, between 1 and {1 << 20} is needed")
-        table = whole_blocks((extent_pages + 1) * RECORD_BYTES)
+        sizes = shape.key_slot_bytes, shape.value_slot_bytes
+        of_keys, of_values = map(parts_of, sizes) if parts is None else parts
+        for size, count in zip(sizes, (of_keys, of_values), strict=True):
+            if type(count) is not int or not 1 <= count <= MOST_PARTS or size % (count * BLOCK_BYTES):
+                raise ValueError(f"parts: {count!r} of {size} bytes, up to {MOST_PARTS} of whole blocks are needed")
         self.shape = shape
         self.extent_pages = extent_pages
-        self.of_layer = ExtentPlan(extent_pages, table, (shape.key_slot_bytes, shape.value_slot_bytes), True)
+        self.of_layer = ExtentPlan(extent_pages, sizes, (of_keys, of_values), True)
         # Token ids and positions are 8 bytes each: far more pages of them fit, but at least one must.
         slot = 8 * shape.page_tokens
         least = whole_blocks(2 * RECORD_BYTES) + 2 * slot
@@ -300,7 +335,7 @@ class Layout:
         slots = max(1, (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot))
         if self.extent_bytes > LARGEST_EXTENT:
             raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
-        self.of_tokens = ExtentPlan(slots, whole_blocks((slots + 1) * RECORD_BYTES), (slot, slot), False)
+        self.of_tokens = ExtentPlan(slots, (slot, slot), (1, 1), False)
         self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
     def plan(self, layer: int) -> ExtentPlan:
@@ -313,7 +348,8 @@ class Layout:
 
     def header(self) -> bytes:
         """Returns the first block of the file."""
-        identity = json.dumps({**self.shape.to_json(), "extent_pages": self.extent_pages}, sort_keys=True).encode()
+        told = {**self.shape.to_json(), "extent_pages": self.extent_pages, "parts": self.of_layer.parts}
+        identity = json.dumps(told, sort_keys=True).encode()
         if _HEADER.size + len(identity) > BLOCK_BYTES:
             raise ValueError(f"model: a name of {len(self.shape.model)} characters does not fit the header")
         crc = zlib.crc32(identity, zlib.crc32(struct.pack("<II", VERSION, len(identity))))
@@ -334,7 +370,8 @@ def read_header(block: bytes, path: Path) -> Layout:
     try:
         found: dict[str, Any] = json.loads(identity)
         names = {field.name for field in fields(KvShape)}
-        return Layout(KvShape(**{name: found[name] for name in names}), found["extent_pages"])
+        parts = found["parts"] if version > 1 else (1, 1)
+        return Layout(KvShape(**{name: found[name] for name in names}), found["extent_pages"], parts)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: header: {error}", "the file is damaged: spill the context again") from None
 
@@ -358,14 +395,14 @@ class PageRun(NamedTuple):
 
 @dataclass
 class PageChain:
-    """Pages 0 .. of one layer (or of the tokens) of one sequence. 12 bytes a page: a million tokens take 0.75 MB."""
+    """Pages 0 .. of one layer (or of the tokens) of one sequence. 4 bytes a page and 4 for each of its parts."""
 
     sequence: int
     layer: int
     plan: ExtentPlan
     extents: list[int] = field(default_factory=list)
     crcs: tuple[array[int], array[int]] = field(default_factory=lambda: (array("I"), array("I")))
-    """Checksums of keys and of values."""
+    """Checksums of the parts of keys and of values, page after page."""
     epochs: array[int] = field(default_factory=lambda: array("I"))
     last_tokens: int = 0
     lost: int = 0
@@ -382,20 +419,28 @@ class PageChain:
 
     def add(self, entry: PageEntry) -> None:
         """Notes a page at the end."""
-        self.crcs[KEYS].append(entry.key_crc)
-        self.crcs[VALUES].append(entry.value_crc)
+        of_keys = self.plan.parts[KEYS]
+        self.crcs[KEYS].extend(entry.crcs[:of_keys])
+        self.crcs[VALUES].extend(entry.crcs[of_keys:])
         self.epochs.append(entry.epoch)
         self.last_tokens = entry.tokens
 
     def entry(self, page: int, page_tokens: int) -> PageEntry:
         """Returns the entry of a page, as it was written."""
-        crcs = (of_side[page] for of_side in self.crcs)
-        return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], *crcs)
+        crcs = (*self.crcs_of(KEYS, page, 1), *self.crcs_of(VALUES, page, 1))
+        return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], crcs)
+
+    def crcs_of(self, side: int, page: int, pages: int) -> array[int]:
+        """Returns the checksums of the parts of `pages` pages from `page` on."""
+        parts = self.plan.parts[side]
+        return self.crcs[side][page * parts : (page + pages) * parts]
 
     def cut(self, pages: int, page_tokens: int) -> None:
         """Forgets all pages from number `pages` on."""
         if pages < self.pages:
-            del self.crcs[KEYS][pages:], self.crcs[VALUES][pages:], self.epochs[pages:]
+            for of_side, parts in zip(self.crcs, self.plan.parts, strict=True):
+                del of_side[pages * parts :]
+            del self.epochs[pages:]
             self.last_tokens = page_tokens if pages else 0
 
     def runs(self, pages: list[int], longest: int = 1 << 30) -> Iterator[PageRun]:

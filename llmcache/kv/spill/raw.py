@@ -122,15 +122,13 @@ class RawFile:
                 raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
             done += count
 
-    def read_runs(self, buffer: Bytes, sizes: Int64s, offsets: Int64s, direct: bool = False) -> None:
-        """Fills `buffer` with `sizes` [n] bytes from each of `offsets` [n] on, side by side; errors as `read_into`."""
+    def read_runs(self, buffer: Bytes, places: Int64s, sizes: Int64s, offsets: Int64s, direct: bool = False) -> None:
+        """Fills `buffer` from each of `places` [n] on with `sizes` bytes from `offsets` on; errors as `read_into`."""
         fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
-        whole = int(_read_all(fd, buffer.ctypes.data, sizes, offsets))
-        at = int(sizes[:whole].sum())
+        whole = int(_read_all(fd, buffer.ctypes.data + places, sizes, offsets))
         # What failed is tried once more, which tells why, or goes on where it was short.
-        for size, offset in zip(sizes[whole:].tolist(), offsets[whole:].tolist(), strict=True):
+        for at, size, offset in zip(*(side[whole:].tolist() for side in (places, sizes, offsets)), strict=True):
             self.read_into(buffer[at : at + size], offset, direct)
-            at += size
 
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
@@ -209,16 +207,13 @@ _pread = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, t
 
 
 @numba.njit(nogil=True, cache=True)
-def _read_all(fd, address, sizes, offsets):  # type: ignore[no-untyped-def]
+def _read_all(fd, addresses, sizes, offsets):  # type: ignore[no-untyped-def]
     """Many reads without the interpreter in between, which all threads share and wait for.
 
-    Fills memory from `address` on with `sizes` [n] bytes at each of `offsets` [n], both int64.
-
-    Ends at the first that fails or is short; returns how many were read whole.
+    Fills memory at `addresses` with `sizes` bytes at `offsets`, all int64 [n]. Ends at the first that fails or is short;
+    returns how many were read whole.
     """
-    done = 0
     for i in range(sizes.size):
-        if _pread(fd, np.uintp(address + done), np.uintp(sizes[i]), offsets[i]) != sizes[i]:
+        if _pread(fd, np.uintp(addresses[i]), np.uintp(sizes[i]), offsets[i]) != sizes[i]:
             return i
-        done += sizes[i]
     return sizes.size

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.arrays import Bytes, Flags, Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill.checksum import checksums
@@ -180,7 +180,7 @@ class Scan:
             slot, at = 0, self._layout.at(extent)
             table = self._raw.read(plan.entry_at(plan.slots), at)
             while not ended and slot < plan.slots:
-                entry = unpack(PageEntry, table[plan.entry_at(slot) : plan.entry_at(slot + 1)])
+                entry = unpack(PageEntry, table[plan.entry_at(slot) : plan.entry_at(slot + 1)], sum(plan.parts))
                 own = (chain.sequence, chain.layer, chain.pages)
                 if entry is None or entry[:3] != own or not self._is_whole(entry, chain, at, slot):
                     ended = True
@@ -192,7 +192,7 @@ class Scan:
             # Entries behind the last whole page would come alive again once the pages before them are rewritten.
             rest = table[plan.entry_at(slot) :]
             if any(rest):
-                self.torn_entries += sum(any(rest[i : i + RECORD_BYTES]) for i in range(0, len(rest), RECORD_BYTES))
+                self.torn_entries += sum(any(rest[i : i + plan.entry_bytes]) for i in range(0, len(rest), plan.entry_bytes))
                 self.wipe.append((at + plan.entry_at(slot), len(rest)))
         return committed
 
@@ -204,12 +204,12 @@ class Scan:
             return True
         if entry.epoch > max(self.commit.epoch + 1, MOST_AHEAD):
             return False
-        for side, crc in zip(SIDES, (entry.key_crc, entry.value_crc), strict=True):
+        found: list[int] = []
+        for side in SIDES:
             buffer = aligned(plan.sizes[side])
             self._raw.read_into(buffer, at + plan.slot_at(side, slot), plan.direct)
-            if checksums(buffer[None])[0] != crc:
-                return False
-        return True
+            found += checksums(buffer[None], plan.parts[side])[0].tolist()
+        return tuple(found) == entry.crcs
 
 
 def commit_of(raw: RawFile) -> Commit:
@@ -349,11 +349,21 @@ class SpillReader:
         filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
         return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
 
-    def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
+    def read_through(
+        self,
+        sequence: int,
+        layer: int,
+        pages: Pages,
+        take: TakeRows,
+        rows: tuple[Int64s, Int64s] | None = None,
+        threads: int | None = None,
+    ) -> int:
         """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
 
-        What is taken is in the processor's cache, and while one thread takes, others read. Errors as `read`; some pages may
-        have been taken by then, and none is any more.
+        What is taken is in the processor's cache, and while one thread takes, others read. `rows`: of which of the pages
+        asked for [n], and the row there [n], head x page_tokens + token; then only what they lie in is read, and the rest
+        of what is taken is undefined. Returns the bytes read. Errors as `read`; some pages may have been taken by then, and
+        none is any more.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         # None: four a processor, as most of them wait for the disk while some take.
@@ -361,16 +371,34 @@ class SpillReader:
 
         def read_and_take(side: int, size: int, first: int, count: int, runs: list[PageRun]) -> None:
             slots = thread_memory(count * size).reshape(count, size)
-            self._fill(chain, side, runs, slots)
+            self._fill(chain, side, runs, slots, None if parts is None else parts[side][first : first + count])
             take(side, first, *view_slots(self.shape, slots, dims[side]))
 
         jobs: list[Job] = []
+        size_bytes = 0
+        parts = None if rows is None else [self._parts_with(side, len(wanted), *rows) for side in SIDES]
         for side in SIDES:
             size = chain.plan.sizes[side]
             at_a_time = min(TAKEN_BYTES, len(wanted) * size // (2 * threads))  # of few pages every thread gets some
             jobs += [partial(read_and_take, side, size, *share) for share in _shares(chain, wanted, size, at_a_time)]
-            self.read_bytes += len(wanted) * size
+            every = len(wanted) * chain.plan.parts[side]
+            size_bytes += (every if parts is None else int(parts[side].sum())) * (size // chain.plan.parts[side])
         run_all(jobs, threads)
+        self.read_bytes += size_bytes
+        return size_bytes
+
+    def _parts_with(self, side: int, pages: int, of_page: Int64s, rows: Int64s) -> Flags:
+        """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page, or their scales."""
+        shape, plan = self.shape, self._layout.of_layer
+        size = (shape.head_dim, shape.value_dim)[side] * shape.numpy_dtype.itemsize
+        part = plan.sizes[side] // plan.parts[side]
+        places = [rows * size + min(at, size - 1) for at in range(0, size + part - 1, part)]
+        if shape.dtype == "int8":
+            places.append(-(-shape.kv_heads * shape.page_tokens * size // 4) * 4 + 4 * rows)
+        found = np.zeros((pages, plan.parts[side]), np.bool_)
+        for place in places:
+            found[of_page, place // part] = True
+        return found
 
     def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], Floats | None]:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
@@ -415,13 +443,20 @@ class SpillReader:
         shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
         return [partial(self._fill, chain, side, runs, slots[first : first + count]) for first, count, runs in shares]
 
-    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes) -> None:
-        """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
-        sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
+    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes, wanted: Flags | None = None) -> None:
+        """Fills slots [pages, slot bytes] with runs, or with the parts `wanted` [pages, parts]; compares their checksums."""
+        parts, sizes = chain.plan.parts[side], np.array([run.pages * slots.shape[1] for run in runs], np.int64)
         offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
-        self._raw.read_runs(slots.reshape(-1), sizes, offsets, chain.plan.direct)
-        wanted = np.concatenate([chain.crcs[side][run.first : run.first + run.pages] for run in runs])
-        for index in np.flatnonzero(checksums(slots) != wanted):
+        places, which = np.cumsum(sizes) - sizes, None
+        if wanted is not None:
+            which = np.flatnonzero(wanted)
+            places, sizes, offsets = _part_runs(which, slots.shape[1] // parts, places, sizes, offsets)
+        self._raw.read_runs(slots.reshape(-1), places, sizes, offsets, chain.plan.direct)
+        expected = np.concatenate([chain.crcs_of(side, run.first, run.pages) for run in runs])
+        if which is not None:
+            expected = expected[which]
+        for wrong in np.flatnonzero(checksums(slots, parts, which).reshape(-1) != expected):
+            index = (wrong if which is None else which[wrong]) // parts
             page = [run.first + i for run in runs for i in range(run.pages)][index]
             where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
             told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
@@ -489,6 +524,17 @@ def _shares(chain: PageChain, pages: list[int], slot_bytes: int, at_a_time: int)
             first, count, share = first + count, 0, []
     if share:
         yield first, count, share
+
+
+def _part_runs(which: Int64s, part: int, places: Int64s, sizes: Int64s, offsets: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Places in memory, sizes and offsets of reads of the parts `which` [n], ascending, of `part` bytes, within runs.
+
+    `places`, `sizes`, `offsets` [runs]: those of the runs as a whole.
+    """
+    of_run = np.searchsorted(places, which * part, side="right") - 1
+    first = np.flatnonzero((np.diff(which, prepend=-2) != 1) | (np.diff(of_run, prepend=-1) != 0))
+    begin, count = which[first] * part, np.diff(first, append=len(which))
+    return begin, count * part, offsets[of_run[first]] + begin - places[of_run[first]]
 
 
 def thread_memory(size_bytes: int) -> Bytes:

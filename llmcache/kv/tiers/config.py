@@ -35,7 +35,8 @@ class StoreConfig:
     `cpu_pages`: capacity of the cpu pool in whole pages per layer and sequence, sink and window included (the page that is
     being filled is not); None: no bound. `path`: the spill file, the ssd tier; None: there is none, and no bound can be
     kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `force`: replace a file that is there. `direct`: as SpillFile.
-    `threads` for copying, reading and scoring: None for one a processor.
+    `threads` for copying, reading and scoring: None for one a processor. `cpu_rows`: rows of each head that came from a file
+    and were attended to last stay beside the pages, up to so many, and up to an eighth of the context.
     """
 
     shape: KvShape
@@ -49,9 +50,10 @@ class StoreConfig:
     force: bool = False
     direct: bool | None = None
     threads: int | None = None
+    cpu_rows: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("sink_tokens", 0), ("window_tokens", 0)):
+        for name, least in (("batch", 1), ("sink_tokens", 0), ("window_tokens", 0), ("cpu_rows", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
         if self.ssd not in SSD_KINDS:

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats, Int64s
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill import KvShape
@@ -164,6 +164,68 @@ class Pool:
     def rows(self, number: int) -> Arrays:
         """Returns keys, values and for int8 their scales of a page, [kv_heads, page_tokens, ..]; not copied."""
         return [array[self.slot_of[number]] for array in self._arrays]
+
+
+class RowCache:
+    """Rows of one layer that were attended to last, up to `capacity` of each head, so that they are not read again.
+
+    The longest unused go first. What it copies are results: rows of `outs`, keys and values [batch, kv_heads, k, dim], at
+    `positions` [batch, kv_heads, k], ascending; int8 as float32. `lock` is held from `absent` to `lay`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.lock = threading.Lock()
+        self._clock = 0
+        self._sides: Arrays = []
+        self._counts, self._positions, self._slots, self._used = (np.empty(0, np.int64) for _ in range(4))
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes; none before a row has come from the file."""
+        tables = (self._positions, self._slots, self._used) if self._sides else ()
+        return sum(array.nbytes for array in (*self._sides, *tables))
+
+    def absent(self, index: Int64s, positions: Int64s, page_tokens: int) -> Flags:
+        """Returns which of `positions` are neither in a page whose `index` [batch, pages] is 0 or above, nor here."""
+        found = np.empty(positions.shape, np.bool_)
+        if not len(self._counts):
+            self._counts = np.zeros(positions.shape[:2], np.int64)
+            self._positions, self._slots, self._used = (
+                np.zeros((*positions.shape[:2], self.capacity), np.int64) for _ in range(3)
+            )
+        _find_rows(self._positions, self._counts, index, positions, page_tokens, found)
+        return found
+
+    def lay(self, index: Int64s, positions: Int64s, page_tokens: int, absent: Flags, outs: Arrays, most: int) -> None:
+        """Copies to `outs` the rows that are here, and from there those that `absent` has told of: they are here then.
+
+        No more than `most` of each head stay; of none there may be more than that.
+        """
+        if not self._sides:
+            if not absent.any():
+                return
+            self._sides = [np.empty((*out.shape[:2], self.capacity, out.shape[3]), out.dtype) for out in outs]
+        self._clock += 1
+        sizes = [out.shape[3] * out.itemsize for out in outs]
+        word = np.uint64 if all(size % 8 == 0 for size in sizes) else np.uint8
+        views = [array.view(word) for array in (*self._sides, *outs)]
+        tables = (self._positions, self._counts, self._slots, self._used)
+        _turn_rows(*tables, index, positions, page_tokens, absent, self._clock, most, *views)
+
+    def choose(self, index: Int64s) -> None:
+        """Makes sequence i what sequence `index[i]` was."""
+        with self.lock:
+            if len(self._counts):
+                tables = (self._counts, self._positions, self._slots, self._used)
+                self._counts, self._positions, self._slots, self._used = (table[index] for table in tables)
+                self._sides = [side[index] for side in self._sides]
+
+    def crop(self, tokens: int) -> None:
+        """Forgets rows from number `tokens` on."""
+        with self.lock:
+            if len(self._counts):
+                self._counts = np.minimum(self._counts, (self._positions < tokens).sum(axis=2))
 
 
 def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
@@ -318,3 +380,76 @@ def _copy_scaled(rows, scales, first, pages, index, positions, begin, end, token
                 for j in range(out.shape[2]):
                     out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]
             i += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _find_rows(held, counts, index, positions, tokens, absent):  # type: ignore[no-untyped-def]
+    for b in range(positions.shape[0]):
+        for head in range(positions.shape[1]):
+            of_head, mine, count, j = positions[b, head], held[b, head], counts[b, head], 0
+            for i in range(of_head.size):
+                while j < count and mine[j] < of_head[i]:
+                    j += 1
+                there = index[b, of_head[i] // tokens] >= 0 or (j < count and mine[j] == of_head[i])
+                absent[b, head, i] = not there
+
+
+@numba.njit(nogil=True, cache=True)
+def _turn_rows(  # type: ignore[no-untyped-def]
+    held, counts, slots, used, index, positions, tokens, absent, clock, most, own_keys, own_values, keys, values
+):
+    free = np.empty(held.shape[2], np.int64)
+    for b in range(positions.shape[0]):
+        for head in range(positions.shape[1]):
+            of_head, fresh, count, j = positions[b, head], absent[b, head], counts[b, head], 0
+            mine, places, last = held[b, head], slots[b, head], used[b, head]
+            for i in range(of_head.size):
+                while j < count and mine[j] < of_head[i]:
+                    j += 1
+                if j < count and mine[j] == of_head[i] and index[b, of_head[i] // tokens] < 0:
+                    last[j] = clock
+                    keys[b, head, i] = own_keys[b, head, places[j]]
+                    values[b, head, i] = own_values[b, head, places[j]]
+            coming = fresh.sum()
+            if coming == 0:
+                continue
+            count = _make_room(mine, places, last, count, count + coming - most, free)
+            counts[b, head] = count + coming
+            # From the end, so that nothing is overwritten before it has moved.
+            j, i = count - 1, of_head.size
+            while coming > 0:
+                i -= 1
+                if fresh[i]:
+                    while j >= 0 and mine[j] > of_head[i]:
+                        mine[j + coming], places[j + coming], last[j + coming] = mine[j], places[j], last[j]
+                        j -= 1
+                    coming -= 1
+                    slot, to = free[coming], j + 1 + coming
+                    mine[to], places[to], last[to] = of_head[i], slot, clock
+                    own_keys[b, head, slot] = keys[b, head, i]
+                    own_values[b, head, slot] = values[b, head, i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _make_room(mine, places, last, count, over, free):  # type: ignore[no-untyped-def]
+    """Forgets the `over` longest unused rows, if that is above 0; returns how many are left. `free`: slots of no row."""
+    oldest, ties = np.int64(-1), 0
+    if over > 0:
+        ages = np.sort(last[:count])
+        oldest = ages[over - 1]
+        ties = over - np.searchsorted(ages, oldest)
+    taken = np.zeros(free.size, np.bool_)
+    left = 0
+    for j in range(count):
+        if last[j] < oldest or (last[j] == oldest and ties > 0):
+            ties -= last[j] == oldest
+        else:
+            mine[left], places[left], last[left] = mine[j], places[j], last[j]
+            taken[places[j]] = True
+            left += 1
+    vacant = 0
+    for slot in range(free.size):
+        if not taken[slot]:
+            free[vacant] = slot
+            vacant += 1
+    return left

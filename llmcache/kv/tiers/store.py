@@ -39,7 +39,7 @@ from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig
-from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, copy_pages, mark_missing, score_slots
+from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, RowCache, copy_pages, mark_missing, score_slots
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, FileTier, KeyRows, SsdTier, open_tier
 from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
@@ -48,6 +48,8 @@ Sides = tuple[NDArray[Any], NDArray[Any]]
 Memory = tuple[Bytes, Bytes]
 ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
+RECENT_SHARE = 8
+"""Rows stay in memory of no more than one in so many tokens of the context."""
 KEPT_BUFFERS = 4
 """Free buffers that are kept: of one layer that computes and one that is staged, twice."""
 
@@ -123,6 +125,7 @@ class KvStore(Sequences):
         """Makes an empty store and its spill file. `found` is for `restore`."""
         super().__init__(config)
         self._buffers = Buffers()
+        self._recent = [RowCache(config.cpu_rows) for _ in range(config.shape.layers)]
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         ssd, recovery = open_tier(config, self.traffic, create=found is None)
         core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
@@ -200,8 +203,8 @@ class KvStore(Sequences):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the cpu pools of all layers, used or not."""
-        return sum(pool.size_bytes for pool in self.pools)
+        """Memory of the cpu pools of all layers, used or not, and of the rows beside them."""
+        return sum(pool.size_bytes for pool in self.pools) + sum(rows.size_bytes for rows in self._recent)
 
     # Adding tokens
 
@@ -452,32 +455,53 @@ class KvStore(Sequences):
                 copy_pages((pool.keys, pool.values), index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
-            pages = [of_sequence for _, of_sequence in marked]
             if isinstance(self._spill.ssd, CsdTier):
+                pages = [of_sequence for _, of_sequence in marked]
                 self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
             else:
-                self._fetch_pages(self._spill.ssd, staged.layer, pages, positions, outs)
+                missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
         if chosen:
             self.traffic.count(hits_cpu=positions.size - missing, hits_ssd=missing)
 
-    # From the ssd tier: pages of a file, each once for all heads; single rows of a device
+    # From the ssd tier: what of a file holds rows, once for all heads; single rows of a device
 
-    def _fetch_pages(self, ssd: FileTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
-        """Reads the pages `missing` of each sequence; the threads that read them copy their rows, so the disk is never idle.
+    def _fetch(self, ssd: FileTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
+        """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the file.
 
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
         """
+        size, recent = self.shape.page_tokens, self._recent[layer]
+        most = min(recent.capacity, self.length // RECENT_SHARE)
+        if positions.shape[2] > most:
+            absent = np.take_along_axis(index[:, None], positions // size, 2) < 0
+            self._fetch_parts(ssd, layer, absent, positions, outs)
+            return int(absent.sum())
+        with recent.lock:
+            absent = recent.absent(index, positions, size)
+            self._fetch_parts(ssd, layer, absent, positions, outs)
+            # Last: in a page of which a part was read all rows were copied, also what nobody has read.
+            recent.lay(index, positions, size, absent, outs, most)
+        return int(absent.sum())
+
+    def _fetch_parts(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
+        """Reads where `absent` [batch, kv_heads, k] rows lie; the threads that read copy them, so the disk is never idle."""
+        size = self.shape.page_tokens
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
         table = self.table.table
-        numbers = np.unique(np.concatenate([table[b, pages] for b, pages in enumerate(missing)]))
-        for stream, found in self.table.by_stream(numbers):
+        sequences, heads, _ = np.nonzero(absent)
+        tokens = positions[absent]
+        numbers = table[sequences, tokens // size]
+        for stream, found in self.table.by_stream(np.unique(numbers)):
             known = np.full(self.table.numbers, NOT_HERE, np.int64)
             known[found] = np.arange(len(found))
-            target = Destination(known[table], positions, outs, self.shape.page_tokens)
-            ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
+            places = known[numbers]
+            here = places >= 0
+            rows = places[here], heads[here] * size + tokens[here] % size
+            target = Destination(known[table], positions, outs, size)
+            ssd.read_through(stream, layer, self.table.places(found), target.take, rows, "fetch")
 
     def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
-        """As `_fetch_pages`; asks a device for the rows alone, those of some pages at a time."""
+        """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone, those of some pages at a time."""
         size = self.shape.page_tokens
         most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
         for b, of_sequence in enumerate(missing):
@@ -573,6 +597,8 @@ class KvStore(Sequences):
                 self._spill.bring(layer, self.table.table[:, [*sink, *last]].reshape(-1))
         self.tokens.length = tokens
         self.lengths[:] = tokens
+        for recent in self._recent:
+            recent.crop(tokens)
         self._forget(self.table.cut(self.shape.pages_of(tokens)))
         if rest:
             # What was full and is not any more may be shared, and will be another page.
@@ -597,6 +623,8 @@ class KvStore(Sequences):
             return
         before = dict(self.table.ends)
         self._choose(index)
+        for recent in self._recent:
+            recent.choose(index)
         self.tokens.choose(index)
         if self._spill is not None:
             self._spill.shrink(before)

@@ -45,6 +45,8 @@ UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
 MEMORY_SHARE = 0.25
 """Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
+RECENT_BUDGETS = 4
+"""Of the rows that were read lately so many token budgets stay in memory, for the next tokens attend to much the same."""
 
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
 """More than the processor's cache holds of most models, and few enough to take no time."""
@@ -98,7 +100,9 @@ class SpillSettings:
         if path is not None and pages is None:
             least = shape.pages_of(sink) + shape.pages_of(window), shape.pages_of(self.chosen.token_budget or 0)
             pages = max(*least, free_tokens(shape, batch) // shape.page_tokens)
-        return StoreConfig(shape, batch, sink, window, pages, path, self.ssd, self.profile, threads=self.threads)
+        rows = RECENT_BUDGETS * (self.chosen.token_budget or 0)
+        known = (shape, batch, sink, window, pages, path, self.ssd, self.profile)
+        return StoreConfig(*known, threads=self.threads, cpu_rows=rows)
 
     def most_full(self, shape: KvShape, batch: int, device: torch.device) -> int:
         """Returns how many tokens may be attended to fully where that is faster than choosing: as `full_tokens` says, or as
