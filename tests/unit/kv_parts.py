@@ -96,9 +96,9 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     reads: list[int] = []
     read_runs = RawFile.read_runs
 
-    def counted(self: RawFile, buffer: Bytes, places: Rows, sizes: Rows, offsets: Rows, direct: bool = False) -> None:
+    def counted(self: RawFile, buffer: Bytes, places: Rows, sizes: Rows, *rest: Any) -> None:
         reads.extend(sizes.tolist())
-        read_runs(self, buffer, places, sizes, offsets, direct)
+        read_runs(self, buffer, places, sizes, *rest)
 
     monkeypatch.setattr(RawFile, "read_runs", counted)
     return reads

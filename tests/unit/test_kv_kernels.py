@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels import RunningTop, score, score_pages, top
+from llmcache.kv.kernels import RunningTop, products, score, score_pages, top, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, SpillFile
@@ -122,6 +122,28 @@ def test_pages_are_scored_where_they_lie_in_the_file(tmp_path: Any, dtype: str) 
             tokens = [16 * page + token for page in pages for token in range(16)]
             wanted = plain(queries[None], keys, "max")[0][:, tokens] * (1 if by is None else 2)
             assert (score_pages(queries, found, scales, threads=2) == wanted).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_products_of_each_query(dtype: str) -> None:
+    for group, pages in ((1, 3), (2, 1), (3, 4), (4, 2), (7, 400)):  # 400: by several threads
+        keys, queries = whole((pages, 3, 16, 200), group), whole((3 * group, 200), 9)
+        scales = whole((pages, 3, 16), 4) if dtype == "int8" else None
+        wanted = np.einsum("hgd,phtd->hgpt", queries.reshape(3, group, 200), keys)
+        wanted = wanted if scales is None else wanted * scales.swapaxes(0, 1)[:, None]
+        found = products(queries, carried(keys, dtype), scales, threads=2)
+        assert (found == wanted.reshape(3, group, -1)).all()
+
+
+def test_weights_of_softmax_are_added_up() -> None:
+    random = np.random.default_rng(3)
+    for spread, inside, around in ((1, 1, 0), (3, 17, 5), (40, 1000, 15), (3000, 64, 64)):
+        sides = [(random.standard_normal((2, 3, n)) * spread).astype(np.float32) for n in (inside, around)]
+        sides[1][0, :, : around // 2] = -np.inf  # padding
+        logits = 0.125 * np.concatenate(sides, axis=2).astype(np.float64)
+        powers = np.exp(logits - logits.max(axis=2, keepdims=True))
+        wanted = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
+        assert np.allclose(weights(*sides, 0.125), wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
 
 
 def test_the_interpreter_runs_while_scores_are_computed() -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, reader
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, raw, reader
 from llmcache.kv.spill.checksum import _by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
-from tests.unit.kv_parts import Rows, append, counted_reads, flip, ids, restored, small_disk
+from tests.unit.kv_parts import append, counted_reads, flip, ids, restored, small_disk
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,39 +80,29 @@ WIDE = KvShape("wide", 1, kv_heads=3, head_dim=600, dtype="float16", page_tokens
 """Keys of a page take 8 blocks, and rows of 1200 bytes lie in one or two of them; values take one."""
 
 
-class Taken:
-    """What `read_through` hands over: keys and values [pages, rows of a page, dim], and their scales."""
-
-    def __init__(self, shape: KvShape, pages: int) -> None:
-        lead = (pages, shape.kv_heads * shape.page_tokens)
-        self.sides = [np.zeros((*lead, dim), shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
-        self.scales = [np.zeros(lead, np.float32) for _ in range(2)]
-
-    def take(self, side: int, first: int, rows: Rows, scales: Rows | None) -> None:
-        here = slice(first, first + len(rows))
-        self.sides[side][here] = rows.reshape(self.sides[side][here].shape)
-        if scales is not None:
-            self.scales[side][here] = scales.reshape(self.scales[side][here].shape)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_of_rows_only_their_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+@pytest.mark.parametrize("aio", [True, False], ids=["at a time", "one by one"])
+def test_of_rows_only_their_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, aio: bool) -> None:
     shape, random = replace(WIDE, dtype=dtype), np.random.default_rng(5)
+    monkeypatch.setattr(raw, "_queues", [])
+    monkeypatch.setattr(reader, "SCATTERED_BYTES", 3 * (shape.key_slot_bytes + shape.value_slot_bytes))
+    if not aio:
+        monkeypatch.setattr(raw, "_AIO_NUMBERS", {})
     with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
         append(file, 0, ids(0, 48))
-        whole = Taken(shape, 6)
-        file.read_through(0, 0, range(6), whole.take)
-        reads, order = counted_reads(monkeypatch), np.array([0, 1, 3, 5])
-        for count in (1, 2, 9, 60):
-            of_page, row = random.integers(0, 4, count), random.integers(0, 24, count)
-            part = Taken(shape, 4)
+        order = np.array([0, 1, 3, 5])
+        whole = file.read(0, 0, order)
+        arrays = [whole.keys, whole.values, *(side for side in (whole.key_scales, whole.value_scales) if side is not None)]
+        reads = counted_reads(monkeypatch)
+        for count in (0, 1, 2, 9, 60):
+            of_page, rows = random.integers(0, 4, count), random.integers(0, 24, count)
             reads.clear()
-            read_bytes = file.read_through(0, 0, order, part.take, (of_page, row), threads=2)
-            for found, wanted in ((part.sides, whole.sides), (part.scales, whole.scales)):
-                for side in (0, 1):
-                    assert found[side][of_page, row].tobytes() == wanted[side][order[of_page], row].tobytes()
+            found, read_bytes = file.read_rows(0, 0, order, of_page, rows)
+            for got, wanted in zip(found, arrays, strict=True):
+                assert got.tobytes() == wanted.reshape(4, 24, *wanted.shape[3:])[of_page, rows].tobytes()
             assert sum(reads) == read_bytes <= count * (3 + (dtype == "int8")) * 4096
             assert count > 9 or read_bytes < 4 * (shape.key_slot_bytes + shape.value_slot_bytes)
+    assert len(raw._queues) == 1
 
 
 def test_a_file_of_version_1_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +121,9 @@ def test_a_file_of_version_1_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytes
         with SpillFile.open(path, WIDE) as file:
             assert restored(file, 0) == list(range(first))
             append(file, 0, ids(first, 16))
-            page = Taken(WIDE, 1)
-            file.read_through(0, 0, [3], page.take, (np.array([0]), np.array([7])))
-            assert page.sides[0].tobytes() == file.read(0, 0, [3]).keys.tobytes(), "a page is the least that can be compared"
+            (keys, _), read_bytes = file.read_rows(0, 0, np.array([3]), np.array([0]), np.array([7]))
+            assert keys.tobytes() == file.read(0, 0, [3]).keys[0, 0, 7].tobytes()
+            assert read_bytes == 9 * 4096, "a page is the least that can be compared"
     assert path.read_bytes()[:4096] == header.ljust(4096, b"\0")
 
 
@@ -296,6 +286,8 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
         with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
             reader.read(3, 1, [1, 2])
         taken: list[int] = []
+        with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
+            reader.read_rows(3, 1, np.array([1, 2]), np.array([0, 1]), np.array([0, 0]))
         with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
             reader.read_through(3, 1, [2], lambda side, *_: taken.append(side))
         assert 0 not in taken, "what is damaged is not handed on"

@@ -15,7 +15,8 @@ from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.spill.reader import HUGE_PAGE_BYTES, thread_memory
+from llmcache.kv.spill.raw import HUGE_PAGE_BYTES
+from llmcache.kv.spill.reader import thread_memory
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from tests.unit.kv_parts import counted_reads
 from tests.unit.store_parts import HostFastTier, Make, shape_of

@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
 from llmcache.kv.index.dci.tree import BASE, COUNT
-from llmcache.kv.kernels import score_pages, top
+from llmcache.kv.kernels import products, score_pages, top
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
@@ -208,10 +208,8 @@ class ExactScorer(Scorer):
 
     def products(self, queries: Floats) -> Floats:
         """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
-        grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
         scales = None if self._scales is None else self._scales.rows
-        rows, threads = self._keys.rows, self.settings.threads
-        return np.stack([score_pages(grouped[:, of], rows, scales, threads=threads) for of in range(grouped.shape[1])], 1)
+        return products(queries, self._keys.rows, scales, threads=self.settings.threads)
 
     def keys(self) -> tuple[NDArray[Any], Floats | None]:
         """Returns all keys [kv_heads, tokens, dim], and for int8 their scales, as `add` takes them."""

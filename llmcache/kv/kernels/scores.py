@@ -10,8 +10,9 @@ float32, uint16 for the bits of a half, int16 for those of a bfloat16, int8.
 from __future__ import annotations
 
 import functools
+import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,15 +33,19 @@ QUERIES = (1, 2, 4)
 COMBINE = {"max": MAX, "sum": SUM}
 JOB_BYTES = 1 << 19
 """Keys that are worth a thread's while: below it, handing them over takes as long as scoring them."""
-FEW_BYTES = 2 * JOB_BYTES
+FEW_BYTES = 4 * JOB_BYTES
 """Keys of all heads that the caller scores itself."""
 
+Place = tuple[NDArray[Any], int, int, int, int]
+"""Where a loop finds keys: all of them, flat; where it starts; numbers from one page to the next; pages; their tokens."""
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.uint16),
     np.dtype(np.uint16): np.dtype(np.int16),
     np.dtype(np.int8): np.dtype(np.int8),
 }
+_SERIES = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for power in range(5, -1, -1))
+"""Of 2 to the power of x, from -1/2 to 1/2, behind the first factor."""
 # Sums in any order (several lanes), products contracted: infinities and NaN keep their meaning.
 _MATH = {"reassoc", "contract", "nsz"}
 
@@ -143,6 +148,44 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
     return compiled
 
 
+@functools.cache
+def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
+    """Returns the loop over keys of `dim` numbers and 1 to 4 queries that keeps their products apart; see `loop_for`.
+
+    Its arguments: keys (flat, of one head from `start` on), start, numbers from one page to the next, pages, tokens a
+    page, scales [pages, tokens] float32 (looked at if `scaled`), queries [count, dim] float32, out [count, all] float32,
+    first: where in `out` they begin.
+    """
+
+    def loop(keys, start, stride, pages, tokens, scales, queries, out, first):  # type: ignore[no-untyped-def]
+        for page in range(pages):
+            for token in range(tokens):
+                at = np.uint64(start + page * stride + token * dim)
+                a = b = c = d = np.float32(0)
+                for j in range(dim):
+                    key = widened(keys[at + np.uint64(j)])
+                    a += key * queries[0, j]
+                    if count > 1:
+                        b += key * queries[1, j]
+                    if count > 2:
+                        c += key * queries[2, j]
+                    if count > 3:
+                        d += key * queries[3, j]
+                row = first + page * tokens + token
+                scale = scales[page, token] if scaled else np.float32(1)
+                out[0, row] = a * scale
+                if count > 1:
+                    out[1, row] = b * scale
+                if count > 2:
+                    out[2, row] = c * scale
+                if count > 3:
+                    out[3, row] = d * scale
+
+    compiler: Any = numba.njit
+    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    return compiled
+
+
 def score(
     queries: Floats, keys: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
@@ -172,34 +215,78 @@ def score_pages(
     As they come from a spill file: nothing is copied. `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens];
     the rest as `score`. Rows of a partial page that hold no token score 0.
     """
-    if pages.ndim != 4:
-        raise ValueError(f"pages: shape {pages.shape}, [pages, kv_heads, page_tokens, dim] is needed")
-    count, heads, tokens, dim = pages.shape
-    grouped = _grouped(queries, pages)
+    grouped = _grouped(queries, pages, scales)
+    count, heads, tokens, _ = pages.shape
     out = np.empty((heads, count, tokens), np.float32)
-    if (scales is None) == (pages.dtype == np.int8):
-        raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {pages.dtype}")
-    if scales is not None and scales.shape != pages.shape[:3]:
-        raise ValueError(f"scales: shape {scales.shape}, {pages.shape[:3]} is needed")
-    rows = _walkable(pages)
-    flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
-    threads = 1 if pages.nbytes <= FEW_BYTES else threads
-    share = _share(count, tokens * dim * pages.itemsize, heads, threads)
     jobs: list[Job] = []
-    for h in range(heads):
-        for first in range(0, count, share):
-            part = slice(first, min(count, first + share))
-            start = first * stride + h * rows.strides[1] // rows.itemsize
-            place = (flat, start, stride, part.stop - first, tokens)
-            own = None if scales is None else scales[part, h]
-            jobs.append(partial(_score_rows, place, grouped[h], COMBINE[combine], out[h, part], own))
-    run_all(jobs, threads)
+    for h, part, place in _places(pages, threads):
+        own = None if scales is None else scales[part, h]
+        jobs.append(partial(_score_rows, place, grouped[h], COMBINE[combine], out[h, part], own))
+    run_all(jobs, _threads(pages, threads))
     return out.reshape(heads, -1)
 
 
-def _score_rows(
-    place: tuple[NDArray[Any], int, int, int, int], queries: Floats, combine: int, out: Floats, scales: Floats | None
-) -> None:
+def products(queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, threads: int | None = None) -> Floats:
+    """Returns products [kv_heads, queries of each, pages * page_tokens] of queries and keys, as `score_pages` takes them."""
+    grouped = _grouped(queries, pages, scales)
+    count, heads, tokens, dim = pages.shape
+    out = np.empty((heads, grouped.shape[1], count * tokens), np.float32)
+    of_tokens = np.empty((heads, 1, 1), np.float32) if scales is None else scales.swapaxes(0, 1)
+    jobs: list[Job] = []
+    for h, part, place in _places(pages, threads):
+        for q in range(0, grouped.shape[1], QUERIES[-1]):
+            asked = grouped[h, q : q + QUERIES[-1]]
+            loop = products_for(dim, len(asked), scales is not None)
+            into = out[h, q : q + QUERIES[-1]]
+            jobs.append(partial(loop, *place, of_tokens[h, part], asked, into, part.start * tokens))
+    run_all(jobs, _threads(pages, threads))
+    return out
+
+
+def weights(inside: Floats, around: Floats, scale: float) -> Floats:
+    """Returns the weights [kv_heads, n] of softmax over products, `inside` [kv_heads, queries of each, n] and `around`
+    [.., m] together, times `scale`, added up over the queries; those of `inside`, which is overwritten.
+
+    Exponentials are those of `single_power`, to a relative error of 2e-7.
+    """
+    out = np.empty((inside.shape[0], inside.shape[2]), np.float32)
+    for pair in zip(inside, around, out, strict=True):
+        _add_weights(*pair, np.float32(scale / math.log(2)))
+    return out
+
+
+@numba.njit(inline="always")
+def single_power(x):  # type: ignore[no-untyped-def]
+    """Is 2 to the power of `x`, a float32 of at most 0: whole and rest, the rest by its series."""
+    x = max(x, np.float32(-126))
+    whole = np.int32(math.floor(x + np.float32(0.5)))
+    rest = x - np.float32(whole)
+    found = np.float32(1.5403530e-4)
+    for factor in _SERIES:
+        found = found * rest + factor
+    return found * single_of(np.uint32((whole + 127) << 23))
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
+def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
+    for q in range(inside.shape[0]):
+        row, most = inside[q], np.float32(-np.inf)
+        for i in range(row.size):
+            most = max(most, row[i])
+        for i in range(around.shape[1]):
+            most = max(most, around[q, i])
+        total = np.float32(0)
+        for i in range(row.size):
+            row[i] = single_power((row[i] - most) * scale)
+            total += row[i]
+        for i in range(around.shape[1]):
+            total += single_power((around[q, i] - most) * scale)
+        share = np.float32(1) / total
+        for i in range(row.size):
+            out[i] = row[i] * share if q == 0 else out[i] + row[i] * share
+
+
+def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:
     """Scores one stretch of one head: 4 queries at a time while there are as many, then 2, then 1."""
     flat = out.reshape(-1)
     done = 0
@@ -212,16 +299,39 @@ def _score_rows(
         out *= scales
 
 
-def _grouped(queries: Floats, keys: NDArray[Any]) -> Floats:
-    """`queries` [heads, dim] as [kv_heads, queries a key head, dim]."""
-    if keys.dtype not in _CARRIERS:
-        raise ValueError(f"keys: type {keys.dtype}, one of {', '.join(map(str, _CARRIERS))} is needed")
-    kv_heads, dim = keys.shape[1], keys.shape[3]
+def _grouped(queries: Floats, pages: NDArray[Any], scales: Floats | None) -> Floats:
+    """`queries` [heads, dim] as [kv_heads, queries a key head, dim]; ValueError if something does not fit."""
+    if pages.ndim != 4:
+        raise ValueError(f"pages: shape {pages.shape}, [pages, kv_heads, page_tokens, dim] is needed")
+    if pages.dtype not in _CARRIERS:
+        raise ValueError(f"keys: type {pages.dtype}, one of {', '.join(map(str, _CARRIERS))} is needed")
+    kv_heads, dim = pages.shape[1], pages.shape[3]
     if queries.ndim != 2 or queries.shape[1] != dim or not len(queries) or len(queries) % kv_heads:
         raise ValueError(f"queries: shape {queries.shape}, [a multiple of {kv_heads}, {dim}] is needed")
     if queries.dtype != np.float32:
         raise ValueError(f"queries: type {queries.dtype}, float32 is needed")
+    if (scales is None) == (pages.dtype == np.int8):
+        raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {pages.dtype}")
+    if scales is not None and scales.shape != pages.shape[:3]:
+        raise ValueError(f"scales: shape {scales.shape}, {pages.shape[:3]} is needed")
     return np.ascontiguousarray(queries).reshape(kv_heads, -1, dim)
+
+
+def _threads(pages: NDArray[Any], threads: int | None) -> int | None:
+    return 1 if pages.nbytes <= FEW_BYTES else threads
+
+
+def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[int, slice, Place]]:
+    """Head and pages of each job, and where a loop finds them."""
+    count, heads, tokens, dim = pages.shape
+    rows = _walkable(pages)
+    flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
+    share = _share(count, tokens * dim * pages.itemsize, heads, _threads(pages, threads))
+    for h in range(heads):
+        for first in range(0, count, share):
+            part = slice(first, min(count, first + share))
+            start = first * stride + h * rows.strides[1] // rows.itemsize
+            yield h, part, (flat, start, stride, part.stop - first, tokens)
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:

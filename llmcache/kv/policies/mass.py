@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings
-from llmcache.kv.kernels import top
-from llmcache.kv.pipeline import widened
+from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings, single
+from llmcache.kv.kernels import top, weights
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import Selection
@@ -53,19 +52,15 @@ class Mass(IndexedPolicy):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest mass, or what was chosen before where that serves again."""
-        pinned = self.store.gather(layer, Selection.none(self.store.batch, self.kv_heads))
+        (keys, scales), positions = self.store.pinned_keys(layer)
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
-        self._pinned = np.matmul(grouped, widened(pinned.keys).swapaxes(2, 3))
-        padding = pinned.positions[:, :, None] < self.first[:, None, None, None]
-        np.copyto(self._pinned, -np.inf, where=padding)
-        pinned.release()
+        self._pinned = np.matmul(grouped, single(keys, scales).swapaxes(2, 3))
+        if self.first.any():
+            np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
         return super().choose(layer, queries, tokens)
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
-        around, inside = self._pinned[sequence], scorer.products(queries)
-        most = np.maximum(inside.max(axis=2), around.max(axis=2, initial=-np.inf))[..., None]
-        weights, others = (np.exp((side - most) * np.float32(self.scale)) for side in (inside, around))
-        weights /= weights.sum(axis=2, keepdims=True) + others.sum(axis=2, keepdims=True)
-        return top(weights.sum(axis=1), count, self.store.config.threads) + scorer.first
+        mass = weights(scorer.products(queries), self._pinned[sequence], self.scale)
+        return top(mass, count, self.store.config.threads) + scorer.first

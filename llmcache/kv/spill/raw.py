@@ -7,15 +7,20 @@ and in no order. Tables do not: their records are smaller than a block. Linux ke
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
 from numba.core import types
+from numpy.typing import NDArray
 
 from llmcache import files
 from llmcache.arrays import Bytes, Int64s
@@ -23,6 +28,23 @@ from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageE
 from llmcache.kv.spill.layout import aligned
 from llmcache.units import BLOCK_BYTES
 
+HUGE_PAGE_BYTES = 1 << 21
+DEPTH = 256
+"""Reads of a queue that are under way together."""
+_AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
+"""Of io_setup, io_submit and io_getevents, which glibc has no functions for."""
+_IOCB = np.dtype(
+    {
+        "names": ["data", "fd", "address", "size", "offset"],
+        "formats": ["u8", "u4", "u8", "u8", "i8"],
+        "offsets": [0, 20, 24, 32, 40],
+        "itemsize": 64,
+    }
+)
+"""struct iocb of linux/aio_abi.h; 0 in the other fields is a plain read."""
+_EVENT = np.dtype([("data", "u8"), ("block", "u8"), ("result", "i8"), ("more", "i8")])
+"""struct io_event."""
+_libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -122,12 +144,26 @@ class RawFile:
                 raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
             done += count
 
-    def read_runs(self, buffer: Bytes, places: Int64s, sizes: Int64s, offsets: Int64s, direct: bool = False) -> None:
-        """Fills `buffer` from each of `places` [n] on with `sizes` bytes from `offsets` on; errors as `read_into`."""
-        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
-        whole = int(_read_all(fd, buffer.ctypes.data + places, sizes, offsets))
+    def read_runs(
+        self,
+        buffer: Bytes,
+        places: Int64s,
+        sizes: Int64s,
+        offsets: Int64s,
+        direct: bool = False,
+        queue: ReadQueue | None = None,
+    ) -> None:
+        """Fills `buffer` from each of `places` [n] on with `sizes` bytes from `offsets` on; errors as `read_into`.
+
+        One after the other, or all at a time by a `queue` that the buffer is of.
+        """
+        fd, addresses = self._direct_fd if direct and self._direct_fd is not None else self.fd, buffer.ctypes.data + places
+        if queue is None:
+            left = np.arange(len(sizes)) >= _read_all(fd, addresses, sizes, offsets)
+        else:
+            left = queue.read(fd, addresses, sizes, offsets) != sizes
         # What failed is tried once more, which tells why, or goes on where it was short.
-        for at, size, offset in zip(*(side[whole:].tolist() for side in (places, sizes, offsets)), strict=True):
+        for at, size, offset in zip(*(side[left].tolist() for side in (places, sizes, offsets)), strict=True):
             self.read_into(buffer[at : at + size], offset, direct)
 
     def read(self, size: int, offset: int) -> bytes:
@@ -217,3 +253,103 @@ def _read_all(fd, addresses, sizes, offsets):  # type: ignore[no-untyped-def]
         if _pread(fd, np.uintp(addresses[i]), np.uintp(sizes[i]), offsets[i]) != sizes[i]:
             return i
     return sizes.size
+
+
+def huge_memory(size_bytes: int) -> Bytes:
+    """Returns fresh memory in one huge page, where the kernel has some, not in small ones as the allocator's may be.
+
+    The disk is then told of one place in memory for each read, not of one for each 4 KiB.
+    """
+    size = max(size_bytes, HUGE_PAGE_BYTES)
+    fresh = mmap.mmap(-1, size + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        fresh.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(fresh, np.uint8)
+    skip = -memory.ctypes.data % HUGE_PAGE_BYTES
+    return memory[skip : skip + size]
+
+
+class ReadQueue:
+    """Reads that are under way together, without a thread for each: Linux's own asynchronous I/O, into memory of its own.
+
+    `read_queue` hands them out. One at a time reads after the other where the kernel, or a container, has none for us.
+    """
+
+    def __init__(self) -> None:
+        context = ctypes.c_ulong(0)
+        numbers = _AIO_NUMBERS.get(platform.machine())
+        made = numbers is not None and _libc.syscall(numbers[0], ctypes.c_long(DEPTH), ctypes.byref(context)) == 0
+        self._calls = (context, *numbers[1:]) if numbers is not None and made else None
+        self._blocks, self._events = np.zeros(DEPTH, _IOCB), np.zeros(DEPTH, _EVENT)
+        self._pointers = self._blocks.ctypes.data + _IOCB.itemsize * np.arange(DEPTH, dtype=np.uint64)
+        self._memory = np.empty(0, np.uint8)
+
+    def memory(self, size_bytes: int) -> Bytes:
+        """Returns memory to read into, valid until the queue is given back."""
+        if self._memory.size < size_bytes:
+            self._memory = huge_memory(size_bytes)
+        return self._memory[:size_bytes]
+
+    def read(self, fd: int, addresses: Int64s, sizes: Int64s, offsets: Int64s) -> Int64s:
+        """Reads `sizes` [n] bytes at `offsets` to `addresses`; returns how many each has got, below 0 for an error."""
+        found = np.full(len(sizes), -1, np.int64)
+        if self._calls is None:
+            whole = _read_all(fd, addresses, sizes, offsets)
+            found[:whole] = sizes[:whole]
+            return found
+        for first in range(0, len(sizes), DEPTH):
+            part = slice(first, first + DEPTH)
+            blocks = self._blocks[: len(sizes[part])]
+            blocks["data"], blocks["fd"] = np.arange(len(blocks)), fd
+            blocks["address"], blocks["size"], blocks["offset"] = addresses[part], sizes[part], offsets[part]
+            done = self._run(len(blocks))
+            found[first + done["data"].astype(np.int64)] = done["result"]
+        return found
+
+    def _run(self, count: int) -> NDArray[np.void]:
+        """Has the first `count` blocks read; returns what was said of those that the kernel took, in any order."""
+        assert self._calls is not None
+        context, submit, events = self._calls
+        taken = done = 0
+        while taken < count:
+            more = _libc.syscall(submit, context, ctypes.c_long(count - taken), _pointer(self._pointers, taken))
+            if more <= 0:
+                break
+            taken += more
+        while done < taken:
+            left = ctypes.c_long(taken - done)
+            more = _libc.syscall(events, context, left, left, _pointer(self._events, done), None)
+            if more < 0 and ctypes.get_errno() != errno.EINTR:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            done += max(0, more)
+        return self._events[:taken]
+
+
+def _pointer(array: NDArray[Any], index: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data + index * array.itemsize)
+
+
+@contextlib.contextmanager
+def read_queue() -> Iterator[ReadQueue]:
+    """Yields a queue that nobody else uses meanwhile.
+
+    One that was left in the middle of its reads is not used again, nor is its memory given back.
+    """
+    try:
+        queue = _queues.pop()
+    except IndexError:
+        queue = ReadQueue()
+    try:
+        yield queue
+    except LlmcacheError:  # raised after its reads
+        _queues.append(queue)
+        raise
+    except BaseException:
+        _abandoned.append(queue)
+        raise
+    _queues.append(queue)
+
+
+_queues: list[ReadQueue] = []
+_abandoned: list[ReadQueue] = []
+os.register_at_fork(after_in_child=_queues.clear)  # a child has no such context

@@ -11,7 +11,6 @@ Pages that lie side by side are read in one go.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from llmcache.kv.spill.layout import (
     unpack,
     view_slots,
 )
-from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.raw import RawFile, ReadQueue, huge_memory, read_queue
 from llmcache.units import BLOCK_BYTES
 
 SIDES = (KEYS, VALUES)
@@ -65,7 +64,8 @@ JOB_BYTES = 1 << 18
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
 TAKEN_BYTES = 1 << 20
 """What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
-HUGE_PAGE_BYTES = 1 << 21
+SCATTERED_BYTES = 1 << 24
+"""Pages, whole, of which parts are read at a time."""
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
 """A record has 32 bits for an epoch, and pages are those of the next."""
@@ -349,21 +349,11 @@ class SpillReader:
         filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
         return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
 
-    def read_through(
-        self,
-        sequence: int,
-        layer: int,
-        pages: Pages,
-        take: TakeRows,
-        rows: tuple[Int64s, Int64s] | None = None,
-        threads: int | None = None,
-    ) -> int:
+    def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
         """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
 
-        What is taken is in the processor's cache, and while one thread takes, others read. `rows`: of which of the pages
-        asked for [n], and the row there [n], head x page_tokens + token; then only what they lie in is read, and the rest
-        of what is taken is undefined. Returns the bytes read. Errors as `read`; some pages may have been taken by then, and
-        none is any more.
+        What is taken is in the processor's cache, and while one thread takes, others read. Errors as `read`; some pages may
+        have been taken by then, and none is any more.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         # None: four a processor, as most of them wait for the disk while some take.
@@ -371,21 +361,62 @@ class SpillReader:
 
         def read_and_take(side: int, size: int, first: int, count: int, runs: list[PageRun]) -> None:
             slots = thread_memory(count * size).reshape(count, size)
-            self._fill(chain, side, runs, slots, None if parts is None else parts[side][first : first + count])
+            self._fill(chain, side, runs, slots)
             take(side, first, *view_slots(self.shape, slots, dims[side]))
 
         jobs: list[Job] = []
-        size_bytes = 0
-        parts = None if rows is None else [self._parts_with(side, len(wanted), *rows) for side in SIDES]
         for side in SIDES:
             size = chain.plan.sizes[side]
             at_a_time = min(TAKEN_BYTES, len(wanted) * size // (2 * threads))  # of few pages every thread gets some
             jobs += [partial(read_and_take, side, size, *share) for share in _shares(chain, wanted, size, at_a_time)]
-            every = len(wanted) * chain.plan.parts[side]
-            size_bytes += (every if parts is None else int(parts[side].sum())) * (size // chain.plan.parts[side])
+            self.read_bytes += len(wanted) * size
         run_all(jobs, threads)
+
+    def read_rows(
+        self, sequence: int, layer: int, pages: Int64s, of_page: Int64s, rows: Int64s
+    ) -> tuple[list[NDArray[Any]], int]:
+        """Returns keys and values of rows [n, dim] and for int8 their scales [n], and how many bytes were read for them.
+
+        `of_page` [n]: of which of `pages`, ascending, `rows` [n] are, counted there as head x page_tokens + token. Only the
+        parts of pages that hold them are read, all at a time. Errors as `read`.
+        """
+        chain, _ = self._chain_with(sequence, layer, pages)
+        plan, parts = chain.plan, [self._parts_with(side, len(pages), of_page, rows) for side in SIDES]
+        found = [np.empty(*form) for form in self.shape.forms(len(rows))]
+        many, size_bytes = max(1, SCATTERED_BYTES // sum(plan.sizes)), 0
+        for first in range(0, len(pages), many):
+            some = slice(first, first + many)
+            here = (of_page >= first) & (of_page < first + many) if len(pages) > many else slice(None)
+            with read_queue() as queue:
+                sides, count = self._fill_parts(queue, chain, pages[some], [part[some] for part in parts])
+                for side, (slots, dim) in enumerate(zip(sides, (self.shape.head_dim, self.shape.value_dim), strict=True)):
+                    for into, of_pages in zip(found[side::2], view_slots(self.shape, slots, dim), strict=False):
+                        assert of_pages is not None
+                        by_row = of_pages.reshape(len(slots), -1, *of_pages.shape[3:])
+                        into[here] = by_row[of_page[here] - first, rows[here]]
+            size_bytes += count
         self.read_bytes += size_bytes
-        return size_bytes
+        return found, size_bytes
+
+    def _fill_parts(self, queue: ReadQueue, chain: PageChain, pages: Int64s, parts: list[Flags]) -> tuple[list[Bytes], int]:
+        """Reads `parts` [pages, parts] of each side of `pages`: their slots [pages, slot bytes], and the bytes read."""
+        plan = chain.plan
+        ordinals, slots = np.divmod(pages, plan.slots)
+        extents = self._layout.at(0) + np.array(chain.extents, np.int64)[ordinals] * self._layout.extent_bytes
+        memory = queue.memory(len(pages) * sum(plan.sizes))
+        sides = [side.reshape(len(pages), -1) for side in np.split(memory, [len(pages) * plan.sizes[KEYS]])]
+        which = [np.flatnonzero(part) for part in parts]
+        reads = []
+        for side, at in enumerate(which):
+            size = plan.sizes[side] // plan.parts[side]
+            page, part = np.divmod(at, plan.parts[side])
+            offsets = (extents + plan.slot_at(side, 0) + slots * plan.sizes[side])[page] + part * size
+            reads.append(np.stack([side * sides[KEYS].size + at * size, np.full(len(at), size), offsets]))
+        places, sizes, offsets = _merged(*np.concatenate(reads, axis=1))
+        self._raw.read_runs(memory, places, sizes, offsets, plan.direct, queue)
+        for side, at in enumerate(which):
+            self._compare(chain, side, pages, sides[side], at)
+        return sides, int(sizes.sum())
 
     def _parts_with(self, side: int, pages: int, of_page: Int64s, rows: Int64s) -> Flags:
         """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page, or their scales."""
@@ -443,33 +474,35 @@ class SpillReader:
         shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
         return [partial(self._fill, chain, side, runs, slots[first : first + count]) for first, count, runs in shares]
 
-    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes, wanted: Flags | None = None) -> None:
-        """Fills slots [pages, slot bytes] with runs, or with the parts `wanted` [pages, parts]; compares their checksums."""
-        parts, sizes = chain.plan.parts[side], np.array([run.pages * slots.shape[1] for run in runs], np.int64)
+    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes) -> None:
+        """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
+        sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
         offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
-        places, which = np.cumsum(sizes) - sizes, None
-        if wanted is not None:
-            which = np.flatnonzero(wanted)
-            places, sizes, offsets = _part_runs(which, slots.shape[1] // parts, places, sizes, offsets)
-        self._raw.read_runs(slots.reshape(-1), places, sizes, offsets, chain.plan.direct)
-        expected = np.concatenate([chain.crcs_of(side, run.first, run.pages) for run in runs])
-        if which is not None:
-            expected = expected[which]
-        for wrong in np.flatnonzero(checksums(slots, parts, which).reshape(-1) != expected):
-            index = (wrong if which is None else which[wrong]) // parts
-            page = [run.first + i for run in runs for i in range(run.pages)][index]
-            where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
+        self._raw.read_runs(slots.reshape(-1), np.cumsum(sizes) - sizes, sizes, offsets, chain.plan.direct)
+        self._compare(chain, side, np.concatenate([np.arange(run.first, run.first + run.pages) for run in runs]), slots)
+
+    def _compare(self, chain: PageChain, side: int, pages: Int64s, slots: Bytes, which: Int64s | None = None) -> None:
+        """DataError if one of the slots [pages, slot bytes] is not what was written; `which` [n]: of these parts alone."""
+        parts = chain.plan.parts[side]
+        which = np.arange(len(pages) * parts) if which is None else which
+        page, first = pages[which // parts], int(pages.min())
+        # A copy: who appends meanwhile could not while there is a view.
+        of_chain = np.frombuffer(chain.crcs_of(side, first, int(pages.max()) + 1 - first), np.uint32)
+        wrong = checksums(slots, parts, which) != of_chain[(page - first) * parts + which % parts]
+        if wrong.any():
+            where = f"page {page[wrong][0]} of layer {chain.layer} of sequence {chain.sequence}"
             told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
             raise DataError(told, "the disk lost it: compute the context again")
 
     def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[PageChain, list[int]]:
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
-        wanted = [int(page) for page in pages]
-        if not all(0 <= page < max(chain.pages, chain.lost) for page in wanted):
+        wanted = pages.tolist() if isinstance(pages, np.ndarray) else [int(page) for page in pages]
+        least, most = min(wanted, default=0), max(wanted, default=-1)
+        if least < 0 or most >= max(chain.pages, chain.lost):
             raise ValueError(f"pages: layer {layer} of sequence {sequence} has {chain.pages} pages, not all of {wanted}")
-        if max(wanted, default=-1) >= chain.pages:
-            where = f"page {max(wanted)} of layer {layer} of sequence {sequence}"
+        if most >= chain.pages:
+            where = f"page {most} of layer {layer} of sequence {sequence}"
             raise DataError(f"{self.path}: {where} is lost: it could not be written back", "compute the context again")
         return chain, wanted
 
@@ -526,30 +559,16 @@ def _shares(chain: PageChain, pages: list[int], slot_bytes: int, at_a_time: int)
         yield first, count, share
 
 
-def _part_runs(which: Int64s, part: int, places: Int64s, sizes: Int64s, offsets: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Places in memory, sizes and offsets of reads of the parts `which` [n], ascending, of `part` bytes, within runs.
-
-    `places`, `sizes`, `offsets` [runs]: those of the runs as a whole.
-    """
-    of_run = np.searchsorted(places, which * part, side="right") - 1
-    first = np.flatnonzero((np.diff(which, prepend=-2) != 1) | (np.diff(of_run, prepend=-1) != 0))
-    begin, count = which[first] * part, np.diff(first, append=len(which))
-    return begin, count * part, offsets[of_run[first]] + begin - places[of_run[first]]
+def _merged(places: Int64s, sizes: Int64s, offsets: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The same reads, ascending by place in memory, joined where they follow each other there and in the file."""
+    follows = (np.diff(places) == sizes[:-1]) & (np.diff(offsets) == sizes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows])[: len(places)])
+    return places[first], np.add.reduceat(sizes, first), offsets[first]
 
 
 def thread_memory(size_bytes: int) -> Bytes:
-    """Returns memory of this thread, the same at every call: what was read last is still in the processor's cache.
-
-    It lies in one huge page, where the kernel has some: the disk is told of one place in memory for each read, not of one
-    for each 4 KiB. It is fresh, as the allocator's may be in small ones already.
-    """
+    """Returns memory of this thread, the same at every call: what was read last is still in the processor's cache."""
     memory: Bytes | None = getattr(_of_thread, "memory", None)
     if memory is None or memory.size < size_bytes:
-        size = max(size_bytes, HUGE_PAGE_BYTES)
-        fresh = mmap.mmap(-1, size + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            fresh.madvise(mmap.MADV_HUGEPAGE)
-        memory = np.frombuffer(fresh, np.uint8)
-        skip = -memory.ctypes.data % HUGE_PAGE_BYTES
-        memory = _of_thread.memory = memory[skip : skip + size]
+        memory = _of_thread.memory = huge_memory(size_bytes)
     return memory[:size_bytes]

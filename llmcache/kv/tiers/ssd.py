@@ -79,12 +79,17 @@ class FileTier:
             with self._rooms_lock:
                 self._rooms = [room, *self._rooms][:KEPT_ROOMS]
 
-    def read_through(
-        self, stream: int, layer: int, places: Int64s, take: TakeRows, rows: tuple[Int64s, Int64s], why: str
-    ) -> None:
-        """Reads what of pages holds `rows` and hands it to `take`, some at a time, by many threads; `SpillReader`."""
-        read_bytes = self._file.read_through(stream, layer, places, take, rows, self._threads)
-        self._traffic.add("ssd", "cpu", why, read_bytes)
+    def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
+        """Reads whole pages and hands them to `take`, some at a time, by many threads."""
+        self._file.read_through(stream, layer, places, take, self._threads)
+        shape = self._file.shape
+        self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
+
+    def read_rows(self, stream: int, layer: int, places: Int64s, of_page: Int64s, rows: Int64s, why: str) -> Arrays:
+        """Returns rows of the pages at `places` and no more of these than that takes; `SpillReader.read_rows`."""
+        found, size_bytes = self._file.read_rows(stream, layer, places, of_page, rows)
+        self._traffic.add("ssd", "cpu", why, size_bytes)
+        return found
 
     def _take_room(self, pages: int) -> PageBuffer:
         with self._rooms_lock:

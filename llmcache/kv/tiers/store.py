@@ -50,6 +50,8 @@ ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
 RECENT_SHARE = 8
 """Rows stay in memory of no more than one in so many tokens of the context."""
+MOST_SCATTERED = 0.75
+"""Rows of each head of a page, in the mean, that are read by themselves; beyond, pages are read as a whole."""
 KEPT_BUFFERS = 4
 """Free buffers that are kept: of one layer that computes and one that is staged, twice."""
 
@@ -363,6 +365,26 @@ class KvStore(Sequences):
                         scales[numbers == number] = row_scales[index]
         return keys, scales
 
+    def pinned_keys(self, layer: int) -> tuple[KeyRows, Int64s]:
+        """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n].
+
+        Scales [batch, kv_heads, n] belong to int8.
+        """
+        pool, middle, length, size = self.checked(layer), self.middle, int(self.lengths[layer]), self.shape.page_tokens
+        pages = np.concatenate([np.arange(middle.start), np.arange(middle.stop, self.shape.pages_of(length))])
+        positions = (pages[:, None] * size + np.arange(size)).reshape(-1)
+        positions = positions[positions < length]
+
+        def rows(of_slots: NDArray[Any]) -> NDArray[Any]:
+            by_head = of_slots[slots].swapaxes(1, 2)
+            joined: NDArray[Any] = by_head.reshape(*by_head.shape[:2], -1, *by_head.shape[4:])
+            return joined[:, :, : len(positions)]
+
+        with pool.lock:
+            slots = pool.slot_of[self.table.table[:, pages]]
+            scales = pool.keys.scales
+            return (rows(pool.keys.pages), None if scales is None else rows(scales)), positions
+
     # What a layer attends to, side by side
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
@@ -474,31 +496,39 @@ class KvStore(Sequences):
         most = min(recent.capacity, self.length // RECENT_SHARE)
         if positions.shape[2] > most:
             absent = np.take_along_axis(index[:, None], positions // size, 2) < 0
-            self._fetch_parts(ssd, layer, absent, positions, outs)
+            self._read(ssd, layer, absent, positions, outs)
             return int(absent.sum())
         with recent.lock:
             absent = recent.absent(index, positions, size)
-            self._fetch_parts(ssd, layer, absent, positions, outs)
-            # Last: in a page of which a part was read all rows were copied, also what nobody has read.
+            self._read(ssd, layer, absent, positions, outs)
             recent.lay(index, positions, size, absent, outs, most)
         return int(absent.sum())
 
-    def _fetch_parts(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
-        """Reads where `absent` [batch, kv_heads, k] rows lie; the threads that read copy them, so the disk is never idle."""
+    def _read(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
+        """Reads where `absent` [batch, kv_heads, k] rows lie: few by themselves, of many the pages.
+
+        Threads that read pages copy what is wanted of them, so that the disk is never idle.
+        """
         size = self.shape.page_tokens
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
         table = self.table.table
-        sequences, heads, _ = np.nonzero(absent)
-        tokens = positions[absent]
-        numbers = table[sequences, tokens // size]
+        where = np.nonzero(absent)
+        tokens = positions[where]
+        numbers = table[where[0], tokens // size]
         for stream, found in self.table.by_stream(np.unique(numbers)):
             known = np.full(self.table.numbers, NOT_HERE, np.int64)
             known[found] = np.arange(len(found))
-            places = known[numbers]
-            here = places >= 0
-            rows = places[here], heads[here] * size + tokens[here] % size
-            target = Destination(known[table], positions, outs, size)
-            ssd.read_through(stream, layer, self.table.places(found), target.take, rows, "fetch")
+            of_page = known[numbers]
+            here = of_page >= 0
+            if here.sum() > MOST_SCATTERED * len(found) * self.shape.kv_heads:
+                target = Destination(known[table], positions, outs, size)
+                ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
+                continue
+            rows = where[1][here] * size + tokens[here] % size
+            sides = ssd.read_rows(stream, layer, self.table.places(found), of_page[here], rows, "fetch")
+            wanted = tuple(axis[here] for axis in where)
+            for out, side, scales in zip(outs, sides, sides[2:] or (None, None), strict=False):
+                out[wanted] = side if scales is None else side.astype(np.float32) * scales[:, None]
 
     def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone, those of some pages at a time."""
