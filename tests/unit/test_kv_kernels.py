@@ -143,7 +143,7 @@ def test_weights_of_softmax_are_added_up() -> None:
         logits = 0.125 * np.concatenate(sides, axis=2).astype(np.float64)
         powers = np.exp(logits - logits.max(axis=2, keepdims=True))
         wanted = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
-        assert np.allclose(weights(*sides, 0.125), wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
+        assert np.allclose(weights(sides[0], sides[1], 0.125), wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
 
 
 def test_the_interpreter_runs_while_scores_are_computed() -> None:

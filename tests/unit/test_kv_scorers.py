@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
     QUERIES,
@@ -17,11 +18,13 @@ from llmcache.kv.index.scorers import (
     ChunkScorer,
     DciScorer,
     ExactScorer,
+    PackedScorer,
     QuestScorer,
     Scorer,
     ScorerSettings,
     Trial,
     recall_of,
+    rotation,
     rounded,
 )
 from llmcache.kv.spill.layout import KvShape
@@ -106,6 +109,32 @@ def test_rounded_keys_take_less_memory_and_hardly_any_of_the_best_is_missed(dtyp
     exact, small = made("exact", keys, dtype=dtype), made("rounded", keys, dtype=dtype)
     assert small.size_bytes < share * exact.size_bytes
     assert np.mean([recall_of(small.top(one, 64), exact.top(one, 64)) for one in asked]) > 0.97
+
+
+def test_packed_keys_take_two_bits_a_number() -> None:
+    keys, asked = clustered(1600, clusters=4096)
+    keys += np.linspace(-8, 8, DIM, dtype=np.float32)
+    keys[:, 800:] -= 5  # of those that come later
+    exact, small = made("exact", keys), made("packed", keys[:, :784])
+    small.add(keys[:, 784:800])  # a page has no mean of its own
+    small.add(keys[:, 800:])
+    assert isinstance(exact, ExactScorer) and isinstance(small, PackedScorer)
+    assert small.size_bytes < 0.085 * exact.size_bytes, "8 bytes and a half for 32 numbers of 4, and two means"
+    assert small._scales is not None
+    numbers, scales = small._keys.rows, small._scales.rows.view(np.float16).astype(np.float32)
+    levels = np.concatenate([(numbers >> 2 * part & 3) - 1.5 for part in range(4)], axis=-1) * scales[..., None]
+    turned = levels.swapaxes(0, 1).reshape(HEADS, -1, DIM) @ rotation(DIM).T
+    means = np.repeat([keys[:, :784].mean(axis=1), keys[:, 800:].mean(axis=1)], [800, 800], axis=0).swapaxes(0, 1)
+    for queries in (asked[0], np.repeat(asked[1], 3, axis=0), np.repeat(asked[2], 7, axis=0)):
+        queries = queries + np.arange(len(queries), dtype=np.float32)[:, None] / 8
+        grouped = queries.reshape(HEADS, -1, DIM)
+        found = small.products(queries)
+        assert np.allclose(found, grouped @ (turned + means).swapaxes(1, 2), rtol=1e-4, atol=1e-3)
+        spread = np.std(grouped @ (keys - means).swapaxes(1, 2))
+        assert np.std(found - exact.products(queries)) < 0.4 * spread, "four levels: 0.345"
+    assert np.mean([recall_of(small.top(one, 64), exact.top(one, 64)) for one in asked]) > 0.6
+    with pytest.raises(UsageError, match="30 numbers"):
+        PackedScorer(KvShape("m", 1, HEADS, 30))
 
 
 def test_keys_of_a_byte_are_not_rounded_again_and_keys_of_nothing_stay_so() -> None:

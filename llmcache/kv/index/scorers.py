@@ -8,6 +8,7 @@ of layer l are indexed there while the caller computes layer l + 1, since the lo
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,15 +20,18 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llmcache.arrays import Floats, Int64s
+from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
 from llmcache.kv.index.dci.tree import BASE, COUNT
-from llmcache.kv.kernels import products, score_pages, top
+from llmcache.kv.kernels import packed_products, products, score_pages, top
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection
 
+MEAN_TOKENS = 512
+"""Of `PackedScorer`: so many that come together have a mean of their own; it takes less than a byte of each key."""
 STEPS = 127
 """Of `RoundedScorer`: steps from nothing to the largest number of a key."""
 QUERIES = 16
@@ -140,7 +144,7 @@ class Scorer(ABC):
 
 
 class Grown:
-    """An array that grows along its first axis, by a quarter when it is full."""
+    """An array that grows along its first axis, by a sixteenth when it is full."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
@@ -160,7 +164,7 @@ class Grown:
         """Adds rows at the end."""
         end = self._used + len(rows)
         if end > len(self._array):
-            longer = np.empty((max(end, len(self._array) * 5 // 4), *self._array.shape[1:]), self._array.dtype)
+            longer = np.empty((max(end, len(self._array) * 17 // 16), *self._array.shape[1:]), self._array.dtype)
             longer[: self._used] = self.rows
             self._array = longer
         self._array[self._used : end] = rows
@@ -230,6 +234,68 @@ class RoundedScorer(ExactScorer):
 
     def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
         super()._add(*((keys, scales) if scales is not None else rounded(keys)))
+
+
+class PackedScorer(ExactScorer):
+    """Keeps two bits of each number of a key, less the mean of its neighbours and turned, and a scale for each key.
+
+    A random rotation makes the numbers of every key about normally distributed, so that four levels fit all of them. Of
+    the attention mass of the best 112 of 4,096 tokens of a text 0.975 is found with SmolLM2, in the mean (measured).
+    Source: Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels lie at equal distances, the mean is taken
+    off first (of at least `MEAN_TOKENS` tokens that come together, else that of those before), and the scale of a key is
+    the one of least error.
+    """
+
+    name = "packed"
+
+    def _begin(self) -> None:
+        if self.shape.head_dim % 4:
+            raise UsageError(f"scorer: keys of {self.shape.head_dim} numbers do not fit bytes of four", "take 'rounded'")
+        size = (self.shape.kv_heads, self.shape.page_tokens)
+        self._keys, self._scales = Grown((*size, self.shape.head_dim // 4), np.uint8), Grown(size, np.uint16)
+        self._turn = rotation(self.shape.head_dim)
+        self._means: list[tuple[int, Floats]] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the keys and means; the rotation is one for all."""
+        return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        wide = single(keys, scales)
+        if not self._means or wide.shape[1] >= MEAN_TOKENS:
+            self._means.append((len(self), wide.mean(axis=1, keepdims=True, dtype=np.float32)))
+        centred: Floats = wide - self._means[-1][1]
+        levels, of_keys = packed(centred @ self._turn)
+        assert self._scales is not None
+        self._keys.append(as_pages(levels, self.shape.page_tokens))
+        self._scales.append(as_pages(of_keys, self.shape.page_tokens))
+
+    def _crop(self, end: int) -> None:
+        super()._crop(end)
+        self._means = [(first, mean) for first, mean in self._means if first < end - self.first]
+
+    def _top(self, queries: Floats, k: int) -> Int64s:
+        self.touched = float(len(self))
+        found = self.products(queries)
+        combined: Floats = found.max(axis=1) if self.settings.combine == "max" else found.sum(axis=1)
+        best: Int64s = top(combined, k, self.settings.threads)
+        return best + self.first
+
+    def products(self, queries: Floats) -> Floats:
+        """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
+        grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
+        assert self._scales is not None
+        turned = np.ascontiguousarray(grouped @ self._turn)
+        found = packed_products(turned, self._keys.rows, self._scales.rows, threads=self.settings.threads)
+        ends = [*(first for first, _ in self._means[1:]), len(self)]
+        for (first, mean), end in zip(self._means, ends, strict=True):
+            found[:, :, first:end] += grouped @ mean.swapaxes(1, 2)
+        return found
+
+    def keys(self) -> tuple[NDArray[Any], Floats | None]:
+        """Raises TypeError: they are not kept."""
+        raise TypeError("PackedScorer: keys are not kept as they came")
 
 
 class QuestScorer(Scorer):
@@ -502,7 +568,7 @@ class AutoScorer(Scorer):
 
 
 SCORERS: dict[str, type[Scorer]] = {
-    scorer.name: scorer for scorer in (ExactScorer, RoundedScorer, DciScorer, QuestScorer, AutoScorer)
+    scorer.name: scorer for scorer in (ExactScorer, RoundedScorer, PackedScorer, DciScorer, QuestScorer, AutoScorer)
 }
 
 
@@ -607,6 +673,27 @@ def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:
     wide = single(keys)
     scales: Floats = np.maximum(np.abs(wide).max(axis=-1), np.finfo(np.float32).tiny * STEPS) / np.float32(STEPS)
     return np.rint(wide / scales[..., None]).astype(np.int8), scales
+
+
+@functools.cache
+def rotation(dim: int) -> Floats:
+    """Returns a rotation [dim, dim] by chance, always the same."""
+    found: Floats = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
+    return found
+
+
+def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
+    """Returns rows [..., dim] as `packed_products` takes them: levels [..., dim // 4] and scales [...].
+
+    0.9957 deviations is the best distance of four levels for normally distributed numbers (Max, 1960).
+    """
+    spread = np.sqrt(np.square(rows).mean(axis=-1, keepdims=True)) + np.finfo(np.float32).tiny
+    levels = np.clip(np.floor(rows / (np.float32(0.9957) * spread) + 2), 0, 3)
+    middle = levels - np.float32(1.5)
+    scales = (rows * middle).sum(axis=-1) / np.square(middle).sum(axis=-1)
+    parts = levels.astype(np.uint8).reshape(*rows.shape[:-1], 4, -1)
+    joined: Bytes = parts[..., 0, :] | parts[..., 1, :] << 2 | parts[..., 2, :] << 4 | parts[..., 3, :] << 6
+    return joined, scales.astype(np.float16).view(np.uint16)
 
 
 def recall_of(found: Int64s, wanted: Int64s) -> float:

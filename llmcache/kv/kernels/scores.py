@@ -24,7 +24,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Bytes, Floats
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
 MAX, SUM = 0, 1
@@ -186,6 +186,45 @@ def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
     return compiled
 
 
+@functools.cache
+def packed_for(dim: int, count: int) -> Callable[..., None]:
+    """Returns the loop of `packed_products` over keys of `dim` numbers and 1 to 4 queries.
+
+    Its arguments: as those of `products_for`, but keys of bytes, scales the bits of halves; `middles` [count]: what the
+    products have in excess.
+    """
+    quarter = dim // 4
+
+    def loop(keys, start, stride, pages, tokens, scales, queries, middles, out, first):  # type: ignore[no-untyped-def]
+        for page in range(pages):
+            for token in range(tokens):
+                at = np.uint64(start + page * stride + token * quarter)
+                a = b = c = d = np.float32(0)
+                for j in range(quarter):
+                    four = np.int32(keys[at + np.uint64(j)])
+                    for part in range(4):
+                        level = np.float32((four >> (2 * part)) & 3)
+                        a += level * queries[0, part * quarter + j]
+                        if count > 1:
+                            b += level * queries[1, part * quarter + j]
+                        if count > 2:
+                            c += level * queries[2, part * quarter + j]
+                        if count > 3:
+                            d += level * queries[3, part * quarter + j]
+                row, scale = first + page * tokens + token, widened(scales[page, token])
+                out[0, row] = (a - middles[0]) * scale
+                if count > 1:
+                    out[1, row] = (b - middles[1]) * scale
+                if count > 2:
+                    out[2, row] = (c - middles[2]) * scale
+                if count > 3:
+                    out[3, row] = (d - middles[3]) * scale
+
+    compiler: Any = numba.njit
+    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    return compiled
+
+
 def score(
     queries: Floats, keys: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
@@ -240,6 +279,28 @@ def products(queries: Floats, pages: NDArray[Any], scales: Floats | None = None,
             into = out[h, q : q + QUERIES[-1]]
             jobs.append(partial(loop, *place, of_tokens[h, part], asked, into, part.start * tokens))
     run_all(jobs, _threads(pages, threads))
+    return out
+
+
+def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *, threads: int | None = None) -> Floats:
+    """Returns the products [kv_heads, queries of each, pages * page_tokens] of queries and keys of two bits a number.
+
+    `queries` [kv_heads, queries of each, dim] float32. `keys` [pages, kv_heads, page_tokens, dim // 4]: byte j has the
+    levels 0 to 3, which stand for -1.5 to 1.5, of the numbers j, j + dim // 4, and so on, from its lowest bits up. `scales`
+    [pages, kv_heads, page_tokens]: what a key is multiplied by, the bits of halves.
+    """
+    heads, group, dim = queries.shape
+    count, tokens = keys.shape[0], keys.shape[2]
+    out = np.empty((heads, group, count * tokens), np.float32)
+    middles = 1.5 * queries.sum(axis=2)
+    jobs: list[Job] = []
+    for h, part, place in _places(keys, threads):
+        for q in range(0, group, QUERIES[-1]):
+            some = slice(q, q + QUERIES[-1])
+            loop = packed_for(dim, len(queries[h, some]))
+            asked, into = (queries[h, some], middles[h, some]), (out[h, some], part.start * tokens)
+            jobs.append(partial(loop, *place, scales[part, h], *asked, *into))
+    run_all(jobs, _threads(keys, threads))
     return out
 
 
@@ -346,7 +407,7 @@ def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     """All numbers from the first of `rows` to its last, one after the other, as the compiled loops take them."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) // rows.itemsize
     flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
-    carried: NDArray[Any] = flat.view(_CARRIERS[rows.dtype])
+    carried: NDArray[Any] = flat.view(_CARRIERS.get(rows.dtype, rows.dtype))
     return carried
 
 

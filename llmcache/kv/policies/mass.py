@@ -16,9 +16,9 @@ from llmcache.kv.tiers import Selection
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
-    """`scorer`: which keys are looked at: "rounded" to a byte a number, or "exact"."""
+    """`scorer`: which keys are looked at: "rounded" to a byte a number, "packed" in two bits, or "exact"."""
 
-    scorer: str = one_of("rounded", ("rounded", "exact"))
+    scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
 
 
 class Mass(IndexedPolicy):

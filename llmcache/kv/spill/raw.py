@@ -161,7 +161,8 @@ class RawFile:
         if queue is None:
             left = np.arange(len(sizes)) >= _read_all(fd, addresses, sizes, offsets)
         else:
-            left = queue.read(fd, addresses, sizes, offsets) != sizes
+            with explained(self.path, "reading"):
+                left = queue.read(fd, addresses, sizes, offsets) != sizes
         # What failed is tried once more, which tells why, or goes on where it was short.
         for at, size, offset in zip(*(side[left].tolist() for side in (places, sizes, offsets)), strict=True):
             self.read_into(buffer[at : at + size], offset, direct)
@@ -277,9 +278,9 @@ class ReadQueue:
 
     def __init__(self) -> None:
         context = ctypes.c_ulong(0)
-        numbers = _AIO_NUMBERS.get(platform.machine())
-        made = numbers is not None and _libc.syscall(numbers[0], ctypes.c_long(DEPTH), ctypes.byref(context)) == 0
-        self._calls = (context, *numbers[1:]) if numbers is not None and made else None
+        numbers = [ctypes.c_long(number) for number in _AIO_NUMBERS.get(platform.machine(), ())]
+        made = bool(numbers) and _libc.syscall(numbers[0], ctypes.c_long(DEPTH), ctypes.byref(context)) == 0
+        self._calls = (context, *numbers[1:]) if made else None
         self._blocks, self._events = np.zeros(DEPTH, _IOCB), np.zeros(DEPTH, _EVENT)
         self._pointers = self._blocks.ctypes.data + _IOCB.itemsize * np.arange(DEPTH, dtype=np.uint64)
         self._memory = np.empty(0, np.uint8)

@@ -178,7 +178,7 @@ class RowCache:
         self.lock = threading.Lock()
         self._clock = 0
         self._sides: Arrays = []
-        self._counts, self._positions, self._slots, self._used = (np.empty(0, np.int64) for _ in range(4))
+        self._counts, self._positions, self._slots, self._used = (np.empty(0, np.int32) for _ in range(4))
 
     @property
     def size_bytes(self) -> int:
@@ -192,7 +192,7 @@ class RowCache:
         if not len(self._counts):
             self._counts = np.zeros(positions.shape[:2], np.int64)
             self._positions, self._slots, self._used = (
-                np.zeros((*positions.shape[:2], self.capacity), np.int64) for _ in range(3)
+                np.zeros((*positions.shape[:2], self.capacity), np.int32) for _ in range(3)
             )
         _find_rows(self._positions, self._counts, index, positions, page_tokens, found)
         return found
