@@ -217,19 +217,28 @@ def _most(rows: Sequence[Mapping[str, Any]]) -> float:
     return max(float(row["times"]) for row in rows)
 
 
+def _shallow(model: Any, layers: int) -> Any:
+    """`model` with its first layers alone."""
+    del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:layers]
+    return model
+
+
 def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Pages and index of a long context whose keys are drawn by chance."""
+    """Pages and index of a long context whose keys are drawn by chance; every layer takes as much, so two are run."""
     from llmcache.kv.bench.subject import Prompt, Run, load_model, stock
     from llmcache.kv.transformers import SpillCache
 
-    model, tokens = load_model(model_of("smollm2")), 1024 if scope.quick else FAR
+    model, tokens = _shallow(load_model(model_of("smollm2")), 2), 1024 if scope.quick else FAR
     given = Prompt.by_chance(model, tokens)
     full = Run(model, stock(model))
     full.take(given)
     full.step()
     shares = {}
     small: dict[str, Any] = {"token_budget": POOL_BUDGET, "cpu_pages": POOL_PAGES, "path": scope.directory}
-    for name, options in (("memory.small", small), ("memory", {})):
+    for name, options in (("memory.small", {**small, "scorer": "packed"}), ("memory", {})):
         with SpillCache(model.config, OWN, threads=scope.threads, **options) as cache:
             run = Run(model, cache)
             run.take(given)
@@ -237,8 +246,9 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
             taken = run.memory()
         shares[name] = (taken.kv_bytes + taken.index_bytes) / full.memory().kv_bytes
     what = f"pages and index in memory, of DynamicCache's, at {tokens:,} tokens drawn by chance"
+    little = f"{POOL_PAGES} pages, two bits a number"
     return {
-        "memory.small": {"what": f"{what}, {POOL_PAGES} pages in memory", "figure": shares["memory.small"]},
+        "memory.small": {"what": f"{what}, {little}", "figure": shares["memory.small"]},
         "memory": {"what": f"{what}, default settings", "figure": shares["memory"]},
     }
 

@@ -105,7 +105,7 @@ class Pool:
         needed = self._slots - len(self._free) + more
         if needed <= self._slots and self._arrays:
             return
-        slots = max(16, 2 * self._slots)
+        slots = max(16, 2 * self._slots) if more else 0
         slots = max(needed, slots if self.most is None else min(slots, self.most))
         old = self._arrays
         self._arrays = [np.empty(*form) for form in self.shape.forms(slots, self.shape.kv_heads, self.shape.page_tokens)]

@@ -45,7 +45,7 @@ UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
 MEMORY_SHARE = 0.25
 """Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
-RECENT_BUDGETS = 4
+RECENT_BUDGETS = 2
 """Of the rows that were read lately so many token budgets stay in memory, for the next tokens attend to much the same."""
 
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
