@@ -53,7 +53,8 @@ class SpillCache(Cache):
     (None: as many as suit the policy). Prompts are attended to exactly. `path`: the spill file, kept on `close`; a
     directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the *emulated*
     computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default: a quarter of
-    what can be had, or the token budget where that is more); `gpu_pages` that were used lately stay in the memory of the
+    what can be had, or the token budget where that is more), and beside them of what a file gave last up to two token
+    budgets, no more than an eighth of the context; `gpu_pages` that were used lately stay in the memory of the
     device that the model runs on, over all layers and sequences together. `lookahead`: the next layer is evaluated and
     fetched while one computes; `exact` False takes what an estimate of its queries chose. `options`: further settings of
     the policy. UsageError names a setting, or a property of the model, that is not supported.
