@@ -18,7 +18,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -452,7 +452,7 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
             path.unlink(missing_ok=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
     parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
@@ -465,12 +465,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
     parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> int:
-    """Make what the command line asks for, and print the paths."""
-    arguments = _arguments()
+def main(words: Sequence[str] | None = None) -> int:
+    """Make what `words` (default: the command line) ask for, and print the paths."""
+    arguments = _arguments(words)
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError("--layers must be at least 1")
     value_bytes = BYTES_PER_VALUE[arguments.format]

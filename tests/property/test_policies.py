@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache.plan import AUTO
@@ -63,10 +63,9 @@ def breaks(name: str, clause: Clause, case: Case) -> bool:
 @pytest.mark.parametrize(("name", "clause"), [(name, clause) for name in DIFFERENT for clause in DIFFERENT[name]])
 def test_no_exception_from_the_contract_is_out_of_date(name: str, clause: str) -> None:
     function = next(function for function in ALWAYS + ONLINE if function.__name__ == clause)
-    # Raises NoSuchExample when nothing breaks the clause.
-    find(
-        cases(), lambda case: breaks(name, function, case), settings=settings(SETTINGS, max_examples=1000, derandomize=True)
-    )
+    # Raises NoSuchExample when nothing breaks the clause. The first one will do: nobody reads it.
+    found = settings(SETTINGS, max_examples=1000, derandomize=True, phases=[Phase.generate])
+    find(cases(), lambda case: breaks(name, function, case), settings=found)
 
 
 @pytest.mark.parametrize("name", POLICIES)

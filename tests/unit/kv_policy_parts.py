@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,12 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
 Array = NDArray[Any]
 PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
+
+
+@functools.cache
+def _token(batch: int, seed: tuple[int, ...]) -> Array:
+    """Keys or values of one token, [batch, kv_heads, dim], for all the tests that begin with the same prompt."""
+    return np.random.default_rng(seed).standard_normal((batch, KV_HEADS, DIM), np.float32)
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,7 @@ class Case:
 
     def rows(self, layer: int, positions: range, side: int) -> Array:
         """Keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim]; the same in whatever parts."""
-        size = (self.batch, KV_HEADS, DIM)
-        randoms = [np.random.default_rng((self.seed, layer, side, position)) for position in positions]
-        return np.stack([random.standard_normal(size, np.float32) for random in randoms], axis=2)
+        return np.stack([_token(self.batch, (self.seed, layer, side, position)) for position in positions], axis=2)
 
     def stored(self, layer: int, positions: range) -> list[Array]:
         """What a store is given: keys and values in its type, for int8 with scales."""

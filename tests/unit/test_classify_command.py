@@ -23,6 +23,7 @@ from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
 from llmcache.fs.layout.tensors import Experts
 from llmcache.report.classify import MOST_EXPERT_LAYERS, expert_tables, layer_tables, names_line, table
 from llmcache.trace.record import Provenance, Trace, TraceFile
+from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.simulation_parts import plain_belady, plain_lru
 from tests.unit.test_make_model import made
@@ -34,9 +35,9 @@ LAYER_BYTES = 100 * BLOCK
 
 
 def classify(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmcache", "classify", *map(str, args)]
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "200")
+        return called("classify", *args)
 
 
 def document(*args: str | Path) -> dict[str, Any]:
@@ -92,6 +93,14 @@ def test_table(model: Path, tmp_path: Path) -> None:
     assert "small[1].conf" in classify(recorded(model, tmp_path), "--min-bytes", "0").stdout
 
 
+def test_a_process_says_the_same(model: Path, tmp_path: Path) -> None:
+    trace = recorded(model, tmp_path)
+    command = [sys.executable, "-m", "llmcache", "classify", str(trace)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    assert (done.stdout, done.stderr) == (classify(trace).stdout, "")
+
+
 def classes() -> list[Classification]:
     """A loop in a model far down, with layers of long names; a part of a small file, read downwards."""
     path = "/home/somebody/.cache/huggingface/hub/models--org--model-8b/snapshots/0123456789abcdef/model.Q8_0.gguf"
@@ -145,8 +154,7 @@ def test_layers_stay_in_their_lines_on_a_narrow_terminal() -> None:
 
 def test_the_command_it_suggests_works(model: Path, tmp_path: Path) -> None:
     suggested = document(recorded(model, tmp_path))["size_command"].split()[1:]
-    command = [sys.executable, "-m", "llmcache", *suggested, "--bw", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = called(*suggested, "--bw", "100")
     assert done.returncode == 0, done.stderr
 
 
@@ -174,7 +182,7 @@ def test_a_copy_given_with_model(model: Path, tmp_path: Path) -> None:
         assert "blk.3.attn_q.weight" in names(document(trace, "--model", model))[0]
 
 
-def test_a_damaged_model_is_told_and_names_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_told_and_names_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = recorded(model, tmp_path)
     content = bytearray(model.read_bytes())
     content[8:16] = b"\xff" * 8  # number of tensors
@@ -182,7 +190,7 @@ def test_a_damaged_model_is_told_and_names_nothing(model: Path, tmp_path: Path) 
     result = classify(trace, "--json")
     assert result.returncode == 0
     assert names(json.loads(result.stdout)) == [[]]
-    assert "no tensor names" in result.stderr
+    assert "no tensor names" in caplog.text
     given = classify(trace, "--model", model)
     assert given.returncode == 5
     assert "--model" in given.stderr

@@ -53,13 +53,20 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """What is imported, called or looked up as an attribute, anywhere in `path`."""
+    wanted = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute)
+    return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, wanted))
+
+
+@functools.cache
 def imports(path: Path) -> tuple[str, ...]:
     """Full names of all modules that `path` imports, also inside functions; `from a import b` gives "a" and "a.b"."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -123,9 +130,8 @@ def test_libfuse_is_loaded_in_one_file() -> None:
 
 def _strings(path: Path) -> str:
     """All string constants of `path` except docstrings and hints, which may name a package to install."""
-    tree = tree_of(path)
-    names = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _called(n) in {"CDLL", "LoadLibrary", "PyDLL"}]
+    names = [n.attr for n in nodes_of(path) if isinstance(n, ast.Attribute)]
+    calls = [n for n in nodes_of(path) if isinstance(n, ast.Call) and _called(n) in {"CDLL", "LoadLibrary", "PyDLL"}]
     arguments = [ast.unparse(argument) for call in calls for argument in call.args]
     return " ".join([*names, *arguments])
 

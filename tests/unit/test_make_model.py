@@ -8,22 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.errors import run_cli
 from llmcache.fs.layout.safetensors import index_shards
 from llmcache.fs.layout.tensors import order_shards
+from tests.unit.command_parts import ended
 from tools.bench.routing import layout_of
+from tools.make_model import main
 
 pytestmark = pytest.mark.llama
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_model.py"
 
 
-def make(out: Path, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), str(out), *args]
-    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=120)
+def make(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return ended(lambda: sys.exit(run_cli(lambda: main([str(out), *args]))))
 
 
 def made(out: Path, *args: str) -> list[Path]:
-    return [Path(line) for line in make(out, *args).stdout.splitlines()]
+    done = make(out, *args)
+    assert done.returncode == 0, done.stderr
+    return [Path(line) for line in done.stdout.splitlines()]
 
 
 def digest(paths: list[Path]) -> list[str]:
@@ -38,7 +42,9 @@ def test_the_size_is_about_what_was_asked_for(size_mb: int, tmp_path: Path) -> N
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     first = made(tmp_path / "a" / "m.gguf", "--size", "3M")
-    second = made(tmp_path / "b" / "m.gguf", "--size", "3M")
+    command = [sys.executable, str(TOOL), str(tmp_path / "b" / "m.gguf"), "--size", "3M"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    second = [Path(line) for line in told.splitlines()]
     other = made(tmp_path / "c" / "m.gguf", "--size", "3M", "--seed", "1")
     assert digest(first) == digest(second) != digest(other)
 
@@ -60,7 +66,7 @@ def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None
 def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for args, code in ((["x/m.gguf", "--split", "9999"], 2), (["x/m.gguf", "--size", "huge"], 2), (["file/m.gguf"], 3)):
-        result = make(tmp_path / args[0], *args[1:], check=False)
+        result = make(tmp_path / args[0], *args[1:])
         assert result.returncode == code, result.stderr
         assert result.stderr.startswith("llmcache: error: ")
     assert not (tmp_path / "x").exists()

@@ -1,6 +1,5 @@
 """The project files agree with the code: dependencies, pins, versions, commands."""
 
-import ast
 import itertools
 import re
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 import llmcache
+from tests.unit.test_imports import imports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,13 +26,7 @@ def name_of(requirement: str) -> str:
 
 def imported(files: Iterator[Path]) -> set[str]:
     """Top-level names of all modules that `files` import, without the standard library."""
-    names: set[str] = set()
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module.split(".")[0])
+    names = {name.split(".")[0] for path in files for name in imports(path)}
     return names - set(sys.stdlib_module_names) - {"llmcache"}
 
 

@@ -15,6 +15,7 @@ from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.fs.engine.budget import MIN_BUDGET_BYTES
 from llmcache.memory import total_bytes
+from tests.unit.command_parts import called
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 from tools.make_model import Shape, make_model
 
@@ -23,8 +24,7 @@ HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engi
 
 
 def size(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmcache", "size", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return called("size", *args)
 
 
 def answered(*args: str) -> dict[str, Any]:
@@ -197,6 +197,7 @@ def test_it_imports_nothing_heavy() -> None:
     code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print(*sys.modules)"
     command = [sys.executable, "-c", code, "size", "--bw", "100", "--loop", "70M"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.startswith(size("--bw", "100", "--loop", "70M").stdout)
     assert not set(result.stdout.splitlines()[-1].split()) & HEAVY
 
 

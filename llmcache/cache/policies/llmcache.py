@@ -235,11 +235,17 @@ class Cut:
             end = block + length
             # Most runs go on in the extent of the one before, which either was there or comes from storage.
             if file == latest and low <= block and end <= high:
-                known = visit[2]
-                if known or (block >= visit[1] and space.learner.looping and not self._rest):
-                    hits.append(length if known else 0)
-                    if end > visit[1]:
-                        self._visited += end - visit[1]
+                lowest, highest, known = visit
+                again, looping = lowest <= block and end <= highest, space.learner.looping
+                if known or again or (looping and block >= highest and not self._rest):
+                    if known:
+                        hits.append(length)
+                    elif looping:
+                        hits.append(self._found(start, length, length * again))
+                    else:
+                        hits.append(self._keep(start, length))
+                    if end > highest:
+                        self._visited += end - highest
                         visit[1] = end
                         if self._visited > self._window:
                             self._shrink()
@@ -302,15 +308,21 @@ class Cut:
             before = visit[1] - visit[0]
             visit[0], visit[1] = min(first, visit[0]), max(end, visit[1])
             self._visited += visit[1] - visit[0] - before
-        self._latest = _Latest(space, file, extent * size, (extent + 1) * size, visit)
+        if self._latest.visit is not visit:
+            self._latest = _Latest(space, file, extent * size, (extent + 1) * size, visit)
         if visit[2]:
             return end - first
         if not space.learner.looping:
             return self._keep(start, end - first)
-        if self._rest:  # read before it was known to loop
-            for page in range(start, start + end - first):
-                again += self._rest.pop(page, page) is None
-        return min(again, end - first)
+        return self._found(start, end - first, again)
+
+    def _found(self, start: int, length: int, again: int) -> int:
+        """The hits among blocks of a loop, `again` of them read in this visit already, others before it was known to loop."""
+        rest = self._rest
+        if rest:
+            for page in range(start, start + length):
+                again += rest.pop(page, page) is None
+        return min(again, length)
 
     def _shrink(self) -> None:
         while self._visited > self._window and len(self._visits) > 1:
