@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
 
 from llmcache.trace.record import MAP, READ, WRITE, Provenance, Trace, TraceFile
 
 VOID = {"meta", "img", "br"}
 MODEL, TOKENIZER, COPY = "/models/m.gguf", "/models/tok <1> & $x^{$.json", "/cache/copy.bin"
+
+
+@pytest.fixture(scope="module")
+def unlaid() -> Iterator[None]:
+    """Pictures drawn without their layout, which takes most of the time: `test_report_plot` has it."""
+    save = Figure.savefig
+
+    def as_it_is(figure: Figure, *args: Any, **options: Any) -> None:
+        figure.set_layout_engine("none")
+        save(figure, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", as_it_is)
+        yield
 
 
 class Page(HTMLParser):

@@ -28,7 +28,10 @@ from llmcache.report.edram_plot import (
 )
 from llmcache.report.output import UNBOUND
 from tests.unit.accelerator_parts import outcome
+from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.test_edram_refresh import changing
+
+pytestmark = pytest.mark.usefixtures("unlaid")
 
 
 def run(*args: str, group: str = "edram") -> int:

@@ -16,6 +16,9 @@ from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
 from llmcache.kv.bench.synthetic import Variant, variants_of
 from llmcache.kv.pipeline import Span, Timeline
 from llmcache.report import kv_bench
+from tests.unit.report_parts import unlaid as unlaid
+
+pytestmark = pytest.mark.usefixtures("unlaid")
 
 MS = 1_000_000
 

@@ -27,7 +27,10 @@ from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
 from llmcache.kv.tasks.recall import BEGINNING, DEPTHS, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
+from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.task_parts import answers, bench, of_policies
+
+pytestmark = pytest.mark.usefixtures("unlaid")
 
 PLAIN: dict[str, Any] = {
     "policy": None, "profile": "measured", "context": None, "batch": 1, "steps": 4, "block": 256, "device": "csd",

@@ -17,9 +17,12 @@ from llmcache.report.plot import plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
+from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.simulation_parts import saved
 from tests.unit.test_classify_command import MIXTURE, TOKENS, USED, planned, read_as
 from tests.unit.test_make_model import made
+
+pytestmark = pytest.mark.usefixtures("unlaid")
 
 BLOCK = 4096
 

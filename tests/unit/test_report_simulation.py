@@ -30,7 +30,10 @@ from llmcache.report.theme import (
 )
 from llmcache.trace.record import Provenance
 from tests.unit.report_parts import Page, check_alone
+from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.simulation_parts import loop, saved, trace_of
+
+pytestmark = pytest.mark.usefixtures("unlaid")
 
 SIZES = np.array([1e6, 2e6, 4e6])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from llmcache.report import REPRODUCTIONS, judge, reproduce
 from llmcache.report.judge import Finding, Judged, Verdict, claims_table
 from llmcache.report.reproduce import Reproduction, Tell
 from tests.unit.report_parts import Page, check_alone
+from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.simulation_parts import loop, trace_of
 from tools.bench import papers as papers_bench
 
 NAMES = list(REPRODUCTIONS)
+pytestmark = pytest.mark.usefixtures("unlaid")
 VERDICTS = {verdict.value for verdict in Verdict}
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden_papers.json").read_text())
 PICTURES = {"io-caching": 12, "hillinfer": 5, "icecache": 3, "kelle": 7}
@@ -32,7 +35,7 @@ def run(*args: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory, unlaid: None) -> Path:
     """Page and document of each paper; io-caching replays for a minute, which is why this is done once."""
     directory = tmp_path_factory.mktemp("results") / "new"
     assert run("all", "--quick", "-o", str(directory)) == 0
@@ -192,7 +195,11 @@ def test_a_table_of_claims_keeps_paper_and_ours_in_columns_of_their_own() -> Non
 # What is written, and what not
 
 
-def test_files_are_replaced_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_replaced_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replace(reproduce.reproduce("kelle", True, lambda _: None), blocks=dict)  # without its pictures
+    monkeypatch.setattr(reproduce, "reproduce", lambda *_: found)
     words, file = ["kelle", "--quick", "-o", str(tmp_path / "new")], tmp_path / "new" / "kelle.json"
     assert run(*words) == 0
     capsys.readouterr()
