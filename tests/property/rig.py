@@ -33,7 +33,7 @@ def _noise() -> bytes:
 
 
 def content(size: int, seed: str) -> bytes:
-    """Bytes of a file: a part of one noise, from elsewhere for each seed. Noise of their own would take a third of the time."""
+    """Bytes of a file: a part of one noise, from elsewhere for each seed. Its own would take a third of the time."""
     start = zlib.crc32(seed.encode()) % (8 * MIB)
     assert start + size <= len(_noise())
     return _noise()[start : start + size]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.algorithm1 import Algorithm1
+from tests.conftest import examples
 from tests.property import yardstick
 
 SEQ, LOOP, HOT = "SEQ", "LOOP", "HOT"
@@ -104,7 +105,7 @@ def loop(first: int, blocks: int, passes: int = 1) -> Int64s:
     return np.tile(np.arange(first, first + blocks), passes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(RUNS, st.integers(1, 45))
 def test_runs_have_the_hits_of_a_plain_program(runs: list[tuple[int, int]], capacity: int) -> None:
     first, count = np.array(runs, np.int64).T

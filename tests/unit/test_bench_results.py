@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.conftest import examples
 from tools.bench import edram, harness, kv, kvanswers, kvindex, kvstore, kvtransformers, results, simulate
 from tools.bench.results import Bar, bar_table, bars_of, exit_code, figure, of_json, with_bars
 
@@ -59,6 +60,7 @@ documents = st.recursive(
 )
 
 
+@settings(max_examples=examples(40))
 @given(documents)
 def test_short_lists_hold_the_same(document: Any) -> None:
     assert json.loads(results.text(document)) == document == results.rounded(document)

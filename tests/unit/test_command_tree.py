@@ -20,6 +20,7 @@ from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.cli.mount import command as mount_command
 from llmcache.cli.types import Range
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
+from tests.unit.command_parts import called
 from tests.unit.document_parts import keys
 from tools.make_man import walk
 
@@ -188,8 +189,7 @@ def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> Non
     ],
 )
 def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str) -> None:
-    command = [sys.executable, "-m", "llmcache", *args]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = called(*args)
     assert result.returncode == UsageError.exit_code
     first, second = result.stderr.splitlines()
     assert first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")

@@ -27,13 +27,11 @@ from llmcache.doctor import (
     tracing,
 )
 from llmcache.errors import EnvironmentProblem, UsageError
+from tests.unit.command_parts import called
 
 GIB = 1 << 30
 
 
-def llmcache(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmcache", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) -> Path:
@@ -68,7 +66,8 @@ def test_without_mtab_only_root_can_unmount(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_worst() -> None:
-    done = llmcache("--json")
+    command = [sys.executable, "-m", "llmcache", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     report = json.loads(done.stdout)
     assert report["schema"] == "llmcache.doctor/1"
     names = [finding["name"] for finding in report["findings"]]
@@ -82,7 +81,7 @@ def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_wors
 
 
 def test_the_text_says_the_same() -> None:
-    report, done = examine(None), llmcache()
+    report, done = examine(None), called("doctor")
     for finding in report.findings:
         assert f" {finding.name} " in done.stdout or f" {finding.name}" in done.stdout
         assert finding.remedy is None or f"> {finding.remedy}" in done.stdout
@@ -106,7 +105,7 @@ def test_storage_that_cannot_be_measured_is_limited_and_no_error() -> None:
 def test_what_is_no_directory_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="DIR: /nowhere"):
         examine("/nowhere")
-    assert llmcache("/nowhere").returncode == 2
+    assert called("doctor", "/nowhere").returncode == 2
 
 
 def test_a_good_machine_and_one_without_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import read_run
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
+from llmcache.report import edram_accuracy
 from tests.unit.edram_parts import random_decoder
 from tests.unit.test_edram_command import run as called
 
@@ -185,7 +187,9 @@ def test_a_run_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "HST MSB" in capsys.readouterr().out
 
 
-def test_kv_bench_asks_the_same_of_flips(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_bench_asks_the_same_of_flips(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few = partial(edram_accuracy.AccuracyOptions, sequences=3, context=400, pairs=48, questions=14)
+    monkeypatch.setattr(edram_accuracy, "AccuracyOptions", few)
     assert called("bench", "--flips", "none", "--flips", "uniform=0.3", "--json", group="kv") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["harm_nats"]["mean"] == 0 and rows[1]["harm_nats"]["mean"] > 1

@@ -22,8 +22,16 @@ def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)])
-@pytest.mark.parametrize("command", [("bench", "--context", "64k", "--policy", "hillinfer", "--path"), ("profile",)])
+BENCH = ("bench", "--context", "64k", "--policy", "hillinfer", "--path")
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (BENCH, signal.SIGTERM, 143),
+        *((("profile",), *end) for end in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0))),
+    ],
+)
 def test_what_is_temporary_goes_when_a_command_is_told_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], number: signal.Signals, code: int
 ) -> None:

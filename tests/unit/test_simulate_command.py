@@ -267,7 +267,8 @@ def test_four_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
 
 def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
     """It is plain Python: what is allocated after a first part of random reads, and after three times as many."""
-    random, kept_bytes = np.random.default_rng(1), []
+    random = np.random.default_rng(1)
+    kept_bytes: list[int] = []
     policy = policy_class("llmcache")(2000, 100_000)
     tracemalloc.start()
     try:

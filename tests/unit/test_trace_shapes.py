@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -84,14 +85,17 @@ def test_a_block_outside_of_all_files_is_an_error() -> None:
         app.trace("")
 
 
+sample = functools.cache(make_traces.sample)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tree_has_what_is_generated(name: str) -> None:
-    assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(make_traces.sample(name)), "run tools/make_traces.py"
+    assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(sample(name)), "run tools/make_traces.py"
 
 
 def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:
     readme = (ROOT / "traces" / "README.md").read_text()
-    assert make_traces.with_table(readme, [make_traces.sample(name) for name in SHAPES]) == readme
+    assert make_traces.with_table(readme, [sample(name) for name in SHAPES]) == readme
     size = sum((ROOT / "traces" / f"{name}.parquet").stat().st_size for name in SHAPES)
     assert size < 1_500_000
     assert {path.stem for path in (ROOT / "traces").glob("*.parquet")} >= set(SHAPES)

@@ -317,7 +317,7 @@ class Cut:
         return self._found(start, end - first, again)
 
     def _found(self, start: int, length: int, again: int) -> int:
-        """The hits among blocks of a loop, `again` of them read in this visit already, others before it was known to loop."""
+        """The hits among blocks of a loop: `again` of them were read in this visit, others before it was known to loop."""
         rest = self._rest
         if rest:
             for page in range(start, start + length):
