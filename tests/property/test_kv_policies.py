@@ -20,6 +20,8 @@ from llmcache.kv.policies.baselines import RULES, LeoAM, LeoAMSettings, OracleSe
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.mass import MassSettings
 from llmcache.kv.tiers import KvStore, Selection
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running, variants
 
 CASE = Case()
@@ -87,6 +89,7 @@ def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, 
                 assert np.array_equal(out, run.full(layer))
 
 
+@FORKED
 @pytest.mark.parametrize("name", [name for name in POLICIES if policy_class(name).ssd == "csd"])
 def test_the_same_over_the_emulated_device(name: str, tmp_path: Path) -> None:
     with running(name, ALL, Case(batch=2, ssd="csd"), tmp_path) as run:
@@ -338,6 +341,7 @@ def test_the_largest_channels_of_a_query() -> None:
 SWITCHES = list(itertools.product([True, False], repeat=3))
 
 
+@FORKED
 def test_the_switches_change_when_and_where_but_not_what(tmp_path: Path) -> None:
     found = []
     for hie, bkp, app in SWITCHES:
@@ -388,11 +392,13 @@ def test_without_hie_they_take_turns(tmp_path: Path) -> None:
     assert far[0].end_ns <= host[0].begin_ns
 
 
+@FORKED
 def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
     timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
     assert {span.resource for span in timeline.spans} == {CPU, DEVICE}
 
 
+@FORKED
 @pytest.mark.parametrize("hie", [True, False])
 def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
     with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:

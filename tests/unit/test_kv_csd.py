@@ -23,6 +23,8 @@ from llmcache.kv.csd.profile import ModelledClock
 from llmcache.kv.csd.wire import HEADER_BYTES, Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import append, devices, flip, ids, restored
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
@@ -102,6 +104,7 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
     return found
 
 
+@FORKED
 @pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7), (3001, 65536)])
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
@@ -117,6 +120,7 @@ def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int,
         assert file.length(0) == tokens, "the file is flushed and whole"
 
 
+@FORKED
 def test_bytes_over_the_link_are_a_fiftieth_of_the_keys(make: Make) -> None:
     shape = KvShape("wide", layers=1, kv_heads=2, head_dim=128, page_tokens=16)
     with make(shape=shape) as device:
@@ -132,6 +136,7 @@ def test_bytes_over_the_link_are_a_fiftieth_of_the_keys(make: Make) -> None:
         assert report.link_to_host_bytes + report.link_to_device_bytes < keys.nbytes / 50
 
 
+@FORKED
 def test_pages_are_fetched_over_the_link(make: Make) -> None:
     with make() as device:
         keys = filled(device, 2010)
@@ -148,6 +153,7 @@ def test_pages_are_fetched_over_the_link(make: Make) -> None:
         assert (every.keys.swapaxes(0, 1).reshape(2, -1, 64)[:, :2010] == keys).all()
 
 
+@FORKED
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
 def test_all_types_and_more_than_the_shared_memory_holds(make: Make, dtype: str) -> None:
     shape = KvShape("big", layers=1, kv_heads=4, head_dim=128, dtype=dtype, page_tokens=16, value_dim=64)
@@ -171,6 +177,7 @@ def test_all_types_and_more_than_the_shared_memory_holds(make: Make, dtype: str)
         assert len(np.intersect1d(best.result()[0], top(exact, 50))) >= 47
 
 
+@FORKED
 def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
     """With the modelled time taken in earnest, the first block comes long before the last."""
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
@@ -259,6 +266,7 @@ def test_the_device_ends_with_its_host(make: Make) -> None:
         assert file.length(0) == 64
 
 
+@FORKED
 def test_a_damaged_page_is_not_scored(make: Make) -> None:
     with make() as device:
         filled(device, 2000)
@@ -378,6 +386,7 @@ def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
     return arrays
 
 
+@FORKED
 def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     device = loaded(make)
     keys = filled_rows(device, 5000)[0]
@@ -402,6 +411,7 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
         device.execute(0, queries, 0, 0, pages=[])
 
 
+@FORKED
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_rows_are_gathered_near_the_data(make: Make, dtype: str) -> None:
     shape = KvShape("tiny", 1, 2, 64, dtype, page_tokens=16, value_dim=32)
@@ -421,6 +431,7 @@ def test_rows_are_gathered_near_the_data(make: Make, dtype: str) -> None:
     assert device.report.modelled_ns - written[2] >= 1000 + moved * 10, "the link is the slowest"
 
 
+@FORKED
 def test_nothing_is_asked_for(make: Make) -> None:
     device = loaded(make)
     filled_rows(device, 100)
@@ -430,6 +441,7 @@ def test_nothing_is_asked_for(make: Make) -> None:
     assert (device.gather(0, 0, [np.array([5]), np.empty(0, np.int64)]).keys.shape) == (1, 64)
 
 
+@FORKED
 def test_more_rows_than_the_ring_holds(make: Make) -> None:
     shape = KvShape("big", 1, 2, 128, "float32", page_tokens=16)
     device = loaded(make, shape)
@@ -439,6 +451,7 @@ def test_more_rows_than_the_ring_holds(make: Make) -> None:
     assert (rows.keys == keys.reshape(-1, 128)).all() and (rows.values == values.reshape(-1, 128)).all()
 
 
+@FORKED
 def test_rows_that_cannot_be(make: Make) -> None:
     device = loaded(make)
     filled_rows(device, 100)

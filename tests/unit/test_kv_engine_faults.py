@@ -19,6 +19,10 @@ from llmcache.kv.spill import SpillFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from llmcache.kv.workload import StreamSpec, SyntheticStream
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
+
+pytestmark = FORKED
 
 SPEC = StreamSpec(layers=3, kv_heads=2, heads=4, head_dim=16, context=256, dtype="float32")
 STREAM = SyntheticStream(SPEC)

@@ -24,6 +24,8 @@ from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import devices, flip, small_disk
 from tests.unit.store_parts import Make, Plain, crash, shape_of
 from tests.unit.store_parts import make as make
@@ -44,6 +46,7 @@ def device_of(store: KvStore) -> Any:
     return store.ssd.device
 
 
+@FORKED
 @KINDS
 def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
     """A real file system of 10 MiB: what cannot be written stays in memory, and follows once there is space."""
@@ -131,6 +134,7 @@ def _story(make: Make, left: list[int], after: int) -> bool:
     return failed
 
 
+@FORKED
 @KINDS
 def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     store, plain = make(80, ssd=ssd)
@@ -167,6 +171,7 @@ def test_a_file_that_was_cut(make: Make) -> None:
     plain.check(1, store.gather(1, Selection.none(1, 2)))
 
 
+@FORKED
 def test_a_device_killed_while_it_scores(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, 1e9, 1e9, 0, fdm_bytes=1 << 17, buffer_bytes=1 << 14, throttle=True)
     store, plain = make(2000, ssd="csd", profile=slow)
@@ -184,6 +189,7 @@ def test_a_device_killed_while_it_scores(make: Make) -> None:
     assert len(scored) == 4 * (len(store.middle) - 2), "all that is not in the pool"
 
 
+@FORKED
 @pytest.mark.parametrize("messages", [0, 1, 2])
 def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.MonkeyPatch, messages: int) -> None:
     store, plain = make(80, ssd="csd")
@@ -209,6 +215,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
     plain.check_all(store)
 
 
+@FORKED
 def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
     store, plain = make(39, ssd="csd", batch=2)
     device = device_of(store)

@@ -18,9 +18,13 @@ from llmcache.kv.spill import SpillReader
 from llmcache.kv.spill.raw import HUGE_PAGE_BYTES
 from llmcache.kv.spill.reader import thread_memory
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import counted_reads
 from tests.unit.store_parts import HostFastTier, Make, shape_of
 from tests.unit.store_parts import make as make
+
+pytestmark = FORKED
 
 SLOT = 4096  # of keys, and of values: a small page fills a block
 
