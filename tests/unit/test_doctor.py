@@ -32,8 +32,6 @@ from tests.unit.command_parts import called
 GIB = 1 << 30
 
 
-
-
 def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) -> Path:
     """A tree with the files that memory findings read."""
     files = {
