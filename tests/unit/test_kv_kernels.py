@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -184,6 +187,18 @@ def test_an_error_in_a_thread_is_raised_and_nothing_runs_any_more() -> None:
     with pytest.raises(ZeroDivisionError):
         run_all([fail, late], 2)
     assert ended
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    jobs: list[Callable[[], None]] = [lambda: None, lambda: None]
+    run_all(jobs, 2)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        run_all(jobs, 2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="llmcache-kernel")
 
 
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of these threads, and would wait for them for ever
+
+
 def run_all(jobs: Iterable[Job], threads: int | None = None) -> None:
     """Runs `jobs` on `threads` threads (None: one a processor) and returns when all are done; raises what one raises."""
     jobs = list(jobs)
