@@ -57,6 +57,7 @@ def test_figures_have_three_digits(value: float, shown: str) -> None:
 documents = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}")),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
 )
 
 
