@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from llmcache.fs.client import control
+from llmcache.fs.client import control, operation
 from tools.bench.sides import end_mount, environment, wait_mounted
 
 MIB = 1 << 20
@@ -44,10 +44,8 @@ class Live:
         return run_llmcache(*words)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters that `llmcache stats --json` prints."""
-        result = self.llmcache("stats", str(self.mountpoint), "--json")
-        assert result.returncode == 0, result.stderr
-        return dict(json.loads(result.stdout))
+        """Return the counters as `llmcache stats --json` gets them."""
+        return operation.fetch(str(self.mountpoint))
 
     def know(self) -> None:
         """Return once the mount knows every file: what is read before goes uncounted, and the kernel keeps it meanwhile."""
