@@ -1,14 +1,14 @@
-"""A conversation in a process of its own: `python -m tests.e2e.talking begin|go-on|stock FILE.kv --ssd file|csd`.
+"""Conversations in a process of its own, `python -m tests.e2e.talking`: a JSON line for each part, answered by one.
 
-Prints one JSON line: the token ids, a checksum of the logits of each new token, and what the cache moved between its
-tiers. `stock` has both turns with transformers' own cache, everything in memory.
+A line is the arguments of `part`. What is answered: the token ids, a checksum of the logits of each new token, and what the
+cache moved between its tiers. `stock` has both turns with transformers' own cache, everything in memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
+import sys
 import zlib
 from typing import Any
 
@@ -55,30 +55,29 @@ def next_turn(ids: list[int]) -> torch.Tensor:
     return torch.cat([torch.tensor(ids), more])[None]
 
 
-def main() -> None:
-    """Run one process of the conversation."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("begin", "go-on", "stock"))
-    parser.add_argument("path", nargs="?")
-    parser.add_argument("--ssd", default="file")
-    args = parser.parse_args()
-    if args.part == "stock":
+def part(name: str, path: str, ssd: str, last: int) -> dict[str, Any]:
+    """Return what a part of the conversation says; `last`: the last token that was said before it."""
+    if name == "stock":
         cache = transformers.DynamicCache(config=model().config)
         first = turn(cache, prompt())
-        print(json.dumps({"begin": first, "go-on": turn(cache, next_turn(first["ids"]))}))
-        return
+        return {"begin": first, "go-on": turn(cache, next_turn(first["ids"]))}
     enable(model())
-    options: dict[str, Any] = {"token_budget": 8192, "cpu_pages": CPU_PAGES, "ssd": args.ssd, "threads": 2}
-    if args.part == "begin":
-        with SpillCache(model().config, path=args.path, **options) as spilled:
+    options: dict[str, Any] = {"token_budget": 8192, "cpu_pages": CPU_PAGES, "ssd": ssd, "threads": 2}
+    if name == "begin":
+        with SpillCache(model().config, path=path, **options) as spilled:
             said = turn(spilled, prompt())
             spilled.save()
-            print(json.dumps(said | {"traffic": spilled.traffic.to_json()}))
-        return
-    with SpillCache.restore(model(), args.path, **options) as spilled:
+            return said | {"traffic": spilled.traffic.to_json()}
+    with SpillCache.restore(model(), path, **options) as spilled:
         # What it holds, and the last token that was said, whose keys it lacks.
-        known = [*spilled.ids[0].tolist(), int(input())]
-        print(json.dumps(turn(spilled, next_turn(known)) | {"traffic": spilled.traffic.to_json()}))
+        known = [*spilled.ids[0].tolist(), last]
+        return turn(spilled, next_turn(known)) | {"traffic": spilled.traffic.to_json()}
+
+
+def main() -> None:
+    """Answer every line."""
+    for line in sys.stdin:
+        print(json.dumps(part(**json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

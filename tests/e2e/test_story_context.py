@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +28,54 @@ BUDGET = 16 * MIB
 BESIDE = 32 << 10
 
 
-def talk(*words: object, told: str = "") -> dict[str, Any]:
-    """What a process of the conversation says."""
-    command = [sys.executable, "-m", "tests.e2e.talking", *map(str, words)]
-    result = subprocess.run(
-        command, input=told, capture_output=True, text=True, timeout=240, check=False, env=environment(), cwd=REPOSITORY
+class Talker:
+    """A process that has a model and says parts of conversations with it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def say(self, name: str, path: Path | str = "", ssd: str = "file", last: int = 0) -> dict[str, Any]:
+        """What it says of a part."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"name": name, "path": str(path), "ssd": ssd, "last": last}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the process ended: its errors are with this test's output"
+        return dict(json.loads(line))
+
+
+@contextmanager
+def talker() -> Iterator[Talker]:
+    """Yield a process of its own; what it says to its standard error is this test's."""
+    command = [sys.executable, "-m", "tests.e2e.talking"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=REPOSITORY
     )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return dict(json.loads(result.stdout))
+    with process:
+        try:
+            yield Talker(process)
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
+def first() -> Iterator[Talker]:
+    """The process that begins the conversations. To import torch takes longer than they do."""
+    with talker() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[Talker]:
+    """The process that goes on with them, and has seen none begin."""
+    with talker() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(first: Talker) -> dict[str, Any]:
     """Both turns with transformers' own cache."""
-    return talk("stock")
+    return first.say("stock")
 
 
 def moved(turn: dict[str, Any], source: str, target: str) -> int:
@@ -63,26 +99,28 @@ def check_bounded(mount: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ssd", ["file", "csd"])
-def test_a_context_larger_than_memory(expected: dict[str, Any], tmp_path: Path, ssd: str) -> None:
+def test_a_context_larger_than_memory(
+    first: Talker, second: Talker, expected: dict[str, Any], tmp_path: Path, ssd: str
+) -> None:
     source, point = tmp_path / "source", tmp_path / "mnt"
     source.mkdir()
     # The emulated device reads and writes for the host; what it moves is counted where the file is.
     memory = "cpu" if ssd == "file" else "device"
     with mounted(source, point, "--cache", BUDGET, "--spill", "*.kv") as mount:
-        first = talk("begin", mount / "talk.kv", "--ssd", ssd)
-        assert same(first, expected["begin"])
+        begun = first.say("begin", mount / "talk.kv", ssd)
+        assert same(begun, expected["begin"])
         check_bounded(mount)
         stats = said("stats", mount)
-        assert moved(first, memory, "ssd") > BUDGET
-        assert 0 <= stats["backing_write_bytes"] - moved(first, memory, "ssd") <= BESIDE
-        assert 0 <= stats["read_bytes"] - moved(first, "ssd", memory) <= BESIDE
+        assert moved(begun, memory, "ssd") > BUDGET
+        assert 0 <= stats["backing_write_bytes"] - moved(begun, memory, "ssd") <= BESIDE
+        assert 0 <= stats["read_bytes"] - moved(begun, "ssd", memory) <= BESIDE
     assert sorted(file.name for file in source.iterdir()) == ["tables-talk.kv", "talk.kv"]
 
     with mounted(source, point, "--cache", BUDGET, "--spill", "*.kv") as mount:
-        second = talk("go-on", mount / "talk.kv", "--ssd", ssd, told=str(first["ids"][-1]))
-        assert same(second, expected["go-on"])
+        gone_on = second.say("go-on", mount / "talk.kv", ssd, begun["ids"][-1])
+        assert same(gone_on, expected["go-on"])
         check_bounded(mount)
         stats = said("stats", mount)
-        assert 0 <= stats["backing_write_bytes"] - moved(second, memory, "ssd") <= BESIDE
+        assert 0 <= stats["backing_write_bytes"] - moved(gone_on, memory, "ssd") <= BESIDE
         # Restoring reads tables and page headers as well, and pages around them through the page cache.
-        assert 0 <= stats["read_bytes"] - moved(second, "ssd", memory) <= 4 * MIB
+        assert 0 <= stats["read_bytes"] - moved(gone_on, "ssd", memory) <= 4 * MIB

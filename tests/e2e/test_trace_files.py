@@ -26,7 +26,8 @@ pytestmark = pytest.mark.bpf
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-BLOCKS = 64 * MIB // BLOCK_BYTES
+SIZE = 32 * MIB
+BLOCKS = SIZE // BLOCK_BYTES
 MAP_LOCKED = 0x2000
 
 READ_ALL = """
@@ -53,10 +54,10 @@ for thread in threads: thread.join()
 
 @pytest.fixture(scope="module")
 def file() -> Iterator[Path]:
-    """64 MiB of random bytes on a disk: tmpfs has no page cache to see."""
+    """Random bytes on a disk: tmpfs has no page cache to see."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp")) as directory:
         path = Path(directory) / "data.bin"
-        path.write_bytes(os.urandom(64 * MIB))
+        path.write_bytes(os.urandom(SIZE))
         yield path
 
 
@@ -103,7 +104,7 @@ def test_a_sequential_file_gives_exactly_its_blocks(file: Path, tmp_path: Path, 
     missed = int(trace.count[trace.miss == MISS].sum())
     assert missed == (0 if cached else BLOCKS)
     (row,) = classify(trace.batches()).rows
-    assert (row.kind, row.size_bytes, row.accesses) == (SEQ, 64 * MIB, BLOCKS)
+    assert (row.kind, row.size_bytes, row.accesses) == (SEQ, SIZE, BLOCKS)
 
 
 def test_passes_are_a_loop_of_exactly_the_file(file: Path, tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_passes_are_a_loop_of_exactly_the_file(file: Path, tmp_path: Path) -> No
     trace, _ = traced(file, tmp_path / "t.parquet", script, 64 << 10)
     assert accessed(trace) == list(range(BLOCKS)) * 6
     (row,) = classify(trace.batches()).rows
-    assert (row.kind, row.size_bytes, row.passes) == (LOOP, 64 * MIB, 6)
+    assert (row.kind, row.size_bytes, row.passes) == (LOOP, SIZE, 6)
 
 
 def patterns() -> dict[str, list[list[int]]]:

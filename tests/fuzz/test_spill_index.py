@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
@@ -23,17 +24,15 @@ IDENTITY = {"model": "tiny", "layers": 1}
 _START = struct.Struct("<8sIII")
 
 
-def made() -> bytes:
-    """Two trees, one of which is empty."""
+@functools.cache
+def seed() -> bytes:
+    """Two trees, one of which is empty. Made when it is asked for: what makes it may have to be compiled, for a minute."""
     index = DciIndex(DIM, DciSettings(promotion=0.4, first_promotion=0.3, page_slots=4, seed=3))
     index.insert(np.random.default_rng(0).standard_normal((TOKENS, DIM), np.float32), np.arange(TOKENS))
     with scratch() as directory:
         path = Path(directory) / "dci-a.kv"
         save_indexes(path, {(0, 0, 0): index, (0, 0, 1): DciIndex(DIM, index.settings)}, IDENTITY)
         return path.read_bytes()
-
-
-SEED = made()
 
 
 def header_in(data: bytes) -> Any:
@@ -55,7 +54,7 @@ def arrays_in(data: bytes) -> bytes:
 
 def patched(name: str, which: int, place: int, value: int) -> bytes:
     """One number of an array of the first tree replaced, all checksums right."""
-    told, arrays = header_in(SEED), bytearray(arrays_in(SEED))
+    told, arrays = header_in(seed()), bytearray(arrays_in(seed()))
     entry = told["indexes"][which]["arrays"][name]
     dtype, size = np.dtype(entry[0]), int(np.prod(entry[1]))
     if size:
@@ -78,14 +77,14 @@ def check(data: bytes) -> None:
 
 
 PATCHES = st.builds(patched, st.sampled_from(Tree._fields), st.integers(0, 1), st.integers(0, 4000), NUMBERS | st.just(-1))
-HEADERS = documents([header_in(SEED)]).map(lambda told: with_header(written(told), arrays_in(SEED)))
-TARGET = Target("spill-index", mutated([SEED]) | HEADERS | PATCHES, check)
+HEADERS = st.deferred(lambda: documents([header_in(seed())]).map(lambda told: with_header(written(told), arrays_in(seed()))))
+TARGET = Target("spill-index", st.deferred(lambda: mutated([seed()])) | HEADERS | PATCHES, check)
 
 
 def test_the_seed_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(SEED)
+    (tmp_path / "a").write_bytes(seed())
     assert [len(index) for index in load_indexes(tmp_path / "a", IDENTITY).values()] == [TOKENS, 0]
-    assert with_header(written(header_in(SEED)), arrays_in(SEED))[:20] == SEED[:20]
+    assert with_header(written(header_in(seed())), arrays_in(seed()))[:20] == seed()[:20]
 
 
 @given(TARGET.inputs)

@@ -160,10 +160,12 @@ def resident_bytes(*paths: Path) -> int:
 
 
 def random_file(path: Path, size: int) -> Path:
-    """Make a file of random bytes that is on the disk, not only in memory."""
+    """Make a file of random bytes, no page like another, that is on the disk, not only in memory."""
+    drawn = np.frombuffer(os.urandom(MIB), np.uint64)  # one MiB is: the kernel takes seconds for some hundred
     with path.open("wb") as file:
         for offset in range(0, size, MIB):
-            file.write(os.urandom(min(MIB, size - offset)))
+            other = drawn ^ np.uint64(offset // MIB * 0x9E3779B97F4A7C15 % (1 << 64))
+            file.write(other.view(np.uint8)[: size - offset])
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,6 +1,6 @@
 """Mixed readers for a long time while the budget is halved and doubled: every byte verified, nobody hangs.
 
-LLMCACHE_SOAK_SECONDS sets the duration: 4 by default, 600 for the real thing.
+LLMCACHE_SOAK_SECONDS sets the duration: 2 by default, 600 for the real thing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.mount.live import MIB, OVERHEAD_BYTES, Live, finish_reader, live, random_file, readers, resident_bytes
 from tools.bench.clients.loop_reader import crcs
 
-SECONDS = float(os.environ.get("LLMCACHE_SOAK_SECONDS", "4"))
+SECONDS = float(os.environ.get("LLMCACHE_SOAK_SECONDS", "2"))
 SIZES = {"loop.bin": 150 * MIB, "second.bin": 70 * MIB + 77, "small.bin": 9 * MIB + 1}
 CACHE = 96 * MIB
 
@@ -43,7 +43,7 @@ def test_soak(tmp_path: Path, mode: str) -> None:
             while any(reader.poll() is None for reader in running):
                 budget = CACHE // 2 if budget == CACHE else CACHE
                 mount.resize(budget)
-                time.sleep(2.0)  # a smaller budget may take a moment to be reached
+                time.sleep(min(2.0, SECONDS / 4))  # a smaller budget may take a moment to be reached
                 # What moves from memory to the page cache between the two counts twice: too much is so again at once.
                 if held(mount) > CACHE + OVERHEAD_BYTES and (still := held(mount)) > CACHE + OVERHEAD_BYTES:
                     over.append(still)

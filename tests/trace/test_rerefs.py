@@ -64,6 +64,8 @@ def test_a_sample_holds_what_was_touched_since_the_last(file: Path, offset: int)
             seen: set[int] = set()
             for _ in range(TRIES):
                 seen |= set(touched_blocks(sampler, touch, file))
+                if seen == set(TOUCHED):
+                    break
             assert seen == set(TOUCHED)
             assert blocks(sampler.sample(), file) == []
         sampler.close()
@@ -89,7 +91,9 @@ def test_samples_come_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPa
             now_s[0] += 0.1
             assert not len(sampler.sample())
             now_s[0] += 0.15
-            found = blocks(sampler.sample(), file) or found
+            found = blocks(sampler.sample(), file)
+            if found:
+                break
         assert found == [5]
         sampler.close()
 
