@@ -180,9 +180,7 @@ def documents(
     `first`: what a text begins with. EnvironmentProblem: so many files of that length are not there.
     """
     found_all = (path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
-    paths = sorted(
-        found_all, key=lambda path: path.parts
-    )  # as they compare themselves, which takes seconds for some thousand
+    paths = sorted(found_all, key=lambda path: path.parts)  # as paths compare themselves, slowly
     whole = tokens + FOLLOWING
     packages: set[Path] = set()
     found = 0
