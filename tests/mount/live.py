@@ -165,7 +165,7 @@ def random_file(path: Path, size: int) -> Path:
     with path.open("wb") as file:
         for offset in range(0, size, MIB):
             other = drawn ^ np.uint64(offset // MIB * 0x9E3779B97F4A7C15 % (1 << 64))
-            file.write(other.view(np.uint8)[: size - offset])
+            file.write(other.tobytes()[: size - offset])
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

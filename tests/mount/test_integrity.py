@@ -28,7 +28,7 @@ FILES = {
     "empty.bin": 0,
 }
 CACHE = "36Mi"
-LOAD_SECONDS = 3.0
+LOAD_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")

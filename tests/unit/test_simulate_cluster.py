@@ -21,17 +21,21 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.trace.record import Provenance
 from tests.unit.simulation_parts import loop, saved, trace_of
 
-distributed = pytest.importorskip("distributed")
+
+@pytest.fixture(scope="module")
+def distributed() -> Any:
+    """The module, imported where a test runs: to import it takes longer than most tests."""
+    return pytest.importorskip("distributed")
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there may take its time to answer."""
     monkeypatch.setattr(cluster, "CONNECT_S", 120)
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(distributed: Any) -> Iterator[str]:
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1"
     ) as running:
@@ -133,7 +137,7 @@ def test_no_scheduler(wrong: str, traces: list[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.timeout(600)
-def test_no_worker(traces: list[str], idle_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker(distributed: Any, traces: list[str], idle_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = distributed.Client.wait_for_workers
     monkeypatch.setattr(distributed.Client, "wait_for_workers", lambda client, count, timeout: real(client, count, 1))
     with pytest.raises(EnvironmentProblem, match="no worker came"):
