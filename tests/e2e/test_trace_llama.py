@@ -45,7 +45,7 @@ def run() -> Iterator[Run]:
         make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", "80M"]
         subprocess.run(make, check=True, capture_output=True)
         loop = loop_bytes(model)
-        command = client("llama_tokens", model, TOKENS, "--threads", 2, "--pause", PAUSE_S)
+        command = client("llama_tokens", model, TOKENS, "--threads", 1, "--pause", PAUSE_S)
         cap = cap_bytes(model, command, int(KEPT * loop))
         made = record(model, command, Path(directory) / "trace.parquet", cap)
         yield Run(made, classified(made.trace), loop)
