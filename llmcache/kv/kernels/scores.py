@@ -112,6 +112,12 @@ def single_of(typing_context: Any, value: Any) -> Any:
     return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
 
 
+def _compiled(loop: Any) -> Callable[..., None]:
+    compiler: Any = numba.njit
+    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    return compiled
+
+
 @functools.cache
 def loop_for(dim: int, count: int) -> Callable[..., None]:
     """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
@@ -143,9 +149,7 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
                     a = max(a, out[row]) if combine == MAX else a + out[row]
                 out[row] = a
 
-    compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
-    return compiled
+    return _compiled(loop)
 
 
 @functools.cache
@@ -181,9 +185,7 @@ def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
                 if count > 3:
                     out[3, row] = d * scale
 
-    compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
-    return compiled
+    return _compiled(loop)
 
 
 @functools.cache
@@ -220,9 +222,7 @@ def packed_for(dim: int, count: int) -> Callable[..., None]:
                 if count > 3:
                     out[3, row] = (d - middles[3]) * scale
 
-    compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
-    return compiled
+    return _compiled(loop)
 
 
 def score(

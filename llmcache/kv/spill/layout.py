@@ -118,6 +118,10 @@ class KvShape:
         rows = self.kv_heads * self.page_tokens
         return whole_blocks(rows * (dim * self.numpy_dtype.itemsize + (4 if self.dtype == "int8" else 0)))
 
+    def scales_at(self, dim: int) -> int:
+        """Returns where in a slot of int8 rows of `dim` their scales begin."""
+        return -(-self.kv_heads * self.page_tokens * dim // 4) * 4
+
     def pages_of(self, tokens: int) -> int:
         """Returns how many pages hold `tokens`."""
         return -(-tokens // self.page_tokens)
@@ -175,7 +179,7 @@ def view_slots(shape: KvShape, slots: Bytes, dim: int) -> tuple[NDArray[Any], Fl
     data = slots[:, :size].view(shape.numpy_dtype).reshape(pages, shape.kv_heads, shape.page_tokens, dim)
     if shape.dtype != "int8":
         return data, None
-    at = -(-size // 4) * 4
+    at = shape.scales_at(dim)
     scales: Floats = slots[:, at : at + 4 * rows].view(np.float32)
     return data, scales.reshape(pages, shape.kv_heads, shape.page_tokens)
 

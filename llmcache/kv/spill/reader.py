@@ -421,11 +421,11 @@ class SpillReader:
     def _parts_with(self, side: int, pages: int, of_page: Int64s, rows: Int64s) -> Flags:
         """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page, or their scales."""
         shape, plan = self.shape, self._layout.of_layer
-        size = (shape.head_dim, shape.value_dim)[side] * shape.numpy_dtype.itemsize
-        part = plan.sizes[side] // plan.parts[side]
+        dim = (shape.head_dim, shape.value_dim)[side]
+        size, part = dim * shape.numpy_dtype.itemsize, plan.sizes[side] // plan.parts[side]
         places = [rows * size + min(at, size - 1) for at in range(0, size + part - 1, part)]
         if shape.dtype == "int8":
-            places.append(-(-shape.kv_heads * shape.page_tokens * size // 4) * 4 + 4 * rows)
+            places.append(shape.scales_at(dim) + 4 * rows)
         found = np.zeros((pages, plan.parts[side]), np.bool_)
         for place in places:
             found[of_page, place // part] = True
