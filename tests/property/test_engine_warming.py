@@ -44,7 +44,7 @@ def test_a_warm_up_finds_room_where_nobody_reads_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """What an earlier loop has left fills the memory to the limit, and no reader makes the evictor keep some free."""
-    monkeypatch.setattr("llmcache.fs.engine.engine.CURSOR_LIFE_NS", 0)
+    monkeypatch.setattr("llmcache.fs.engine.planner.CURSOR_LIFE_NS", 0)
     with running(tmp_path, mode, monkeypatch) as rig:
         before = rig.file("before", LOOP)
         rig.until_pinned(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
+from llmcache.cache.loops import Cursor
 from llmcache.fs.engine.group import SINGLE, Group
 from llmcache.fs.engine.planner import Planner
 from llmcache.fs.engine.state import CacheState
@@ -117,3 +118,47 @@ def test_a_refused_lock_costs_pins_and_no_window() -> None:
         planner.plan()
     assert not wanted(group)
     assert group.window_bytes >= 8 * MIB
+
+
+TICK_NS = 100_000_000
+
+
+def read_by(state: CacheState, programs: int) -> Group:
+    """A loop of half a second that so many programs have open, of which two readers are at different places."""
+    group = looping(state, "loop", 200, TICK_NS * 5)
+    backing = next(iter(state.opens))
+    state.opens[backing], group.members[0].backing = programs, backing
+    group.cursors.live = [Cursor(10, 9, 0), Cursor(110, 9, 0)]
+    return group
+
+
+def watched(state: CacheState, group: Group, seconds: float, ages_ns: tuple[int, int], *, in_place: bool = True) -> int:
+    """The convoy after `seconds` in which the readers were seen last so long before each look."""
+    planner = Planner(state, NoHolder())  # type: ignore[arg-type]
+    for now_ns in range(TICK_NS, int(seconds * 1e9), TICK_NS):
+        for cursor, age_ns in zip(group.cursors.live, ages_ns, strict=True):
+            cursor.last_ns = now_ns - age_ns
+        planner.watch(group, now_ns, in_place=in_place)
+    return group.convoy
+
+
+def test_readers_of_several_programs_that_fall_apart_get_a_wider_window_and_lose_it_when_they_keep_together() -> None:
+    state = new_state(100 * MIB)
+    assert watched(state, read_by(state, 2), 0.9, (0, 0), in_place=False) == 1
+    group = read_by(state, 2)
+    assert watched(state, group, 0.9, (0, 0)) == 3
+    assert watched(state, group, 59, (0, 10**9)) == 3
+    assert watched(state, group, 190, (0, 10**9)) == 0
+
+
+def test_threads_of_one_program_are_several_readers_only_when_they_stay_apart() -> None:
+    state = new_state(100 * MIB)
+    group = read_by(state, 1)
+    group.cursors.strays = 9
+    assert watched(state, group, 1.9, (0, 0)) == 0
+    assert watched(state, group, 2.9, (0, 0)) == 1
+
+
+def test_where_a_pass_is_short_a_cursor_that_has_stood_for_part_of_it_is_nobody() -> None:
+    state = new_state(100 * MIB)
+    assert watched(state, read_by(state, 2), 9.0, (0, TICK_NS * 3 // 2)) == 0

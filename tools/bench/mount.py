@@ -37,6 +37,7 @@ TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and
 SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 FRACTIONS = (0.4, 0.6, 0.75, 0.9)
+MORE = 1.5  # times what the page cache has more than a budget, at least, do not fit
 MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
 """Experts of a layer, how many of them a token uses, bytes of a slice."""
 MIXTURE_BYTES = 2_000_000_000  # of a smaller one the 64 MiB that the kernel's side has more are a part that counts
@@ -133,11 +134,17 @@ class CasePlan:
         return (6, 2) if self.quick else (9, TOKEN_WARMUP)
 
     def llama(self, case: str, label: str, share: float, steps: int, warmup: int, **limits: Any) -> Iterator[Experiment]:
-        """Yield what has llama.cpp decode over `share` of its loop, if there is a model."""
-        if self.model is not None:
-            loop = loop_bytes(self.model)
-            command, name = tokens(self.threads, steps), f"llama.cpp {label}"
-            yield Experiment(case, name, self.model, loop, int(share * loop), command, steps, warmup, **limits)
+        """Yield what has llama.cpp decode over `share` of its loop, if there is a model: of one twice as large, if else the
+        page cache would have all of it in what it has more.
+        """
+        if (model := self.model) is None:
+            return
+        if share < 1 and (1 - share) * loop_bytes(model) < MORE * MOUNT_OVERHEAD_BYTES:
+            shape = choose_shape(2 * model.stat().st_size, BYTES_PER_VALUE["gguf"], None, False)
+            (model,) = make_model(self.source / f"twice-{model.name}", shape, "gguf", 1, 0)
+        loop = loop_bytes(model)
+        command, name = tokens(self.threads, steps), f"llama.cpp {label}"
+        yield Experiment(case, name, model, loop, int(share * loop), command, steps, warmup, **limits)
 
 
 def tokens(threads: int, steps: int) -> Command:

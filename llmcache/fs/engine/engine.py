@@ -13,14 +13,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, WINDOW_ALLOWANCE_BYTES
-from llmcache.cache.loops import CURSOR_LIFE_NS, Pass
+from llmcache.cache.loops import Pass
 from llmcache.cache.steering import SMALL_EXTENT
 from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.engine.budget import PressureGauge, settle_budget, settle_mode
-from llmcache.fs.engine.group import PINNED, SETTLED_PASSES, Group, Member
+from llmcache.fs.engine.group import PINNED, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
@@ -39,13 +39,7 @@ POOL_BUFFERS = 12
 POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
-SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
-APART_NS = 300_000_000  # readers apart for so long are several; one that wraps round seems to be two for SEEN_NS
-CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
 REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
-STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
-CONVOY_MAX = 3
-CONVOY_LIFE_NS = 60_000_000_000
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
 
 
@@ -378,34 +372,13 @@ class Engine:
                 if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
                     self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
                 for group in list(self.state.groups.values()):
-                    self._watch_readers(group, now_ns)
+                    self._plan_due |= self.planner.watch(group, now_ns, in_place=self.backend.in_place)
                     kept = group.first or group.warm or self.state.opens_of(group)
                     if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
-
-    def _watch_readers(self, group: Group, now_ns: int) -> None:
-        """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
-        group.cursors.expire(now_ns - CURSOR_LIFE_NS)
-        if not group.looping or group.cursors.moving(now_ns - SEEN_NS) < 2:
-            group.together_ns = now_ns
-        astray = group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
-        waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
-        if waited and (astray or now_ns - group.together_ns > APART_NS):
-            # In place nobody waits for the last, as the kernel serves the first: only room brings them together.
-            self._set_convoy(group, CONVOY_MAX if self.backend.in_place else min(CONVOY_MAX, group.convoy + 1), now_ns)
-        elif group.convoy and now_ns - group.apart_ns > CONVOY_LIFE_NS:
-            self._set_convoy(group, group.convoy - 1, now_ns)
-
-    def _set_convoy(self, group: Group, steps: int, now_ns: int) -> None:
-        """Gives readers that fall apart a wider window, step by step, and takes it back when they have kept together."""
-        group.convoy = steps
-        self.state.references.convoy(group)
-        group.cursors.strays = 0
-        group.together_ns = group.apart_ns = now_ns
-        self._plan_due = True
 
 
 def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:

@@ -24,7 +24,8 @@ from llmcache.cache.arbitration import (
     settle,
     share_budget,
 )
-from llmcache.fs.engine.group import LOADING, PINNED, SINGLE, Group
+from llmcache.cache.loops import CURSOR_LIFE_NS
+from llmcache.fs.engine.group import LOADING, PINNED, SETTLED_PASSES, SINGLE, Group
 
 if TYPE_CHECKING:
     from llmcache.cache.steering import Steering
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 62
 IDLE_PERIODS = 10
 IDLE_NS = 30_000_000_000
+SEEN_NS, SEEN_SHARE = 200_000_000, 4  # a cursor that was touched within this, or a quarter of a pass, is a reader's, now
+# Readers apart for so long are several, those of one program later; one that wraps round seems to be two for SEEN_NS.
+APART_NS, ALONE_APART_NS = 300_000_000, 2_000_000_000
+STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
+CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
+CONVOY_MAX = 3
+CONVOY_LIFE_NS = 60_000_000_000
 
 
 class Planner:
@@ -74,6 +82,35 @@ class Planner:
         ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)
         for group in ranked:  # the ones that lose first: their room is needed
             self._apply(group, shares.get(group.key, Share(0, 0)))
+
+    def watch(self, group: Group, now_ns: int, *, in_place: bool) -> bool:
+        """Forgets readers that have gone, and gives those that fall apart a wider window, step by step, which it takes back
+        when they have kept together. Returns True when the plan is due. Lock held.
+
+        `in_place`: nobody waits for the last, as the kernel serves the first, so that only room brings them together.
+        """
+        group.cursors.expire(now_ns - CURSOR_LIFE_NS)
+        seen_ns = SEEN_NS if group.learner.period is None else min(SEEN_NS, group.learner.period // SEEN_SHARE)
+        if not group.looping or group.cursors.moving(now_ns - seen_ns) < 2:
+            group.together_ns = now_ns
+        # Threads of one program may look like several readers for a moment, and miss what another has left behind.
+        several = self.state.programs_of(group) > 1
+        most, apart_ns = (CONVOY_MAX, APART_NS) if several else (1, ALONE_APART_NS)
+        astray = several and group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
+        waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
+        if waited and (astray or now_ns - group.together_ns > apart_ns):
+            steps = most if in_place else min(most, group.convoy + 1)
+        elif now_ns - group.apart_ns > CONVOY_LIFE_NS:
+            steps = max(0, group.convoy - 1)
+        else:
+            return False
+        group.cursors.strays = 0
+        group.together_ns = group.apart_ns = now_ns
+        if steps == group.convoy:
+            return False
+        group.convoy = steps
+        self.state.references.convoy(group)
+        return True
 
     def _active(self, group: Group, now_ns: int) -> bool:
         if group.first or group.warm:

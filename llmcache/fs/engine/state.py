@@ -156,6 +156,10 @@ class CacheState:
         """Open handles of applications on all files of `group`."""
         return sum(count for backing, count in self.opens.items() if self.owners.get(backing, (None,))[0] is group)
 
+    def programs_of(self, group: Group) -> int:
+        """Open handles of applications on one file of `group`, of which there are most."""
+        return max((self.opens.get(member.backing, 0) for member in group.members if member.backing is not None), default=0)
+
     def charge(self, group: Group, extent: int, length: int) -> None:
         """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
         if not group.alive or group.member_of(extent).node is None:
