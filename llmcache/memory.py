@@ -5,6 +5,8 @@ All functions read /proc and /sys at call time; `root` is there for tests on rec
 
 from __future__ import annotations
 
+import functools
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,49 +15,60 @@ MACHINE_MARGIN_BYTES = 256 << 20
 MACHINE_MARGIN_SHARE = 0.05
 GROUP_MARGIN_BYTES = 8 << 20
 GROUP_MARGIN_SHARE = 1 / 64
-MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 96 << 20  # that are left free
+MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 96 << 20
 CAP_IPC_LOCK = 14
 UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in one place (the machine or a cgroup): bytes in all, bytes that can be had, bytes to keep free."""
+    """Memory in one place (the machine or a cgroup): bytes in all, bytes that can be had, bytes to keep free.
+
+    Of those that can be had `free_bytes` hold nothing; all but `reserve_bytes` of them may be filled with what is dropped
+    when somebody wants the memory.
+    """
 
     name: str
     total_bytes: int
     available_bytes: int
     margin_bytes: int
-    free_bytes: int = 0  # of `available_bytes`: nothing is in it
+    free_bytes: int = 0
+    reserve_bytes: int = 0
 
     @property
     def spare_bytes(self) -> int:
         """What can be taken without touching the margin (negative when already short)."""
         return self.available_bytes - self.margin_bytes
 
+    @property
+    def slack_bytes(self) -> int:
+        """What may be filled without anything being had back (negative: somebody wants memory)."""
+        return self.free_bytes - self.reserve_bytes
+
 
 def machine_memory(root: Path = Path("/")) -> Memory:
-    """Returns MemTotal and MemAvailable of /proc/meminfo."""
-    values = pairs(root / "proc/meminfo")
-    total, available = values["MemTotal"] * 1024, values["MemAvailable"] * 1024
-    return machine_of(total, available)
+    """Returns MemTotal, MemAvailable and MemFree of /proc/meminfo."""
+    told = read(root / "proc/meminfo")
+    return machine_of(*(_number(told, name) * 1024 for name in ("MemTotal", "MemAvailable", "MemFree")))
 
 
-def machine_free(root: Path = Path("/")) -> int:
-    """Returns MemFree of /proc/meminfo (bytes)."""
-    return pairs(root / "proc/meminfo")["MemFree"] * 1024
-
-
-def machine_of(total_bytes: int, available_bytes: int) -> Memory:
+def machine_of(total_bytes: int, available_bytes: int, free_bytes: int = 0) -> Memory:
     """Returns a machine of so much memory, of which so much can be had."""
     margin = max(MACHINE_MARGIN_BYTES, int(total_bytes * MACHINE_MARGIN_SHARE))
-    return Memory("machine", total_bytes, available_bytes, margin)
+    return Memory("machine", total_bytes, available_bytes, margin, free_bytes, MACHINE_RESERVE_BYTES)
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
     """Returns the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
-    found: list[Memory] = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    found = (_limit_of(*group) for group in _groups(read(root / "proc/self/cgroup"), root))
+    return [memory for memory in found if memory is not None]
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(lines: bytes, root: Path) -> tuple[tuple[str, str, str], ...]:
+    """(directory, file of the limit, file of what is used) of the groups that /proc/self/cgroup tells of."""
+    found: dict[Path, tuple[str, str]] = {}
+    for line in lines.decode(errors="surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
@@ -68,13 +81,11 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
         for base in bases:
             group = base / path.lstrip("/")
             while True:
-                memory = _limit_of(group, *files)
-                if memory is not None:
-                    found.append(memory)
+                found.setdefault(group, files)
                 if group in (base, base.parent):
                     break
                 group = group.parent
-    return found
+    return tuple((str(group), *files) for group, files in found.items())
 
 
 def cgroup_version(root: Path = Path("/")) -> int | None:
@@ -85,19 +96,29 @@ def cgroup_version(root: Path = Path("/")) -> int | None:
     return 2 if "" in lines and (root / "sys/fs/cgroup/cgroup.controllers").exists() else None
 
 
-def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
+def _limit_of(group: str, limit_file: str, usage_file: str) -> Memory | None:
     try:
-        text = (group / limit_file).read_text().strip()
-        if text == "max" or int(text) >= UNLIMITED:
+        text = read(f"{group}/{limit_file}").strip()
+        if text == b"max" or int(text) >= UNLIMITED:
             return None
-        limit, usage = int(text), int((group / usage_file).read_text())
-        stat = pairs(group / "memory.stat")
-    except (OSError, ValueError, KeyError):
+        limit, usage = int(text), int(read(f"{group}/{usage_file}"))
+        stat = read(f"{group}/memory.stat")
+        # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
+        of_all = "total_" if b"\ntotal_" in stat else ""
+        cache = sum(_number(stat, f"{of_all}{name}") for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError):
         return None  # no such controller here, or a group that is ending
-    # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
-    cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
     margin = max(GROUP_MARGIN_BYTES, int(GROUP_MARGIN_SHARE * limit))
-    return Memory(f"cgroup {group}", limit, limit - usage + cache, margin, limit - usage)
+    return Memory(f"cgroup {group}", limit, limit - usage + cache, margin, limit - usage, GROUP_RESERVE_BYTES)
+
+
+def read(path: str | Path) -> bytes:
+    """Returns what a small file of the kernel says; many times a second, so without the layers of `open`. OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)
 
 
 def pairs(path: Path) -> dict[str, int]:
@@ -110,20 +131,25 @@ def pairs(path: Path) -> dict[str, int]:
     return found
 
 
+def _number(told: bytes, name: str) -> int:
+    """The number behind `name` at the begin of a line; 0 without one."""
+    at = (b"\n" + told).find(b"\n%s" % name.encode())
+    return 0 if at < 0 else int(told[at:].split(None, 2)[1])
+
+
+def places(root: Path = Path("/")) -> list[Memory]:
+    """Returns the machine, and the cgroups that have a limit."""
+    return [machine_memory(root), *cgroup_memory(root)]
+
+
 def tightest(root: Path = Path("/")) -> Memory:
     """Returns the place with the least spare memory."""
-    return min([machine_memory(root), *cgroup_memory(root)], key=lambda memory: memory.spare_bytes)
+    return min(places(root), key=lambda memory: memory.spare_bytes)
 
 
 def total_bytes(root: Path = Path("/")) -> int:
     """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
-    return min(memory.total_bytes for memory in (machine_memory(root), *cgroup_memory(root)))
-
-
-def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that may be filled, without what could be had back: of the machine, or less where a cgroup has a limit."""
-    of_groups = (memory.free_bytes - GROUP_RESERVE_BYTES for memory in cgroup_memory(root))
-    return max(0, min([machine_free(root) - MACHINE_RESERVE_BYTES, *of_groups]))
+    return min(memory.total_bytes for memory in places(root))
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:
@@ -138,7 +164,7 @@ def lockable_bytes(root: Path = Path("/")) -> int:
 def stalled_us(root: Path = Path("/")) -> int | None:
     """Microseconds since boot in which some task stalled on memory; None without PSI."""
     try:
-        line = (root / "proc/pressure/memory").read_text().splitlines()[0]
+        line = read(root / "proc/pressure/memory").splitlines()[0]
     except OSError:
         return None
-    return int(line.rpartition("total=")[2])
+    return int(line.rpartition(b"total=")[2])

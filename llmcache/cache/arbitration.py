@@ -13,7 +13,8 @@ from dataclasses import dataclass
 MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
 DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
-LEAST_WINDOW_MAX_BYTES = 96 << 20
+# In place: less has readers come to what nobody has begun to read, of which the kernel then brings a part in small pages.
+LEAST_WINDOW_MIN_BYTES, LEAST_WINDOW_MAX_BYTES = 16 << 20, 96 << 20
 CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
 # What windows may hold beside the budget: part of the 64 MiB that a mount takes beyond it. In place no daemon has buffers.
 WINDOW_ALLOWANCE_BYTES, INPLACE_ALLOWANCE_BYTES = 12 << 20, 24 << 20
@@ -68,7 +69,7 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0, least_bytes:
 
 def least_window(bytes_per_s: float) -> int:
     """Returns the window (bytes) through which a mount in place streams, so that storage of that speed never waits."""
-    return min(LEAST_WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, int(2 * DELAY_S * bytes_per_s)))
+    return min(LEAST_WINDOW_MAX_BYTES, max(LEAST_WINDOW_MIN_BYTES, int(2 * DELAY_S * bytes_per_s)))
 
 
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:

@@ -39,7 +39,6 @@ from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhe
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
-from llmcache.memory import free_bytes
 from llmcache.mountinfo import mounts
 
 if TYPE_CHECKING:
@@ -52,9 +51,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
-SLACK_S = 0.05
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
-SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
+SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be told, for so long after the last touch
 REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
@@ -314,16 +312,13 @@ class InPlaceBackend:
     # The observing thread
 
     def _observe(self) -> None:
-        next_look = active_until = 0.0
+        active_until = 0.0
         while not self._closed:
             touches = self.touches.wait(SOON_S if time.monotonic() < active_until else CHECK_S)
             if touches:
                 active_until = time.monotonic() + ACTIVE_S
             if not self.state.running:
                 continue
-            if time.monotonic() >= next_look:
-                self._find_slack()
-                next_look = time.monotonic() + SLACK_S
             if touches:
                 with self.state.lock:
                     for touch in touches:
@@ -458,12 +453,3 @@ class InPlaceBackend:
             if mixture.member.mixture is mixture:
                 for expert in seen:
                     self.state.mixtures.used(mixture, expert)
-
-    def _find_slack(self) -> None:
-        """Memory that nobody wants may keep more than the budget."""
-        slack = free_bytes()
-        with self.state.lock:
-            shrunk = slack < self.state.slack_bytes
-            self.state.slack_bytes = slack
-            if shrunk:
-                self.state.room.notify()

@@ -21,6 +21,7 @@ from llmcache.memory import (
     lockable_bytes,
     machine_memory,
     machine_of,
+    places,
     stalled_us,
     tightest,
 )
@@ -117,6 +118,7 @@ class PressureGauge:
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
+        self.slack_bytes = 0  # of memory that nobody wants, when the limit was asked for last
 
     def check(self, budget_bytes: int, used_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
@@ -137,7 +139,9 @@ class PressureGauge:
     def limit(self, used_bytes: int) -> int:
         """Returns the bytes that may be used now."""
         now = time.monotonic()
-        missing = -tightest(self._root).spare_bytes
+        found = places(self._root)
+        missing = -min(memory.spare_bytes for memory in found)
+        self.slack_bytes = max(0, min(memory.slack_bytes for memory in found))
         self.pause_s = PAUSE_NEAR_S if -missing < NEAR_BYTES else PAUSE_S
         stalls = self._stalls(now)
         if missing > 0:

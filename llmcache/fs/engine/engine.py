@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES
 from llmcache.cache.loops import Pass
 from llmcache.cache.steering import SMALL_EXTENT
 from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
@@ -40,6 +40,7 @@ POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
+SLACK_PAUSE_S = 0.05  # memory that nobody wants may be wanted soon
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
 
 
@@ -47,8 +48,10 @@ class Engine:
     """Cache of one mount; see `make_engine`."""
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
-        allowance = INPLACE_ALLOWANCE_BYTES if mode == "inplace" else WINDOW_ALLOWANCE_BYTES
-        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE), allowance)
+        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
+        if mode == "inplace":
+            self.state.allowance_bytes, self.state.least_window_bytes = INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES
+            self.state.set_limit(cache_bytes)
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
         self.planner: Planner
@@ -355,7 +358,7 @@ class Engine:
         while self.state.running:
             # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
             time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
-            self._wake.wait(self.gauge.pause_s)
+            self._wake.wait(min(self.gauge.pause_s, SLACK_PAUSE_S) if self.state.slack_bytes else self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
             if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
@@ -364,6 +367,8 @@ class Engine:
             limit = self.gauge.limit(self.state.used_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:
+                if self.backend.in_place:
+                    self.state.set_slack(self.gauge.slack_bytes)
                 if limit != limit_before:
                     limit_before = limit
                     self.state.set_limit(limit)

@@ -128,6 +128,12 @@ class CacheState:
         self.limit_bytes = limit_bytes + self.allowance_bytes
         self.references.limited(limit_bytes)
 
+    def set_slack(self, slack_bytes: int) -> None:
+        """Takes how much beyond the limit may stay."""
+        if slack_bytes < self.slack_bytes:
+            self.room.notify()
+        self.slack_bytes = slack_bytes
+
     @property
     def room_bytes(self) -> int:
         """What may be used before something has to be dropped."""
