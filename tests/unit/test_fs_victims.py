@@ -38,6 +38,22 @@ def test_nobody_goes_while_there_is_room() -> None:
     assert victims(state) == []
 
 
+def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_given_back() -> None:
+    state = new_state(8 * MIB)
+    group = new_group(state, "file", 32)
+    bring(state, group, list(range(4)), TOUCHED, LONG_AGO)
+    with state.lock:
+        state.set_slack(12 * MIB)
+        assert state.room_bytes == 16 * MIB
+        bring(state, group, list(range(4, 16)), TOUCHED, LONG_AGO)
+        state.set_slack(0)
+        assert state.room_bytes == 16 * MIB and victims(state) == []
+        state.set_slack(-2 * MIB)
+        assert len(victims(state)) == 2
+        state.set_slack(-20 * MIB)
+        assert state.room_bytes == 8 * MIB, "the budget stays"
+
+
 def test_just_enough_goes_oldest_touch_first() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 10)

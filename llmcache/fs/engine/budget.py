@@ -118,7 +118,7 @@ class PressureGauge:
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
-        self.slack_bytes = 0  # of memory that nobody wants, when the limit was asked for last
+        self.slack_bytes = 0  # memory that nobody wants (negative: so much is wanted), when the limit was asked for last
 
     def check(self, budget_bytes: int, used_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
@@ -141,7 +141,7 @@ class PressureGauge:
         now = time.monotonic()
         found = places(self._root)
         missing = -min(memory.spare_bytes for memory in found)
-        self.slack_bytes = max(0, min(memory.slack_bytes for memory in found))
+        self.slack_bytes = min(memory.slack_bytes for memory in found)
         self.pause_s = PAUSE_NEAR_S if -missing < NEAR_BYTES else PAUSE_S
         stalls = self._stalls(now)
         if missing > 0:

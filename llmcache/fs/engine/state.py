@@ -128,8 +128,9 @@ class CacheState:
         self.limit_bytes = limit_bytes + self.allowance_bytes
         self.references.limited(limit_bytes)
 
-    def set_slack(self, slack_bytes: int) -> None:
-        """Takes how much beyond the limit may stay."""
+    def set_slack(self, free_bytes: int) -> None:
+        """Takes how much memory nobody wants (negative: so much is wanted): so much more may be used than is used now."""
+        slack_bytes = max(0, self.used_bytes + free_bytes - self.limit_bytes)
         if slack_bytes < self.slack_bytes:
             self.room.notify()
         self.slack_bytes = slack_bytes
