@@ -96,7 +96,7 @@ def test_memory_is_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "period", "window"), [("100", "1s", 8 << 20), ("3GB/s", "40ms", 60 * MB), ("14GB/s", "10ms", 96 << 20)]
+    ("rate", "period", "window"), [("100", "1s", 16 << 20), ("3GB/s", "40ms", 60 * MB), ("14GB/s", "10ms", 96 << 20)]
 )
 def test_a_mount_in_place_streams_through_what_keeps_storage_at_work(rate: str, period: str, window: int) -> None:
     """Of a loop that nearly fits, so that the window is the least: in the other modes that is always 8 MiB."""
