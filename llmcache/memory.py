@@ -64,6 +64,9 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
     return [memory for memory in found if memory is not None]
 
 
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
 @functools.lru_cache(maxsize=8)
 def _groups(lines: bytes, root: Path) -> tuple[tuple[str, str, str], ...]:
     """(directory, file of the limit, file of what is used) of the groups that /proc/self/cgroup tells of."""
@@ -75,7 +78,7 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, str, str], ...]:
             files = ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             bases = [root / "sys/fs/cgroup/memory"]
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            files = _V1_FILES
         else:
             continue
         for base in bases:
@@ -104,7 +107,7 @@ def _limit_of(group: str, limit_file: str, usage_file: str) -> Memory | None:
         limit, usage = int(text), int(read(f"{group}/{usage_file}"))
         stat = read(f"{group}/memory.stat")
         # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
-        of_all = "total_" if b"\ntotal_" in stat else ""
+        of_all = "total_" if limit_file == _V1_FILES[0] else ""
         cache = sum(_number(stat, f"{of_all}{name}") for name in ("inactive_file", "active_file"))
     except (OSError, ValueError):
         return None  # no such controller here, or a group that is ending

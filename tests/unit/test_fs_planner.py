@@ -134,7 +134,7 @@ def read_by(state: CacheState, programs: int) -> Group:
 
 def watched(state: CacheState, group: Group, seconds: float, ages_ns: tuple[int, int], *, in_place: bool = True) -> int:
     """The convoy after `seconds` in which the readers were seen last so long before each look."""
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]
+    planner = Planner(state, NoHolder())  # type: ignore[arg-type]  # nothing is held or released here
     for now_ns in range(TICK_NS, int(seconds * 1e9), TICK_NS):
         for cursor, age_ns in zip(group.cursors.live, ages_ns, strict=True):
             cursor.last_ns = now_ns - age_ns

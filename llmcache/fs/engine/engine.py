@@ -12,7 +12,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES
+from llmcache.cache.arbitration import (
+    INPLACE_ALLOWANCE_BYTES,
+    LEAST_WINDOW_MIN_BYTES,
+    MIN_WINDOW_BYTES,
+    WINDOW_ALLOWANCE_BYTES,
+)
 from llmcache.cache.loops import Pass
 from llmcache.cache.steering import SMALL_EXTENT
 from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
@@ -40,7 +45,7 @@ POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
-SLACK_PAUSE_S = 0.05  # memory that nobody wants may be wanted soon
+BEYOND_PAUSE_S = 0.05  # what lies beyond the budget may be wanted soon
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
 
 
@@ -48,10 +53,10 @@ class Engine:
     """Cache of one mount; see `make_engine`."""
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
-        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
-        if mode == "inplace":
-            self.state.allowance_bytes, self.state.least_window_bytes = INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES
-            self.state.set_limit(cache_bytes)
+        in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
+        allowance, least_window = in_place if mode == "inplace" else over_fuse
+        pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
+        self.state = CacheState(cache_bytes, pool, allowance, least_window_bytes=least_window)
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
         self.planner: Planner
@@ -358,7 +363,8 @@ class Engine:
         while self.state.running:
             # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
             time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
-            self._wake.wait(min(self.gauge.pause_s, SLACK_PAUSE_S) if self.state.slack_bytes else self.gauge.pause_s)
+            beyond = self.state.used_bytes > self.state.limit_bytes
+            self._wake.wait(min(self.gauge.pause_s, BEYOND_PAUSE_S) if beyond else self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
             if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive

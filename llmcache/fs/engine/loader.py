@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LOADERS = 4
 IDLE_S = 0.5
-BEHIND, BEHIND_ONE = 0.5, 0.25  # of a window, that readers, or one alone, have left behind
+AHEAD_SHARE, AHEAD_SHARE_ALONE = 0.5, 0.75  # of a window, that is ahead of several readers, or of one
 SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
 UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
 
@@ -86,8 +86,8 @@ class Loader:
         """
         readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
-        behind = BEHIND if len(readers) > 1 else BEHIND_ONE
-        ahead = int((1 - behind) * (group.window_bytes or UNSEEN_WINDOW_BYTES))
+        share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
+        ahead = int(share * (group.window_bytes or UNSEEN_WINDOW_BYTES))
         span = int(group.count * SPAN_SHARE) if group.looping else group.count
         for place, cursor in enumerate(readers):
             extent = group.next_absent(cursor.head, span)
