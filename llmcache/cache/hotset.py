@@ -5,20 +5,26 @@ frequently used, with a short one the least recently. Source: LRFU (Lee et al., 
 its `C(x)` with `F(x) = (1/2)^(lambda x)`; the clock counts uses, and lambda follows the room, so that one setting serves
 rooms of a tenth and of half of the things.
 
-Which half-life misses least depends on how fast popularities change, so it is found by a duel: of a sample of the keys each
-of HALF_LIVES keeps what it would, and the one that has missed clearly least of late decides. The shortest is as good as LRU,
-so that the whole is hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), by a sample of keys for one of sets.
+Who was used last stays for a *window* of uses whatever its count: many of a token's experts are the next token's (Jiang et
+al. 2024, "Mixtral of Experts", section 5), which a long half-life does not see. Source: the window of W-TinyLFU (Einziger et
+al., ACM Transactions on Storage 13(4), 2017), in uses of a token, as they come again with the next one.
+
+Which rule misses least depends on how fast popularities change, so it is found by a duel: of a sample of the keys each of
+RULES keeps what it would, and the one that has missed clearly least of late decides. The first is as good as LRU, so that
+the whole is hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), by a sample of keys for one of sets.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 
-HALF_LIVES = (0.1, 1.0, 3.0, 10.0)
+RULES = ((0.1, 0.0), (10.0, 0.0), (10.0, 1.25), (10.0, 2.0))
+"""Half-life, in keys that are kept, and window, in uses of a token."""
 _FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
-_FIRST = 1  # of them, until another has won
+_FIRST = 2  # of RULES, until another has won
 _BETTER = 0.95  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
 _SAMPLE = 4  # one key of so many
 _ROUND = 4  # uses for each sampled key that is kept; the rounds before count half as much each
@@ -31,13 +37,16 @@ class Lrfu:
     same leaves first, always.
     """
 
-    def __init__(self, half_lives: float, least_half_life: float = 8.0) -> None:
-        """`half_lives`: in keys that are kept; `least_half_life`: in uses, where few are."""
+    def __init__(self, half_lives: float, window: int = 0, least_half_life: float = 8.0) -> None:
+        """`half_lives`: in keys that are kept; `least_half_life`: in uses, where few are; `window`: in uses."""
         self.half_lives, self._least_half_life = half_lives, least_half_life
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
-        self._queue: list[tuple[float, int]] = []  # a heap; what has another value by now is stale
+        self._queue: list[tuple[bool, float, int]] = []  # a heap of ranks; what has another rank by now is stale
+        self._window = window
+        self._recent: deque[int] = deque()  # the last uses, as many as the window has
+        self._counts: Counter[int] = Counter()  # of each key among them
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -45,23 +54,48 @@ class Lrfu:
     def __contains__(self, key: int) -> bool:
         return key in self._kept
 
+    @property
+    def window(self) -> int:
+        """Uses for which a key stays: who was used in the last so many leaves after all others."""
+        return self._window
+
+    @window.setter
+    def window(self, uses: int) -> None:
+        self._window = uses
+        self._age()
+
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
         self._clock += 1 / max(self._least_half_life, self.half_lives * len(self._kept))
         old = max(self.value(key), self._clock - _FORGOTTEN)
         self._value[key] = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))  # log2(2**old + 2**clock)
-        if key in self._kept:
-            self._push(key)
+        if self._window:
+            self._recent.append(key)
+            self._counts[key] += 1
+            self._age()
+        self._push(key)
+
+    def _age(self) -> None:
+        """Those whose uses are older than the window are ranked by their values again."""
+        while len(self._recent) > self._window:
+            key = self._recent.popleft()
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                self._push(key)
 
     def value(self, key: int) -> float:
         """What is left of the uses of `key`, as a logarithm; minus infinity without any."""
         return self._value.get(key, -math.inf)
 
+    def rank(self, key: int) -> tuple[bool, float]:
+        """Who leaves first has the least."""
+        return key in self._counts, self.value(key)
+
     def keep(self, key: int) -> None:
         """`key` is kept from now on; without a use of it it leaves before all others."""
         if key not in self._kept:
             self._kept.add(key)
-            self._value.setdefault(key, -math.inf)
             self._push(key)
 
     def drop(self, key: int) -> None:
@@ -70,46 +104,63 @@ class Lrfu:
 
     def least(self, spared: Callable[[int], bool] | None = None) -> int | None:
         """The key that should leave first, of those that are not `spared` if there are any; None if nothing is kept."""
-        aside: list[tuple[float, int]] = []
+        aside: list[tuple[bool, float, int]] = []
         found: int | None = None
         while self._queue and found is None:
-            value, key = self._queue[0]
-            if key in self._kept and self._value[key] == value:
+            *rank, key = self._queue[0]
+            if key in self._kept and self.rank(key) == tuple(rank):
                 if spared is None or not spared(key):
                     found = key
                     continue
-                aside.append((value, key))
+                aside.append(self._queue[0])
             heapq.heappop(self._queue)
         for entry in aside:
             heapq.heappush(self._queue, entry)
-        return found if found is not None or not aside else aside[0][1]
+        return found if found is not None or not aside else aside[0][-1]
 
     def coldest(self, count: int) -> list[int]:
         """The `count` keys that should leave first."""
-        return heapq.nsmallest(count, self._kept, key=self._value.__getitem__)
+        return heapq.nsmallest(count, self._kept, key=self.rank)
 
     def forget(self, keys: range) -> None:
         """Forgets keys altogether: they stand for nothing any more."""
+        self._recent = deque(key for key in self._recent if key not in keys)
         for key in keys:
             self._kept.discard(key)
             self._value.pop(key, None)
+            self._counts.pop(key, None)
 
     def _push(self, key: int) -> None:
-        heapq.heappush(self._queue, (self._value[key], key))
+        if key not in self._kept:
+            return
+        heapq.heappush(self._queue, (*self.rank(key), key))
         if len(self._queue) > 4 * len(self._kept) + 64:
-            self._queue = [(self._value[kept], kept) for kept in self._kept]
+            self._queue = [(*self.rank(kept), kept) for kept in self._kept]
             heapq.heapify(self._queue)
 
 
 class HotSet(Lrfu):
-    """The same with the half-life that misses least."""
+    """The same by the rule that misses least."""
 
-    def __init__(self, half_lives: Sequence[float] = HALF_LIVES) -> None:
-        super().__init__(half_lives[_FIRST])
-        self._rivals = [Lrfu(each) for each in half_lives]
-        self._misses = [0.0] * len(half_lives)
+    def __init__(self) -> None:
+        super().__init__(RULES[_FIRST][0])
+        self._rivals = [Lrfu(half_lives) for half_lives, _ in RULES]
+        self._misses = [0.0] * len(RULES)
         self._first = _FIRST
         self._uses = 0
+        self._token_uses = 0
+
+    @property
+    def token_uses(self) -> int:
+        """How many uses a token makes, of all keys; 0 (no window) where that is not known."""
+        return self._token_uses
+
+    @token_uses.setter
+    def token_uses(self, uses: int) -> None:
+        self._token_uses = uses
+        self.window = int(RULES[self._first][1] * uses)
+        for rival, (_, tokens) in zip(self._rivals, RULES, strict=True):
+            rival.window = int(tokens * uses / _SAMPLE)
 
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
@@ -125,9 +176,11 @@ class HotSet(Lrfu):
                 rival.drop(victim)
         self._uses += 1
         if self._uses >= _ROUND * room:
-            best = min(range(len(self._rivals)), key=self._misses.__getitem__)
+            best = min(range(len(RULES)), key=self._misses.__getitem__)
             if self._misses[best] < _BETTER * self._misses[self._first]:
-                self._first, self.half_lives = best, self._rivals[best].half_lives
+                self._first = best
+                self.half_lives, tokens = RULES[best]
+                self.window = int(tokens * self._token_uses)
             self._misses = [misses / 2 for misses in self._misses]
             self._uses = 0
 

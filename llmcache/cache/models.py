@@ -45,6 +45,10 @@ class ExpertSlices(Protocol):
     count: int
 
     @property
+    def token_uses(self) -> int:
+        """How many experts a token uses, of all layers; 0 where that is not known."""
+
+    @property
     def starts(self) -> Sequence[int]: ...
     @property
     def sizes(self) -> Sequence[int]: ...

@@ -274,6 +274,7 @@ class Cut:
         if experts is not None:
             first = max((mixture.first + mixture.experts.count for mixture in self._mixtures.values()), default=0)
             self._mixtures[file] = _FileExperts(file, experts[1], first)
+            self._hot.token_uses += experts[1].token_uses
         return space
 
     def _run(self, space: Space, file: int, start: int, block: int, end: int) -> int:

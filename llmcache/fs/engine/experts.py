@@ -178,12 +178,14 @@ class MixtureCache:
         member.mixture = Mixture(group, member, layout, self._next)
         self.mixtures.append(member.mixture)
         self._next += layout.count
+        self.hot.token_uses += layout.token_uses
 
     def end(self, group: Group) -> list[tuple[int, int, int, int]]:
         """Forgets the files of `group`; returns what may be left of their experts: (node, offset, bytes, charged)."""
         left: list[tuple[int, int, int, int]] = []
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
+            self.hot.token_uses -= mixture.layout.token_uses
             mixture.member.mixture = None
             for load in mixture.loads.values():
                 load.waiting.clear()

@@ -319,6 +319,11 @@ class Experts:
         if self.starts:
             yield SliceRun(self.starts[begin], self.sizes[begin], len(self.starts) - begin, begin)
 
+    @property
+    def token_uses(self) -> int:
+        """How many experts a token uses, of all layers; 0 where the header does not say it."""
+        return len(self.layers) * (self.used or 0)
+
     def ranges(self, expert: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert, as they lie."""
         return [(self.starts[number], self.sizes[number]) for number in self._slices[expert]]
