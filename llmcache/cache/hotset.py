@@ -25,9 +25,9 @@ RULES = ((0.1, 0.0), (10.0, 0.0), (10.0, 1.25), (10.0, 2.0))
 """Half-life, in keys that are kept, and window, in uses of a token."""
 _FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
 _FIRST = 2  # of RULES, until another has won
-_BETTER = 0.95  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
+_BETTER = 0.9  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
 _SAMPLE = 4  # one key of so many
-_ROUND = 4  # uses for each sampled key that is kept; the rounds before count half as much each
+_ROUND = 8  # uses for each sampled key that is kept; the rounds before count half as much each
 
 
 class Lrfu:
