@@ -43,11 +43,9 @@ def test_tensors_are_found() -> None:
         ("model.norm.weight", 0, 16, "F32"),
         ("lm_head.weight", 16, 16, "BF16"),
     ]
-
-
-def test_shards_are_known_by_their_names() -> None:
     assert layout_of(encoded(GOOD), "x/model-00002-of-00003.safetensors").shard == (1, 3)
     assert layout_of(encoded(GOOD), "x/model-00001-of-00001.safetensors").shard is None
+    assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4, "an unknown type: by its offsets"
 
 
 @pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 2), ("F6_E2M3", 3), ("F8_E4M3", 4), ("C64", 32), ("I64", 32)])
@@ -60,10 +58,6 @@ def test_metadata_of_any_length_is_skipped() -> None:
     told = {"a": '\\"}{' * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
     layout = layout_of(encoded(json.dumps(GOOD | {"__metadata__": told}).encode() + b" " * 70_000))
     assert [tensor.name for tensor in layout.tensors] == ["model.norm.weight", "lm_head.weight"]
-
-
-def test_an_unknown_type_is_taken_at_its_offsets() -> None:
-    assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,8 @@ def test_bytes_become_blocks(tmp_path: Path) -> None:
     assert blocks(loaded) == [("a", 0, READ), ("a", 0, WRITE), ("a", 1, WRITE), ("b", 2, MAP)]
     assert [file.size_bytes for file in loaded.files] == [4097, 10001]
     assert loaded.t_ns.tolist() == [0, 1000, 2000] and "none" in loaded.provenance.clock
-
-
-def test_times_keep_every_nanosecond(tmp_path: Path) -> None:
-    loaded = read("a,0,1,r,0.000000001\na,0,1,r,3\na,0,1,r,1700000000.123456789\n", tmp_path)
-    assert loaded.t_ns.tolist() == [1, 3 * 10**9, 1700000000123456789]
+    timed = read("a,0,1,r,0.000000001\na,0,1,r,3\na,0,1,r,1700000000.123456789\n", tmp_path)
+    assert timed.t_ns.tolist() == [1, 3 * 10**9, 1700000000123456789], "every nanosecond is kept"
 
 
 @pytest.mark.parametrize(
