@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -225,20 +224,6 @@ def test_single_extents_are_given_up_when_a_header_says_so() -> None:
 def test_an_unknown_event_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown event 'reference'"):
         new_core(1, 1).apply(["reference", "0", 0])
-
-
-def test_events_are_what_json_makes_of_them() -> None:
-    core, twin = Steering(40 * MIB), Steering(40 * MIB)
-    events = [
-        ("space", "7", LARGE_EXTENT, [(50 * MIB + 3, 0, 51)], "loop"),
-        ("guess", "7", [(1, 2)], [(1, 2)], [(0, 51)]),
-        ("convoy", "7", 2),
-    ]
-    for event in events:
-        core.apply(event)
-        twin.apply(json.loads(json.dumps(event)))
-    verdicts = [[each.reference("7", extent) for _ in range(3) for extent in range(51)] for each in (core, twin)]
-    assert verdicts[0] == verdicts[1] and HIT in verdicts[0]
 
 
 # Shares and pins

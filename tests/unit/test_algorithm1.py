@@ -111,7 +111,7 @@ def test_runs_have_the_hits_of_a_plain_program(runs: list[tuple[int, int]], capa
     assert cache.sequences == len(set(plain.sequence_of.values()))
 
 
-@pytest.mark.parametrize("name", traces())
+@pytest.mark.parametrize("name", ["zipf", "loop within a loop", "loop and hot blocks"])
 def test_long_traces_have_the_hits_of_a_plain_program(name: str) -> None:
     ids = traces()[name][:6000]
     for capacity in (20, 150):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llmcache.cache.detector import HOT, LOOP, LOOP_PASSES, SEQ, Detector, Place
+from llmcache.cache.detector import LOOP, LOOP_PASSES, SEQ, Detector, Place
 from llmcache.cache.streams import WINDOW
 
 if TYPE_CHECKING:
@@ -48,11 +48,6 @@ def loops(detector: Detector, file: int = 0, write: bool = False) -> list[Place]
 def live_loops(detector: Detector, file: int) -> list[Place]:
     """Returns the loops that have not expired."""
     return [place for place in loops(detector, file) if not place.expired(detector.now)]
-
-
-def hot_blocks(detector: Detector, file: int = 0) -> int:
-    """Returns how many blocks are hot."""
-    return sum(place.blocks for place in detector.places(file) if place.kind == HOT)
 
 
 def test_a_retried_prompt_is_no_loop() -> None:
@@ -92,25 +87,6 @@ def test_columns_of_a_matrix_are_read_once() -> None:
     """Every column is a stride over all rows: they are no passes over the same blocks."""
     detector = detect(runs_of([row * 40 + column for column in range(40) for row in range(100)]))
     assert loops(detector) == []
-
-
-def test_a_hot_set_read_in_short_runs_is_no_loop() -> None:
-    """Figure 2b: probabilistic re-references look like loops, and are none."""
-    source = random.Random(3)
-    accesses = []
-    for _ in range(4000):
-        accesses += [(source.randrange(60) * 4, 4), *((source.randrange(10**6, 10**7), 1) for _ in range(4))]
-    detector = detect(accesses)
-    assert loops(detector) == []
-    assert 235 <= hot_blocks(detector) <= 245
-
-
-@pytest.mark.parametrize("size", [3, 40, 200])
-def test_random_reads_of_neighbours_are_hot(size: int) -> None:
-    source = random.Random(size)
-    detector = detect([(source.randrange(size), 1) for _ in range(600 + 40 * size)])
-    assert loops(detector) == []
-    assert hot_blocks(detector) == size
 
 
 def test_a_short_loop_inside_a_long_one() -> None:

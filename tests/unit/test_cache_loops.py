@@ -163,18 +163,6 @@ def test_far_readers_have_their_own(readers: int, loops: bool) -> None:
     assert sorted(cursor.head for cursor in table.live) == [start + 9 for start in starts]
 
 
-@given(st.integers(1, 500), st.integers(0, 499), st.integers(0, 499), st.booleans())
-def test_distance_goes_forward(size: int, start: int, end: int, loops: bool) -> None:
-    table = CursorTable(size, REACH, loops)
-    start, end = start % size, end % size
-    distance = table.distance(start, end)
-    if loops or end >= start:
-        assert 0 <= distance < size
-        assert (start + distance) % size == end
-    else:
-        assert distance == size
-
-
 @given(st.integers(1, 20), st.lists(st.integers(0, 19), max_size=60), st.booleans())
 def test_small_files_work_too(size: int, touches: list[int], loops: bool) -> None:
     """Reach is no more than a third of the ranks: else everything would be near everything."""

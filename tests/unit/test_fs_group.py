@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmcache.cache.loops import Pass
 from llmcache.fs.backends.base import Holder
 from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.group import LOADING, MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, Group, Member
+from llmcache.fs.engine.group import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, Group, Member
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, bring, new_group, new_state
@@ -74,16 +74,6 @@ def test_next_absent_is_the_first_ahead_within_its_span(loops: bool, head: int, 
     assert group.next_absent(head, span) == next((extent for extent in ahead if extent not in present), None)
 
 
-def test_waiting_counts_what_lies_between_round_the_end_too() -> None:
-    state = new_state(1 << 40)
-    group = new_group(state, "loop", SIZE, looping=True)
-    bring(state, group, [SIZE - 1, 0], READY, 0)
-    bring(state, group, [1], LOADING, 0)
-    bring(state, group, [2], TOUCHED, 0)
-    assert group.waiting(SIZE - 2, 3) == 3
-    assert group.waiting(0, 3) == 1
-
-
 @given(st.permutations(range(SIZE)))
 def test_states_follow_their_extents_into_a_new_order(seen: list[int]) -> None:
     state = new_state(1 << 40)
@@ -95,13 +85,6 @@ def test_states_follow_their_extents_into_a_new_order(seen: list[int]) -> None:
     for _ in range(2):
         group.learn(Pass(tuple(seen), 0, 1000))
     assert [group.state(extent) for extent in range(SIZE)] == before
-
-
-def test_neighbours_are_dropped_together() -> None:
-    state = new_state(MIB)
-    group = new_group(state, "file", SIZE)
-    found = [(offset, length) for _, offset, length in state.ranges(group, [4, 2, 3, 9])]
-    assert found == [(2 * MIB, 3 * MIB), (9 * MIB, MIB)]
 
 
 def test_what_lies_behind_the_end_of_a_file_that_was_cut_has_no_bytes() -> None:

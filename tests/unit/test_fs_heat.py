@@ -96,15 +96,6 @@ def test_the_strip_shows_where_things_are() -> None:
     assert cells["cold"] == "0" * 8 + "9" * 2 + "5" + "9" * 5
 
 
-def test_what_loops_and_is_no_model_is_one_layer_and_small_files_are_none() -> None:
-    state = new_state(64 * MIB)
-    new_group(state, "loop.bin", 8, looping=True)
-    new_group(state, "once.bin", 8)
-    (file,) = heat(state, "steer")["files"]
-    assert file["path"] == "/loop.bin"
-    assert [(layer["name"], layer["bytes"]) for layer in file["layers"]] == [("", 8 * MIB)]
-
-
 def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
     state = new_state(64 * MIB)
     for number in range(20):
@@ -150,8 +141,7 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
 def test_of_a_running_engine_it_is_what_the_counters_say(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, mode, monkeypatch) as rig:
         file = rig.file("loop", LOOP)
-        for _ in range(4):
-            rig.sweep(file)
+        rig.sweep(file, 4)
         rig.until_pinned(file)
         group = rig.engine.state.owners[file.backing][0]
         before = group.pinned_bytes

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.mixture import MixtureBytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.layout import modelfile
 from llmcache.fs.layout.modelfile import model_bytes
 from tests.unit.gguf_bytes import U16, U32, Gguf
@@ -184,12 +184,3 @@ def test_what_must_not_be_read_is_the_environments_fault(tmp_path: Path, monkeyp
     monkeypatch.setattr(modelfile, "open", refuse, raising=False)  # root may read everything
     with pytest.raises(EnvironmentProblem, match=r"--model: .*Permission denied"):
         model_bytes(str(path))
-
-
-def test_all_errors_are_ours(tmp_path: Path) -> None:
-    whole = gguf(tmp_path / "whole.gguf", EMBEDDING, LAYER, OUTPUT).read_bytes()
-    path = tmp_path / "cut.gguf"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(LlmcacheError):
-            model_bytes(str(path))

@@ -196,15 +196,6 @@ def test_a_failure_is_told_to_the_log_and_not_to_the_scraper(
     assert "metrics cannot be made" in caplog.text
 
 
-def test_a_port_in_use_is_told_at_once() -> None:
-    first = MetricsEndpoint("127.0.0.1:0")
-    with pytest.raises(MountProblem, match=r"cannot listen on 127\.0\.0\.1:") as caught:
-        MetricsEndpoint(first.address)
-    assert caught.value.hint and "another port" in caught.value.hint
-    first.close()
-    MetricsEndpoint(first.address).close()  # free again, at once
-
-
 def test_hanging_scrapers_leave_no_room(serve: Callable[..., str]) -> None:
     address = serve(lambda: "text")
     with ExitStack() as stack:
@@ -264,16 +255,3 @@ def test_the_engine_is_asked_seldom_however_often_it_is_scraped(
     address = serve(lambda: asked.append(1) or "text")  # type: ignore[func-returns-value]
     assert [get(address)[0] for _ in range(20)] == [200] * 20
     assert len(asked) == 1
-
-
-def test_closing_ends_the_thread() -> None:
-    served = MetricsEndpoint("127.0.0.1:0")
-    before = set(threading.enumerate())
-    served.start(lambda: "text")
-    (thread,) = set(threading.enumerate()) - before
-    assert get(served.address)[0] == 200
-    served.close()
-    thread.join(120)
-    assert not thread.is_alive()
-    with pytest.raises(ConnectionRefusedError):
-        dial(served.address)

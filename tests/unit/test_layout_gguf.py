@@ -1,18 +1,14 @@
 """GGUF headers: what is read from good ones, and what is wrong with bad ones."""
 
-import itertools
 import tracemalloc
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.gguf import GGML_TYPES
 from llmcache.fs.layout.tensors import ModelLayout
-from tests.conftest import examples
 from tests.unit.gguf_bytes import ARRAY, BOOL, F64, I32, STRING, U8, U16, U32, U64, Gguf, Reads, reading
 
 F32_TYPE, Q8_0_TYPE = 0, 8
@@ -136,27 +132,6 @@ def test_errors_of_the_disk_pass_through_and_other_files_are_no_models() -> None
         read_layout(Mock(side_effect=OSError(5, "Input/output error")), 100, "model.gguf")
     for content in (b"", b"GG", b"ELF and more", b"{}"):
         assert read_layout(*reading(content), "notes.txt") is None
-
-
-GOOD = small().file()
-
-
-@settings(max_examples=examples(500))
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=6), st.data())
-def test_a_damaged_header_gives_a_sound_layout_or_an_error(changes: list[tuple[int, int]], data: st.DataObject) -> None:
-    content = bytearray(GOOD)
-    for place, value in changes:
-        content[place] = value
-    content = content[: data.draw(st.integers(0, len(content)))]
-    content += data.draw(st.just(b"") | st.binary(max_size=400))
-    try:
-        layout = read_layout(*reading(bytes(content)), "model.bin")
-    except DataError:
-        return
-    if layout is not None:
-        regions = sorted(layout.regions(), key=lambda region: region.first_byte)
-        assert all(region.end <= len(content) for region in regions)
-        assert all(a.end <= b.first_byte for a, b in itertools.pairwise(regions) if b.size_bytes)
 
 
 @pytest.mark.llama

@@ -4,8 +4,6 @@ import json
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
@@ -97,31 +95,6 @@ def test_metadata_of_any_length_is_skipped() -> None:
 def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_layout(*reading(content), "model.safetensors")
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-_ENTRY = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(["F32", "BF16", "F4", "?"]) | _JSON,
-        "shape": st.lists(st.integers(-1, 9), max_size=3) | _JSON,
-        "data_offsets": st.lists(st.integers(-1, 99), min_size=2, max_size=2) | _JSON,
-    },
-)
-
-
-@given(st.dictionaries(st.text(max_size=8), _ENTRY | _JSON, max_size=4) | _JSON | st.binary(max_size=50))
-def test_any_header_is_a_layout_or_a_data_error(header: object) -> None:
-    content = encoded(header)
-    try:
-        layout = layout_of(content)
-    except DataError:
-        return
-    assert all(region.end <= len(content) for region in layout.regions())
 
 
 def test_the_index_names_the_shards() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numba
 import numpy as np
 import pytest
-from numba.core.dispatcher import Dispatcher
 
 from llmcache.cache.policies import structures
 from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.belady import GAPS, Belady, why_not_exact
 from llmcache.cache.policies.lfu import LeCaR
-from llmcache.cache.policies.structures import MOST, SAMPLE, estimate, new_sketch, note
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import Provenance
 
@@ -34,23 +31,6 @@ def test_a_moving_working_set_teaches_it_to_trust_lru() -> None:
     cache = LeCaR(100, 3150)
     cache.replay(ids, np.ones_like(ids))
     assert cache.weights[0] > cache.weights[1]
-
-
-def test_of_equal_frequencies_lfu_gives_up_the_lowest_block() -> None:
-    cache = LeCaR(3, 10)
-    cache.weights[:] = [0, 1]
-    cache.replay(np.array([7, 2, 5, 9]), np.ones(4, np.int64))
-    assert cache.resident().tolist() == [5, 7, 9]
-
-
-def test_a_block_comes_back_from_its_history_with_its_frequency() -> None:
-    cache = LeCaR(2, 10)
-    cache.weights[:] = [1, 0]
-    ids = np.array([1, 1, 1, 2, 3, 1])  # 1 leaves by recency with frequency 3 and comes back with 4
-    cache.replay(ids, np.ones_like(ids))
-    cache.weights[:] = [0, 1]
-    cache.replay(np.array([3, 3, 4]), np.ones(3, np.int64))  # 3 has reached 3: the least of 4 and 3
-    assert cache.resident().tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -80,43 +60,6 @@ def test_hits_of_a_large_loop() -> None:
 def test_links_take_eight_bytes_a_block_and_a_set_of_times_a_bit_a_time() -> None:
     assert structures.new_links(1000, 1).nbytes == 8 * 1001
     assert structures.new_timeset(1_000_000).words.nbytes < 1.04 * 1_000_000 / 8
-
-
-def test_the_sketch_counts_up_to_sixteen() -> None:
-    sketch = new_sketch(100)
-    for times in range(1, 30):
-        note(sketch, 5)
-        assert estimate(sketch, 5) == min(times, MOST + 1)  # the doorkeeper knows one more
-    assert estimate(sketch, 6) == 0
-
-
-def test_the_sketch_is_never_too_low_and_seldom_too_high() -> None:
-    sketch = new_sketch(1000)
-    ids = (3000 * np.random.default_rng(3).random(SAMPLE * 1000 - 1) ** 2).astype(np.int64)
-    for block in ids.tolist():
-        note(sketch, block)
-    true = Counter(ids.tolist())
-    above = [estimate(sketch, block) - min(true[block], MOST + 1) for block in range(3000)]
-    assert min(above) >= 0
-    assert sum(value > 0 for value in above) < 0.05 * len(above)
-
-
-def test_a_full_sample_halves_the_counts_and_empties_the_doorkeeper() -> None:
-    sketch = new_sketch(10)
-    for _ in range(9):
-        note(sketch, 1)
-    for _ in range(SAMPLE * 10 - 10):
-        note(sketch, 2)
-    assert (estimate(sketch, 1), estimate(sketch, 2)) == (9, 16)
-    note(sketch, 2)
-    assert sketch.sample[0] == 0
-    assert not sketch.door.any()
-    assert (estimate(sketch, 1), estimate(sketch, 2)) == (4, 7)
-
-
-def test_parts_are_compiled_only_within_the_policies_that_call_them() -> None:
-    compiled = [name for name, value in vars(structures).items() if isinstance(value, Dispatcher)]
-    assert compiled == ["note", "estimate"]
 
 
 def test_it_is_told_when_something_is_compiled_and_when_that_is_done() -> None:

