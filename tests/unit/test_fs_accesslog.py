@@ -94,7 +94,7 @@ def test_rows_that_a_dead_child_did_not_take_are_lost(
     for _ in range(50):
         a_row(log)
     child.go_on.set()
-    log.close()
+    log._thread.join(60)
     assert (log.rows, log.lost) == (50, 50)  # whether they were sent together, or still in the queue
     assert "the access log" in caplog.text
 

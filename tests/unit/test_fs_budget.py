@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,43 +31,35 @@ def test_the_machine(root: Path) -> None:
     assert tightest(root) == memory
 
 
-def v1(name: str, limit: int, usage: int, stat: dict[str, int]) -> Callable[[Path], None]:
-    return lambda root: v1_group(root, name, limit, usage, stat)
-
-
-def v2(name: str, limit: int | str, usage: int, stat: dict[str, int]) -> Callable[[Path], None]:
-    return lambda root: v2_group(root, name, str(limit), usage, stat)
-
-
 CLEAN = {"inactive_file": 1, "total_inactive_file": 300 * MIB, "total_active_file": MIB}
 # /proc/self/cgroup, the groups there are, and total and available bytes of those that limit.
-CGROUPS: dict[str, tuple[str, list[Callable[[Path], None]], dict[int, int]]] = {
+CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
     "version 1 counts children and clean cache": (
         "9:memory:/box\n3:cpu,cpuacct:/box\n",
-        [v1("box", 2 * GIB, 1500 * MIB, CLEAN)],
+        [(v1_group, "box", 2 * GIB, 1500 * MIB, CLEAN)],
         {2 * GIB: 2 * GIB - 1500 * MIB + 301 * MIB},
     ),
-    "version 1 without a limit": ("9:memory:/box\n", [v1("box", 9223372036854771712, GIB, CLEAN)], {}),
+    "version 1 without a limit": ("9:memory:/box\n", [(v1_group, "box", 9223372036854771712, GIB, CLEAN)], {}),
     "version 2 takes every limit on the way up": (
         "0::/slice/unit/leaf\n",
         [
-            v2("slice", 4 * GIB, 3 * GIB, {"inactive_file": 0, "active_file": 0}),
-            v2("slice/unit", 2 * GIB, GIB, {"inactive_file": 200 * MIB, "active_file": 100 * MIB}),
-            v2("slice/unit/leaf", "max", GIB, {"inactive_file": 0}),
+            (v2_group, "slice", str(4 * GIB), 3 * GIB, {"inactive_file": 0, "active_file": 0}),
+            (v2_group, "slice/unit", str(2 * GIB), GIB, {"inactive_file": 200 * MIB, "active_file": 100 * MIB}),
+            (v2_group, "slice/unit/leaf", "max", GIB, {"inactive_file": 0}),
         ],
         {4 * GIB: GIB, 2 * GIB: GIB + 300 * MIB},
     ),
     "hybrid reads both hierarchies": (
         "9:memory:/old\n1:name=systemd:/new\n0::/new\n",
         [
-            v1("old", 3 * GIB, GIB, {"total_inactive_file": 0}),
-            v2("unified/new", 2 * GIB, GIB, {"inactive_file": 0}),
+            (v1_group, "old", 3 * GIB, GIB, {"total_inactive_file": 0}),
+            (v2_group, "unified/new", str(2 * GIB), GIB, {"inactive_file": 0}),
         ],
         {3 * GIB: 2 * GIB, 2 * GIB: GIB},
     ),
     "a container whose path is not visible has its own root": (
         "9:memory:/docker/abc\n",
-        [v1("", GIB, 0, {"total_inactive_file": 0})],
+        [(v1_group, "", GIB, 0, {"total_inactive_file": 0})],
         {GIB: GIB},
     ),
 }
@@ -77,8 +69,8 @@ CGROUPS: dict[str, tuple[str, list[Callable[[Path], None]], dict[int, int]]] = {
 def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
     own, groups, expected = CGROUPS[case]
     (root / "proc/self/cgroup").write_text(own)
-    for make in groups:
-        make(root)
+    for make, *facts in groups:
+        make(root, *facts)
     found = cgroup_memory(root)
     assert {memory.total_bytes: memory.available_bytes for memory in found} == expected
     assert all(GROUP_MARGIN_BYTES <= memory.margin_bytes <= memory.total_bytes // 32 for memory in found)

@@ -114,17 +114,22 @@ def open_it(state: CacheState, group: Group) -> None:
     state.owners[backing] = (group, group.members[0])  # type: ignore[index]
 
 
-def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
-    state = new_state(64 * MIB)
-    group = new_group(state, "mixture", 16)
+def mixture_of(state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2) -> Mixture:
+    """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
+    group = new_group(state, "mixture", mib * layers * experts)
     group.status = bytearray([SINGLE]) * group.count
-    cache = state.mixtures
-    layout = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 16 * MIB, "F32", experts=8),))
     member = group.members[0]
     member.backing = cast(Backing, object())
-    cache.begin(group, member, Experts(layout))
-    mixture = member.mixture
-    assert mixture is not None
+    size = mib * experts * MIB
+    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
+    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
+    assert member.mixture is not None
+    return member.mixture
+
+
+def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state, layers=1, mib=2), state.mixtures
 
     def miss(expert: int, works: bool = True) -> None:
         with state.lock:
@@ -144,21 +149,14 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
         cache.used_bytes += 100 * MIB
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
         cache.used_bytes -= 100 * MIB
-        assert sum(charged for *_, charged in cache.end(group)) == 0
+        assert sum(charged for *_, charged in cache.end(state.groups["mixture"])) == 0
         cache.arrived(mixture, 0, True)
     assert cache.used_bytes == 0
 
 
 def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> None:
     state = new_state(1024 * MIB)
-    group = new_group(state, "mixture", 128)
-    group.status = bytearray([SINGLE]) * group.count
-    cache, member = state.mixtures, group.members[0]
-    member.backing = cast(Backing, object())
-    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", 64 * n * MIB, 64 * MIB, "F32", experts=64) for n in range(2))
-    cache.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=4)))
-    mixture = member.mixture
-    assert mixture is not None
+    mixture, cache = mixture_of(state, experts=64, mib=1, used=4), state.mixtures
     with state.lock:
         for _token in range(20):
             for expert in (3, 9, 20, 21, 64, 70, 71, 99):
@@ -176,19 +174,6 @@ def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> Non
         coldest = cache.hot.coldest(64 - 4 - 12)
     assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
     assert set(coldest) <= set(brought)
-
-
-def mixture_of(state: CacheState, layers: int = 2, experts: int = 8) -> Mixture:
-    """A file of `layers` tensors whose `experts` have 4 MiB each."""
-    group = new_group(state, "mixture", 4 * layers * experts)
-    group.status = bytearray([SINGLE]) * group.count
-    member = group.members[0]
-    member.backing = cast(Backing, object())
-    size = 4 * experts * MIB
-    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
-    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=2)))
-    assert member.mixture is not None
-    return member.mixture
 
 
 def test_experts_of_the_layer_that_is_computed_stay() -> None:
