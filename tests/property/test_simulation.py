@@ -71,8 +71,8 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     two = saved(trace_of(loop(90, 2, 1)), tmp_path, "two.parquet")
     plan = Plan(("lru", "lfu", "belady"), AUTO, curves=True)
     told: list[tuple[str, int, int]] = []
-    both = simulate_all([one, two, one], plan, jobs=2, progress=lambda *what: told.append(what))
-    apart = [simulate_all([path], plan) for path in (one, two)]
+    both = simulate_all([one, two, one], plan, jobs=2)
+    apart = [simulate_all([one], plan, progress=lambda *what: told.append(what)), simulate_all([two], plan)]
     assert both.results == apart[0].results + apart[1].results
     assert both.traces == apart[0].traces + apart[1].traces
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

@@ -253,9 +253,11 @@ def test_shares_fit_the_budget_and_shorter_periods_are_served_first(
                 assert share.pinned_bytes == loop.size_bytes
 
 
-def test_idle_loops_get_what_is_left() -> None:
+def test_the_shortest_period_is_served_first_and_idle_loops_get_what_is_left() -> None:
     active, idle = Loop("active", 80 * MIB, 10**10, True), Loop("idle", 80 * MIB, 10**9, False)
     assert share_budget(100 * MIB, [idle, active]) == {"active": Share(80 * MIB, 0), "idle": Share(20 * MIB, 0)}
+    smaller = Loop("smaller", 60 * MIB, 10**11, True)
+    assert share_budget(100 * MIB, [smaller, active])["active"] == Share(80 * MIB, 0)
 
 
 @given(st.integers(0, 300), st.integers(0, 320))

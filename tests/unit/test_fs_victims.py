@@ -7,6 +7,10 @@ from typing import cast
 import pytest
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
+from llmcache.fs.backends.base import BufferPool
+from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
+from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.experts import Mixture
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
@@ -112,6 +116,26 @@ def open_it(state: CacheState, group: Group) -> None:
     backing = object()
     state.opens[backing] = 1  # type: ignore[index]  # only its identity matters
     state.owners[backing] = (group, group.members[0])  # type: ignore[index]
+
+
+def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
+    """The kernel dropped it in part, did not store it, or storage failed: it would stay charged for ever."""
+    state = new_state(10 * MIB)
+    state.pool = BufferPool(2, 0)
+    backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    group = new_group(state, "file", 4)
+    bring(state, group, [0], TOUCHED, LONG_AGO)
+    for _ in range(REFAULTS_MAX):
+        Reader(cast(Engine, None), backend)._refault(group, 0, 4096)
+    stray(state, group, [2], 8192)
+    not_stored, failed = (backend.claim(group, group.members[0], extent, ahead=False) for extent in (1, 2))
+    assert not_stored is not None and failed is not None
+    backend._stored(group, group.members[0], not_stored, False, -12)
+    failed.error = OSError(5, "error")
+    backend._fail(group, failed)
+    assert group.charge[2] >= 8192 and state.resident_bytes == sum(group.charge)
+    state.limit_bytes = 0
+    assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
 
 
 def mixture_of(state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2) -> Mixture:
