@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.loops import Pass
+from llmcache.cache.loops import RECENT, Pass
 from llmcache.fs.backends.base import Holder
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, Group, Member
@@ -72,6 +72,22 @@ def test_next_absent_is_the_first_ahead_within_its_span(loops: bool, head: int, 
     bring(state, group, sorted(present), TOUCHED, 0)
     ahead = [extent % SIZE for extent in range(head + 1, head + span + 1) if loops or extent < SIZE]
     assert group.next_absent(head, span) == next((extent for extent in ahead if extent not in present), None)
+
+
+def test_whole_passes_make_a_loop_and_its_period_which_follows_when_more_of_it_is_pinned() -> None:
+    group = new_group(new_state(1 << 40), "file", SIZE)
+    whole = tuple(range(SIZE))
+    assert not group.learn(Pass(whole[: SIZE // 2 - 1], 0, 1000)) and not group.looping, "a short pass is no evidence"
+    assert group.learn(Pass(whole, 0, 1000)) and group.looping
+    assert (group.learner.passes, group.learner.period, group.loop_bytes) == (1, 1000, SIZE * MIB)
+    assert not group.learn(Pass(whole, 0, 3000)) and group.learner.period == 2000
+    for _ in range(100):
+        group.learn(Pass(whole, 0, 3000))
+    for extent in whole[: SIZE * 3 // 4]:
+        group.set_state(extent, PINNED)
+    for _ in range(RECENT):
+        group.learn(Pass(whole[SIZE * 3 // 4 :], 0, 1000))
+    assert group.learner.period == 1000
 
 
 @given(st.permutations(range(SIZE)))
