@@ -104,13 +104,6 @@ def hits_what_is_resident(name: str, case: Case) -> None:
         before = after
 
 
-def decides_the_same_again(name: str, case: Case) -> None:
-    """The same trace gives the same hits and the same content."""
-    one, other = case.policy(name), case.policy(name)
-    assert one.replay(case.first, case.count).tolist() == other.replay(case.first, case.count).tolist()
-    assert one.resident().tolist() == other.resident().tolist()
-
-
 def does_not_see_where_calls_end(name: str, case: Case) -> None:
     """A trace cut into several calls of `replay` gives the same hits and the same content."""
     whole, cut = case.policy(name), case.policy(name)
@@ -145,26 +138,14 @@ def is_not_better_than_belady(name: str, case: Case) -> None:
     assert sum(case.hits(name)) <= sum(case.hits("belady"))
 
 
-def keeps_what_a_smaller_one_keeps(name: str, case: Case) -> None:
-    """A cache of one block more holds the same and hits at least where the smaller one does, if all sizes are one stack."""
-    if name != "lru":
-        return
-    larger = Case(case.capacity + 1, case.blocks, case.runs)
-    small, large = case.policy(name), larger.policy(name)
-    assert (small.replay(case.first, case.count) <= large.replay(case.first, case.count)).all()
-    assert np.isin(small.resident(), large.resident()).all()
-
-
 Clause = Callable[[str, Case], None]
 
 ALWAYS: tuple[Clause, ...] = (
     holds_no_more_than_capacity,
     holds_only_what_was_referenced,
-    decides_the_same_again,
     sees_blocks_and_not_runs,
     misses_only_first_uses_when_all_fits,
     is_not_better_than_belady,
-    keeps_what_a_smaller_one_keeps,
 )
 ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_end)
 """What can be asked only of a policy that does not need the whole trace at once."""

@@ -36,7 +36,7 @@ class File:
     """A file as the kernel knows it: node, pages by index, pages of unanswered READs, mlocked pages."""
 
     node: int
-    backing: Backing
+    backing: SlowBacking
     pages: dict[int, bytes] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
     pinned: set[int] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Kernel:
         self._requests = 0
         self._nodes = 1000
 
-    def add(self, backing: Backing) -> File:
+    def add(self, backing: SlowBacking) -> File:
         """A file that is looked up; a path that is known keeps its node and its pages."""
         known = self.files.get(backing.path)
         if known is not None:
@@ -182,7 +182,6 @@ class Pins:
         return self._kernels[0]
 
     def start(self, _mountpoint: str) -> None:
-        """As PinService."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -194,29 +193,23 @@ class Pins:
             file.pinned.clear()
 
     def settle(self, timeout_s: float) -> None:
-        """As PinService."""
         done = threading.Event()
         self._queue.put(done.set)
         assert done.wait(timeout_s)
 
     def attach(self, path: str) -> None:
-        """As PinService."""
         self._queue.put(lambda: self.on_attached(path, self.kernel.files[path].node))
 
     def detach(self, path: str) -> None:
-        """As PinService."""
         self._queue.put(lambda: self._detach(path))
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """As PinService."""
         self._queue.put(lambda: self._lock(path, offset, length))
 
     def unlock(self, path: str, offset: int, length: int) -> None:
-        """As PinService."""
         self._queue.put(lambda: self._unlock(path, offset, length))
 
     def rename(self, old: str, new: str) -> None:
-        """As PinService."""
         self._queue.put(lambda: self.kernel.files.update({new: self.kernel.files.pop(old)}))
 
     def _run(self) -> None:
@@ -257,7 +250,6 @@ class SlowBacking(Backing):
     after_read: Callable[[int, int], None] = staticmethod(lambda _size, _offset: None)
 
     def read_into(self, address: int, size: int, offset: int) -> int:
-        """As Backing."""
         if self.delays is not None:
             time.sleep(self.delays.random() * 1e-3)
         if offset < self.failing.stop and offset + size > self.failing.start:

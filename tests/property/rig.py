@@ -24,7 +24,6 @@ MIB = 1 << 20
 BUDGET = 16 * MIB
 LOOP = 34 * MIB + 5  # large enough to be fetched in extents
 SLACK = 16 * MIB + WINDOW_ALLOWANCE_BYTES
-MODES = pytest.mark.parametrize("mode", ["steer", "arena"])
 
 
 @functools.cache
@@ -74,10 +73,11 @@ class Rig:
         got = self.kernel.read(file, offset, size)
         assert got == self.expected(file, offset, size), f"wrong bytes in {file.backing.path} at {offset}+{size}"
 
-    def sweep(self, file: File, chunk: int = 256 << 10) -> None:
-        """One pass over the whole file."""
-        for offset in range(0, file.backing.size, chunk):
-            self.check(file, offset, chunk)
+    def sweep(self, file: File, passes: int = 1) -> None:
+        """Whole passes over the file."""
+        for _ in range(passes):
+            for offset in range(0, file.backing.size, 256 << 10):
+                self.check(file, offset, 256 << 10)
 
     def node_known(self, file: File) -> bool:
         """True once extents of `file` can be fetched."""
@@ -180,9 +180,4 @@ def reader(rig: Rig, files: list[File], seed: int, reads: int) -> Callable[[], N
 
 def looper(rig: Rig, file: File, rounds: int) -> Callable[[], None]:
     """A thread's work: whole passes."""
-
-    def work() -> None:
-        for _ in range(rounds):
-            rig.sweep(file)
-
-    return work
+    return lambda: rig.sweep(file, rounds)

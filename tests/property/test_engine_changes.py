@@ -15,8 +15,8 @@ import pytest
 from llmcache.fs.daemon.daemon import THREADS
 from llmcache.fs.engine.engine import WAITERS
 from llmcache.fs.engine.warmup import Bringer
-from tests.property.kernel import File, SlowBacking, open_backing, wait_until
-from tests.property.rig import LOOP, MIB, MODES, Rig, content, in_threads, running
+from tests.property.kernel import File, open_backing, wait_until
+from tests.property.rig import LOOP, MIB, Rig, content, in_threads, running
 
 
 def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
@@ -33,14 +33,30 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
     rig.kernel.invalidate(file.node, 0, 0)
 
 
-@MODES
-@pytest.mark.parametrize("size", [12 * MIB, LOOP])
+@contextmanager
+def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
+    """A with block during which the STORE that `begin` leads to is under way."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(120)
+
+    rig.kernel.before_store_page = hold
+    try:
+        begin()
+        assert begun.wait(120)
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(("mode", "size"), [("steer", 12 * MIB), ("steer", LOOP), ("arena", LOOP)])
 def test_reads_after_a_change_see_no_old_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, size: int
 ) -> None:
     with running(tmp_path, mode, monkeypatch) as rig:
         file = rig.file("file", size)
-        assert isinstance(file.backing, SlowBacking)
         file.backing.delays = random.Random(4)
         done = threading.Event()
 
@@ -65,48 +81,17 @@ def test_reads_after_a_change_see_no_old_bytes(
         in_threads(changes, noise(1), noise(2))
 
 
-@MODES
-def test_a_store_under_way_at_a_change_leaves_no_old_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_a_store_under_way_at_a_change_leaves_no_old_bytes(rig: Rig) -> None:
     """A STORE that has begun before a change may end after the kernel's pages were dropped."""
-    with running(tmp_path, mode, monkeypatch) as rig:
-        file = rig.file("file", LOOP)
-        begun, go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            begun.set()
-            assert go_on.wait(120)
-
-        rig.kernel.before_store_page = hold
-        rig.check(file, 5 * MIB + (64 << 10), 4096)  # the rest of the extent is stored after the reply
-        assert begun.wait(120)
-        changing = threading.Thread(target=change_behind, args=(rig, file, "file", 7), daemon=True)
+    file = rig.file("file", LOOP)
+    changing = threading.Thread(target=change_behind, args=(rig, file, "file", 7), daemon=True)
+    with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):  # the rest of the extent, after the reply
         changing.start()
         changing.join(0.5)  # either it has dropped the pages by now, or it waits for the STORE
-        go_on.set()
-        changing.join(120)
-        assert not changing.is_alive()
-        wait_until(rig.settled, "nothing is under way")
-        rig.sweep(file)
-
-
-@contextmanager
-def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
-    """A with block during which the STORE that `begin` leads to is under way."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        assert go_on.wait(120)
-
-    rig.kernel.before_store_page = hold
-    try:
-        begin()
-        assert begun.wait(120)
-        yield
-    finally:
-        go_on.set()
+    changing.join(120)
+    assert not changing.is_alive()
+    wait_until(rig.settled, "nothing is under way")
+    rig.sweep(file)
 
 
 def evicted(rig: Rig, file: File) -> None:
@@ -116,28 +101,24 @@ def evicted(rig: Rig, file: File) -> None:
         rig.engine.forget(state.owners[file.backing][0])
 
 
-@MODES
-def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(rig: Rig) -> None:
     """It would put old data over what is written."""
-    with running(tmp_path, mode, monkeypatch) as rig:
-        file, state = rig.file("file", LOOP), rig.engine.state
-        left: list[int] = []
+    file, state = rig.file("file", LOOP), rig.engine.state
+    left: list[int] = []
 
-        def open_to_write() -> None:
-            file.backing.writable = True
-            rig.engine.opened(file.backing, "/file", 1)
-            left.append(len(state.storing))
+    def open_to_write() -> None:
+        file.backing.writable = True
+        rig.engine.opened(file.backing, "/file", 1)
+        left.append(len(state.storing))
 
-        opening = threading.Thread(target=open_to_write, daemon=True)
-        with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
-            evicted(rig, file)
-            opening.start()
-            wait_until(lambda: rig.engine._waiting > 0 or left != [], "it waits, or does not")
-            assert not left
-        opening.join(120)
-        assert left == [0]
+    opening = threading.Thread(target=open_to_write, daemon=True)
+    with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
+        evicted(rig, file)
+        opening.start()
+        wait_until(lambda: rig.engine._waiting > 0 or left != [], "it waits, or does not")
+        assert not left
+    opening.join(120)
+    assert left == [0]
 
 
 @pytest.mark.parametrize("limit", [("WAITERS", 1), ("WAIT_S", 0.01)], ids=["too many", "too long"])
@@ -177,128 +158,107 @@ def test_who_closes_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch
         assert not warming.is_alive()
 
 
-@MODES
-def test_a_fetch_of_an_ended_group_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_fetch_of_an_ended_group_is_not_stored(rig: Rig) -> None:
     """A read of two extents, with a change after the first and another while the second is being fetched."""
-    with running(tmp_path, mode, monkeypatch) as rig:
-        file = rig.file("file", LOOP)
-        backing = file.backing
-        assert isinstance(backing, SlowBacking)
-        extent = rig.engine.state.owners[backing][0].extent_bytes
-        versions = iter([1, 2])
+    file = rig.file("file", LOOP)
+    backing = file.backing
+    extent = rig.engine.state.owners[backing][0].extent_bytes
+    versions = iter([1, 2])
 
-        def change_once(size: int, offset: int) -> None:
-            if size == extent and (version := next(versions, None)) is not None:
-                rig.write("file", content(backing.size, str(version)))
-                rig.engine.changed(backing, 0, -1)
+    def change_once(size: int, offset: int) -> None:
+        if size == extent and (version := next(versions, None)) is not None:
+            rig.write("file", content(backing.size, str(version)))
+            rig.engine.changed(backing, 0, -1)
 
-        backing.after_read = change_once
-        rig.kernel.read(file, 2 * extent - (64 << 10), 128 << 10)
-        backing.after_read = lambda _size, _offset: None
-        wait_until(rig.settled, "nothing is under way")
-        with rig.kernel.lock:
-            file.pages.clear()  # what was read meanwhile may be of either version; what is stored from now on not
-        rig.sweep(file)
-        rig.charges_add_up()
+    backing.after_read = change_once
+    rig.kernel.read(file, 2 * extent - (64 << 10), 128 << 10)
+    backing.after_read = lambda _size, _offset: None
+    wait_until(rig.settled, "nothing is under way")
+    with rig.kernel.lock:
+        file.pages.clear()  # what was read meanwhile may be of either version; what is stored from now on not
+    rig.sweep(file)
+    rig.charges_add_up()
 
 
-@MODES
-def test_a_file_replaced_while_closed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
-        old = rig.file("file", LOOP)
-        for _ in range(3):
-            rig.sweep(old)
-        rig.until_pinned(old)
-        rig.engine.closed(old.backing, 1)
-        (tmp_path / "file").unlink()
-        new = rig.file("file", LOOP, seed=1)
-        for _ in range(3):
-            rig.sweep(new)
-        wait_until(rig.settled, "nothing is under way")
-        rig.charges_add_up()
+def test_a_file_replaced_while_closed_is_read_anew(rig: Rig, tmp_path: Path) -> None:
+    old = rig.file("file", LOOP)
+    rig.sweep(old, 3)
+    rig.until_pinned(old)
+    rig.engine.closed(old.backing, 1)
+    (tmp_path / "file").unlink()
+    new = rig.file("file", LOOP, seed=1)
+    rig.sweep(new, 3)
+    wait_until(rig.settled, "nothing is under way")
+    rig.charges_add_up()
 
 
-@MODES
-def test_a_name_used_again_after_a_rename_is_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
-        first = rig.file("new", LOOP)
-        for _ in range(3):
-            rig.sweep(first)
-        rig.until_pinned(first)
-        os.rename(tmp_path / "new", tmp_path / "final")
-        rig.content["/final"] = rig.content.pop("/new")
-        rig.engine.renamed("/new", "/final")
-        first.backing.path = "/final"
-        wait_until(lambda: "/final" in rig.kernel.files, "the helper knows the name")
-        second = rig.file("new", LOOP, seed=1)
-        for _ in range(3):
-            rig.sweep(second)
-            rig.sweep(first)
-        wait_until(rig.settled, "nothing is under way")
-        rig.charges_add_up()
+def test_a_name_used_again_after_a_rename_is_another_file(rig: Rig, tmp_path: Path) -> None:
+    first = rig.file("new", LOOP)
+    rig.sweep(first, 3)
+    rig.until_pinned(first)
+    os.rename(tmp_path / "new", tmp_path / "final")
+    rig.content["/final"] = rig.content.pop("/new")
+    rig.engine.renamed("/new", "/final")
+    first.backing.path = "/final"
+    wait_until(lambda: "/final" in rig.kernel.files, "the helper knows the name")
+    second = rig.file("new", LOOP, seed=1)
+    for _ in range(3):
+        rig.sweep(second)
+        rig.sweep(first)
+    wait_until(rig.settled, "nothing is under way")
+    rig.charges_add_up()
 
 
-@MODES
-def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
-        file, state, helper = rig.file("file", LOOP), rig.engine.state, rig.engine.pins.pid
-        assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
-        rig.engine.pins.pid = helper + 1  # the successor is there before the kernel has told all
-        rig.engine.closed(file.backing, helper)
-        assert state.opens[file.backing] == 1 and file.backing in state.owners
-        rig.engine.opened(file.backing, "/file", helper)  # another process, of the same number
-        rig.engine.closed(file.backing, helper)
-        rig.engine.closed(file.backing, 1)
-        assert file.backing not in state.opens and file.backing not in state.owners
+def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(rig: Rig) -> None:
+    file, state, helper = rig.file("file", LOOP), rig.engine.state, rig.engine.pins.pid
+    assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
+    rig.engine.pins.pid = helper + 1  # the successor is there before the kernel has told all
+    rig.engine.closed(file.backing, helper)
+    assert state.opens[file.backing] == 1 and file.backing in state.owners
+    rig.engine.opened(file.backing, "/file", helper)  # another process, of the same number
+    rig.engine.closed(file.backing, helper)
+    rig.engine.closed(file.backing, 1)
+    assert file.backing not in state.opens and file.backing not in state.owners
 
 
-@MODES
-def test_nothing_is_fetched_through_a_closed_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_nothing_is_fetched_through_a_closed_descriptor(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short visit: closed before the helper has attached the file; the number then means another file."""
-    with running(tmp_path, mode, monkeypatch) as rig:
-        rig.write("other", bytes(LOOP))
-        attach = rig.engine.pins.attach
-        late: list[str] = []
-        monkeypatch.setattr(rig.engine.pins, "attach", late.append)
-        file = rig.file("file", LOOP, attached=False)
-        for offset in range(0, 4 * MIB, 64 << 10):
-            rig.check(file, offset, 64 << 10)
-        begun, go_on = threading.Event(), threading.Event()
+    rig.write("other", bytes(LOOP))
+    attach = rig.engine.pins.attach
+    late: list[str] = []
+    monkeypatch.setattr(rig.engine.pins, "attach", late.append)
+    file = rig.file("file", LOOP, attached=False)
+    for offset in range(0, 4 * MIB, 64 << 10):
+        rig.check(file, offset, 64 << 10)
+    begun, go_on = threading.Event(), threading.Event()
 
-        def hold(_size: int, _offset: int) -> None:
-            begun.set()
-            assert go_on.wait(120)
+    def hold(_size: int, _offset: int) -> None:
+        begun.set()
+        assert go_on.wait(120)
 
-        assert isinstance(file.backing, SlowBacking)
-        file.backing.after_read = hold
-        number = file.backing.fd
-        with open(tmp_path / "other", "rb") as other:
-            rig.engine.closed(file.backing, 1)
-            file.backing.close()
-            taken = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD_CLOEXEC, number)  # lower ones may be free as well
-        try:
-            assert taken == number, "the test needs the same number"
-            attach(late[0])
-            begun.wait(0.5)  # somebody reads from the number, or nobody does
-            file.backing = open_backing("/file", tmp_path / "file")
-            rig.kernel.open(file)
-            go_on.set()
-            rig.sweep(file)
-        finally:
-            os.close(taken)
+    file.backing.after_read = hold
+    number = file.backing.fd
+    with open(tmp_path / "other", "rb") as other:
+        rig.engine.closed(file.backing, 1)
+        file.backing.close()
+        taken = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD_CLOEXEC, number)  # lower ones may be free as well
+    try:
+        assert taken == number, "the test needs the same number"
+        attach(late[0])
+        begun.wait(0.5)  # somebody reads from the number, or nobody does
+        file.backing = open_backing("/file", tmp_path / "file")
+        rig.kernel.open(file)
+        go_on.set()
+        rig.sweep(file)
+    finally:
+        os.close(taken)
 
 
-@MODES
-def test_a_write_noted_after_a_truncation_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
-        rig.write("new.kv", b"")
-        backing = open_backing("/new.kv", tmp_path / "new.kv", writable=True)
-        rig.kernel.open(rig.kernel.add(backing))
-        wait_until(lambda: rig.engine.state.owners[backing][1].node is not None, "the file is attached")
-        rig.engine.changed(backing, 0, -1)  # the truncation of another thread
-        rig.engine.changed(backing, 0, MIB)  # the write that it cut off
-        rig.charges_add_up()
+def test_a_write_noted_after_a_truncation_is_no_error(rig: Rig, tmp_path: Path) -> None:
+    rig.write("new.kv", b"")
+    backing = open_backing("/new.kv", tmp_path / "new.kv", writable=True)
+    rig.kernel.open(rig.kernel.add(backing))
+    wait_until(lambda: rig.engine.state.owners[backing][1].node is not None, "the file is attached")
+    rig.engine.changed(backing, 0, -1)  # the truncation of another thread
+    rig.engine.changed(backing, 0, MIB)  # the write that it cut off
+    rig.charges_add_up()

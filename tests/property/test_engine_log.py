@@ -11,7 +11,7 @@ import pytest
 
 from llmcache.cache.steering import HIT, Steering
 from llmcache.fs.backends.holders import ArenaHolder
-from tests.property.kernel import SlowBacking, wait_until
+from tests.property.kernel import wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 from tests.property.test_engine_changes import change_behind
 
@@ -28,19 +28,17 @@ class ListLog:
         self.rows = 0
 
     def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
-        """As AccessLog."""
         self.rows += 1
         self.entries.append(("row", (*self.files[file], first, count, miss)))
 
     def event(self, event: Sequence[Any]) -> None:
-        """As AccessLog."""
         if event[0] == "file":
             self.files[event[1]] = (event[2], event[3])
         else:
             self.entries.append(("event", event))
 
     def file(self, *_entry: Any) -> None:
-        """As AccessLog."""
+        pass
 
 
 def twin_of(log: ListLog, limit_bytes: int) -> Steering:
@@ -100,9 +98,7 @@ def budgets(rig: Rig) -> None:
 
 def storage_errors(rig: Rig) -> None:
     file = rig.file("a", LOOP)
-    for _ in range(2):
-        rig.sweep(file)
-    assert isinstance(file.backing, SlowBacking)
+    rig.sweep(file, 2)
     file.backing.failing = range(9 * MIB, 9 * MIB + 1)
     for offset in range(0, LOOP, 128 << 10):
         if not 8 * MIB < offset < 11 * MIB:

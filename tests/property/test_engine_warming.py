@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import READER_PID, File, wait_until
-from tests.property.rig import BUDGET, LOOP, MIB, MODES, Rig, running
+from tests.property.rig import BUDGET, LOOP, MIB, Rig
 
 
 def warmed(rig: Rig, name: str, tell: Tell = lambda _progress: None, *, fetch: bool = True) -> tuple[int, int]:
@@ -26,32 +24,24 @@ def closed(rig: Rig, file: File) -> None:
     rig.engine.closed(file.backing, READER_PID)
 
 
-@MODES
 @pytest.mark.parametrize("budget_bytes", [BUDGET - MIB, BUDGET + 4 * MIB])
-def test_what_a_warm_up_says_holds_for_the_plan_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, budget_bytes: int
-) -> None:
+def test_what_a_warm_up_says_holds_for_the_plan_at_its_end(rig: Rig, budget_bytes: int) -> None:
     """The plan changes while it brings in what was wanted: here by another budget."""
-    with running(tmp_path, mode, monkeypatch) as rig:
-        closed(rig, rig.file("loop", LOOP))
-        wanted, there = warmed(rig, "loop", lambda _progress: rig.engine.resize(budget_bytes))
-        assert wanted == there == budget_bytes
-        assert warmed(rig, "loop", fetch=False) == (wanted, there)
+    closed(rig, rig.file("loop", LOOP))
+    wanted, there = warmed(rig, "loop", lambda _progress: rig.engine.resize(budget_bytes))
+    assert wanted == there == budget_bytes
+    assert warmed(rig, "loop", fetch=False) == (wanted, there)
 
 
-@MODES
-def test_a_warm_up_finds_room_where_nobody_reads_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_a_warm_up_finds_room_where_nobody_reads_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier loop has left fills the memory to the limit, and no reader makes the evictor keep some free."""
     monkeypatch.setattr("llmcache.fs.engine.planner.CURSOR_LIFE_NS", 0)
-    with running(tmp_path, mode, monkeypatch) as rig:
-        before = rig.file("before", LOOP)
-        rig.until_pinned(before)
-        rig.sweep(before)
-        closed(rig, before)
-        closed(rig, rig.file("loop", LOOP))
-        groups = rig.engine.state.groups.values()
-        wait_until(lambda: not any(group.cursors.live for group in groups), "readers are forgotten")
-        wanted, there = warmed(rig, "loop")
-        assert wanted == there > BUDGET // 2
+    before = rig.file("before", LOOP)
+    rig.until_pinned(before)
+    rig.sweep(before)
+    closed(rig, before)
+    closed(rig, rig.file("loop", LOOP))
+    groups = rig.engine.state.groups.values()
+    wait_until(lambda: not any(group.cursors.live for group in groups), "readers are forgotten")
+    wanted, there = warmed(rig, "loop")
+    assert wanted == there > BUDGET // 2

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache import simulate as module
+from llmcache.cache.curves import BUCKET, MOMENTS_PER_BLOCK, Curve, StackDistances
 from llmcache.cache.plan import AUTO, Plan
+from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import simulate, simulate_all
-from llmcache.trace.record import WRITE, TraceReader
+from llmcache.trace.record import WRITE, Trace, TraceReader
 from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
@@ -63,27 +66,72 @@ def test_batches_and_groups_of_cells_change_nothing(
 
 
 def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
+    """And progress is told up to the end."""
     one = saved(trace_of(loop(50, 4, 7)), tmp_path, "one.parquet")
     two = saved(trace_of(loop(90, 2, 1)), tmp_path, "two.parquet")
-    plan = Plan(("lru", "lfu"), AUTO)
+    plan = Plan(("lru", "lfu", "belady"), AUTO, curves=True)
+    told: list[tuple[str, int, int]] = []
     both = simulate_all([one, two, one], plan, jobs=2)
-    apart = [simulate_all([path], plan) for path in (one, two)]
+    apart = [simulate_all([one], plan, progress=lambda *what: told.append(what)), simulate_all([two], plan)]
     assert both.results == apart[0].results + apart[1].results
     assert both.traces == apart[0].traces + apart[1].traces
-
-
-@settings(deadline=None, max_examples=examples(40))
-@given(rows(), st.integers(1, 100))
-def test_belady_sees_the_whole_trace(made: list[Row], capacity: int) -> None:
-    found = {row.policy: row.hits for row in simulate(trace_of(made), ["lru", "belady"], [capacity * BLOCK])}
-    assert found["belady"] >= found["lru"]
-    loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
-    assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4)
-
-
-def test_progress_is_told_up_to_the_end() -> None:
-    told: list[tuple[str, int, int]] = []
-    plan = Plan(("lru", "belady"), (4 * BLOCK, 8 * BLOCK), curves=True)
-    simulate_all([trace_of(loop(50, 4, 7))], plan, progress=lambda *what: told.append(what))
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
+    loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
+    assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4), "Belady sees the whole trace"
+
+
+# The LRU curve of all sizes is what replaying LRU at each size counts
+
+ROWS = 30_000
+
+
+def curve_of(trace: Trace) -> Curve:
+    return simulate_all([trace], Plan((), (), curves=True)).curves[0].curve
+
+
+@settings(deadline=None)
+@given(rows())
+def test_every_size_has_the_hits_of_a_replay(made: list[Row]) -> None:
+    curve = curve_of(trace_of(made))
+    assert list(curve.sizes) == list(range(len(curve.sizes)))
+    distinct = {(file, block) for file, first, count, _ in made for block in range(first, first + count)}
+    assert curve.sizes[-1] == len(distinct)
+    assert curve.hits[0] == 0
+    for capacity in range(1, len(distinct) + 1):
+        hits = [hit for hit, _ in plain_lru(made, capacity)]
+        assert curve.hits[capacity] == sum(hits)
+        assert curve.read_hits[capacity] == sum(hit for hit, (_, _, _, op) in zip(hits, made, strict=True) if op != WRITE)
+    assert curve.accesses == sum(count for _, _, count, _ in made)
+    assert curve.reads == sum(count for _, _, count, op in made if op != WRITE)
+
+
+@pytest.mark.parametrize("blocks", [1, BUCKET, 5 * BUCKET + 3])
+@pytest.mark.parametrize("longest", [1, 700])
+def test_moments_are_renumbered_without_a_trace(blocks: int, longest: int) -> None:
+    """Long enough for the moments to run out many times, fed in uneven parts."""
+    random = np.random.default_rng(blocks * 1000 + longest)
+    first = random.integers(0, blocks, ROWS)
+    count = np.minimum(random.integers(1, longest + 1, ROWS), blocks - first)
+    assert count.sum() > 2 * MOMENTS_PER_BLOCK * (blocks + BUCKET)
+    distances = StackDistances(blocks)
+    for start in range(0, ROWS, 1777):
+        part = slice(start, start + 1777)
+        distances.feed(first[part], count[part], np.ones(len(first[part]), bool))
+    curve = distances.curve()
+    for capacity in {1, max(1, blocks // 3), max(1, len(curve.sizes) - 2)}:
+        replayed = policy_class("lru")(capacity, blocks).replay(first, count)
+        assert curve.hits[min(capacity, len(curve.sizes) - 1)] == replayed.sum()
+
+
+def test_a_thinned_curve_keeps_exact_points_and_both_ends() -> None:
+    curve = curve_of(trace_of(loop(50, 3, 1) + loop(1000, 2, 10)))
+    assert curve.miss_ratio()[-1] == pytest.approx(1000 / 2150)
+    thin = curve.thinned(20)
+    assert len(thin.sizes) <= 20
+    assert (thin.sizes[0], thin.sizes[-1]) == (0, 1000)
+    assert list(thin.hits) == list(curve.hits[thin.sizes])
+    with pytest.raises(KeyError):
+        thin.at(np.array([1], np.int64))
+    with pytest.raises(ValueError, match="blocks"):
+        StackDistances(0)

@@ -121,7 +121,7 @@ def damaged(text: str, source: random.Random) -> str:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_damage_is_refused_or_read_around(ending: str, seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -14,7 +14,7 @@ from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.algorithm1 import Algorithm1
 from tests.conftest import examples
-from tests.property import yardstick
+from tests.property.yardstick import below, traces
 
 SEQ, LOOP, HOT = "SEQ", "LOOP", "HOT"
 
@@ -95,12 +95,6 @@ def hits(policy: str, ids: Int64s, capacity: int) -> int:
     return int(cache.replay(ids, np.ones_like(ids)).sum())
 
 
-def compared(ids: Int64s, capacity: int) -> tuple[float, float, float]:
-    """Hit ratios of Algorithm 1, LRU and Belady."""
-    ours, lru, best = (hits(policy, ids, capacity) / len(ids) for policy in ("algorithm1", "lru", "belady"))
-    return ours, lru, best
-
-
 def loop(first: int, blocks: int, passes: int = 1) -> Int64s:
     return np.tile(np.arange(first, first + blocks), passes)
 
@@ -117,14 +111,18 @@ def test_runs_have_the_hits_of_a_plain_program(runs: list[tuple[int, int]], capa
     assert cache.sequences == len(set(plain.sequence_of.values()))
 
 
-@pytest.mark.parametrize("name", yardstick.traces())
+@pytest.mark.parametrize("name", ["zipf", "loop within a loop", "loop and hot blocks"])
 def test_long_traces_have_the_hits_of_a_plain_program(name: str) -> None:
-    ids = yardstick.traces()[name][:6000]
+    ids = traces()[name][:6000]
     for capacity in (20, 150):
         assert hits("algorithm1", ids, capacity) == PlainAlgorithm1(capacity).hits(ids.tolist())
 
 
 PROMPTS = [np.concatenate([loop(10000 + 100 * turn, 100, 2), loop(0, 200)]) for turn in range(100)]
+LONG_AND_SHORT = [np.concatenate([loop(0, 100, 5), loop(2000, 1000)]) for _ in range(30)]
+HOT_AMONG_LOOP = [
+    np.insert(loop(0, 1000), np.sort(below(1000, turn, 100)), 9000 + below(50, 20 + turn, 100)) for turn in range(20)
+]
 # What is replayed, the capacity, and the hit ratios of Algorithm 1, LRU and Belady.
 RATIOS: dict[str, tuple[Int64s, int, tuple[float, float, float]]] = {
     "a clean loop is held as well as it can be": (loop(0, 1000, 20), 500, (0.474, 0, 0.475)),
@@ -143,40 +141,23 @@ RATIOS: dict[str, tuple[Int64s, int, tuple[float, float, float]]] = {
     # Prompts are written and read back once: the first three fill the cache for good as loops of period 100. What comes
     # later is SEQ when it is first touched, and gives way to itself block by block.
     "one further reference makes a loop for good": (np.concatenate(PROMPTS), 320, (0.0085, 0.745, 0.745)),
+    "short periods go before long ones": (np.concatenate(LONG_AND_SHORT), 400, (0.524, 0.267, 0.524)),
+    # Hot references cut the loop, and each piece is measured, ranked and given up by itself.
+    "fragments of a loop get periods of their own": (np.concatenate(HOT_AMONG_LOOP), 500, (0.315, 0.054, 0.483)),
+    # Blocks asked for four times in a row (1 KiB requests) become loops of period 1, which nothing displaces.
+    "a repeated block turns a scan into a loop": (
+        np.concatenate([np.repeat(np.arange(10000, 12000), 4), loop(0, 1000, 20)]),
+        500,
+        (0.214, 0.214, 0.554),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", RATIOS)
 def test_what_is_printed_and_what_its_gaps_cost(case: str) -> None:
     ids, capacity, expected = RATIOS[case]
-    assert compared(ids, capacity) == pytest.approx(expected, abs=1e-3)
-
-
-def test_short_periods_go_before_long_ones() -> None:
-    ids = np.concatenate([np.concatenate([loop(0, 100, 5), loop(2000, 1000)]) for _ in range(30)])
-    ours, lru, best = compared(ids, 400)
-    assert ours == pytest.approx(best, abs=1e-3)
-    assert lru == pytest.approx(0.267, abs=1e-3)
-
-
-def test_gap_fragments_of_a_loop_get_periods_of_their_own() -> None:
-    """A hot reference every ten blocks cuts the loop, and each piece is measured, ranked and given up by itself."""
-    source = np.random.default_rng(0)
-    passes = [
-        np.insert(loop(0, 1000), np.sort(source.integers(0, 1000, 100)), source.integers(9000, 9050, 100)) for _ in range(20)
-    ]
-    ours, lru, best = compared(np.concatenate(passes), 500)
-    assert ours < 0.65 * best  # .299 and .484 with the draws of NumPy 2
-    assert lru < 0.07
-
-
-def test_gap_a_repeated_block_turns_a_scan_into_a_loop() -> None:
-    """Blocks asked for four times in a row (1 KiB requests) become loops of period 1, which nothing displaces."""
-    scan = np.repeat(np.arange(10000, 12000), 4)
-    repeats = 3 * 2000
-    ids = np.concatenate([scan, loop(0, 1000, 20)])
-    assert hits("algorithm1", ids, 500) == repeats
-    assert hits("belady", ids, 500) > repeats + 8000
+    ratios = [hits(policy, ids, capacity) / len(ids) for policy in ("algorithm1", "lru", "belady")]
+    assert ratios == pytest.approx(expected, abs=1e-3)
 
 
 def test_gap_metadata_grows_with_every_block_ever_seen() -> None:

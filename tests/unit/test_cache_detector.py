@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llmcache.cache.detector import HOT, LOOP, LOOP_PASSES, SEQ, Detector, Place
+from llmcache.cache.detector import LOOP, LOOP_PASSES, SEQ, Detector, Place
 from llmcache.cache.streams import WINDOW
 
 if TYPE_CHECKING:
@@ -51,43 +50,33 @@ def live_loops(detector: Detector, file: int) -> list[Place]:
     return [place for place in loops(detector, file) if not place.expired(detector.now)]
 
 
-def spans(detector: Detector, file: int = 0) -> list[tuple[int, int]]:
-    """Returns first and last block + 1 of all loops."""
-    return [(place.first, place.end) for place in loops(detector, file)]
-
-
-def hot_blocks(detector: Detector, file: int = 0) -> int:
-    """Returns how many blocks are hot."""
-    return sum(place.blocks for place in detector.places(file) if place.kind == HOT)
-
-
-SCAN = [(block, 1) for block in range(1000)]
-
-
 def test_a_retried_prompt_is_no_loop() -> None:
     """io_caching section 3.2, figure 2c: two consecutive accesses to the same file."""
-    (place,) = detect(SCAN * 2).places(0)
+    (place,) = detect([(block, 1) for block in range(1000)] * 2).places(0)
     assert (place.kind, place.passes) == (SEQ, 2)
+    for passes in range(1, 6):
+        assert len(loops(detect([(0, 500)] * passes))) == (1 if passes >= LOOP_PASSES else 0)
+    assert loops(detect([(0, WINDOW // 2), (10_000, 1)] * 50)) == [], "what is shorter than a window is no sequence"
+    assert len(loops(detect([(0, 2 * WINDOW), (10_000, 1)] * 50))) == 1
+    detector = detect([(5, 1)] * 4096)  # one block, byte by byte
+    assert [place.kind for place in detector.places(0)] == [SEQ] and detector.now.blocks == 1
 
 
-@pytest.mark.parametrize("row", [1, 7, 256, 1000])
-def test_a_loop_has_its_period_however_it_is_cut(row: int) -> None:
-    one_pass = [(first, min(row, 1000 - first)) for first in range(0, 1000, row)]
-    (place,) = loops(detect(one_pass * 20))
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("row", [1, 7, 1000, -1])
+def test_a_loop_has_its_period_however_it_is_cut(row: int, write: bool) -> None:
+    """Writes are apart from reads; in rows of -1, it descends."""
+    one_pass = [(first, min(abs(row), 1000 - first)) for first in range(0, 1000, abs(row))][:: row // abs(row)]
+    detector = detect(one_pass * 20, write=write)
+    (place,) = loops(detector, write=write)
+    assert loops(detector, write=not write) == []
     assert (place.first, place.end, place.blocks, place.passes, place.accesses) == (0, 1000, 1000, 20, 20_000)
-    assert place.period is not None
-    assert place.period.blocks == 1000
-    assert place.period.ns == pytest.approx(len(one_pass) * STEP_NS, rel=0.01)
-    assert not place.descending
-
-
-def test_a_descending_loop() -> None:
-    (place,) = loops(detect(runs_of(list(range(999, -1, -1)) * 20)))
-    assert (place.first, place.end, place.passes, place.descending) == (0, 1000, 20, True)
     assert place.period is not None and place.period.blocks == 1000
+    assert place.period.ns == pytest.approx(len(one_pass) * STEP_NS, rel=0.01)
+    assert place.descending == (row < 0)
 
 
-@pytest.mark.parametrize("stride", [2, 5, 31, 32, 33, 100, 100_000])
+@pytest.mark.parametrize("stride", [2, 32, 33, 100_000])
 def test_a_stride_is_a_sequence(stride: int) -> None:
     (place,) = loops(detect(runs_of(list(range(7, 7 + 500 * stride, stride)) * 10)))
     assert (place.stride, place.width, place.blocks, place.passes) == (stride, 1, 500, 10)
@@ -98,31 +87,6 @@ def test_columns_of_a_matrix_are_read_once() -> None:
     """Every column is a stride over all rows: they are no passes over the same blocks."""
     detector = detect(runs_of([row * 40 + column for column in range(40) for row in range(100)]))
     assert loops(detector) == []
-
-
-def test_one_block_read_byte_by_byte_is_no_hot_set() -> None:
-    detector = detect([(5, 1)] * 4096)
-    assert [place.kind for place in detector.places(0)] == [SEQ]
-    assert detector.now.blocks == 1
-
-
-def test_a_hot_set_read_in_short_runs_is_no_loop() -> None:
-    """Figure 2b: probabilistic re-references look like loops, and are none."""
-    source = random.Random(3)
-    accesses = []
-    for _ in range(4000):
-        accesses += [(source.randrange(60) * 4, 4), *((source.randrange(10**6, 10**7), 1) for _ in range(4))]
-    detector = detect(accesses)
-    assert loops(detector) == []
-    assert 235 <= hot_blocks(detector) <= 245
-
-
-@pytest.mark.parametrize("size", [3, 20, 40, 64, 200])
-def test_random_reads_of_neighbours_are_hot(size: int) -> None:
-    source = random.Random(size)
-    detector = detect([(source.randrange(size), 1) for _ in range(600 + 40 * size)])
-    assert loops(detector) == []
-    assert hot_blocks(detector) == size
 
 
 def test_a_short_loop_inside_a_long_one() -> None:
@@ -146,20 +110,14 @@ def test_an_old_loop_expires_and_comes_back() -> None:
     assert len(live_loops(detector, 0)) == 1, "its period is still known"
 
 
-@pytest.mark.parametrize("wait_periods", [1.9, 2.1])
-def test_a_loop_is_over_after_two_missed_periods(wait_periods: float) -> None:
+@pytest.mark.parametrize(("wait_ns", "blocks", "left"), [(1.9e9, 1900, 1), (2.1e9, 2100, 0), (1e15, 1, 1)])
+def test_a_loop_is_over_after_two_missed_periods(wait_ns: float, blocks: int, left: int) -> None:
+    """In which others read: a pause of the user does not end it."""
     detector = Detector()
     for turn in range(10):
         detector.note(turn * 10**9, 0, 0, 1000)
-    waited = round(wait_periods * 1000)
-    detector.note(9 * 10**9 + round(wait_periods * 10**9), 1, 0, waited)
-    assert len(live_loops(detector, 0)) == (1 if wait_periods < 2 else 0)
-
-
-def test_a_pause_of_the_user_does_not_end_a_loop() -> None:
-    detector = detect([(0, 1000)] * 10)
-    detector.note(10**15, 1, 0, 1)
-    assert len(live_loops(detector, 0)) == 1
+    detector.note(9 * 10**9 + round(wait_ns), 1, 0, blocks)
+    assert len(live_loops(detector, 0)) == left
 
 
 def test_readers_that_follow_each_other_make_one_pass() -> None:
@@ -180,36 +138,10 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
     assert sum(place.blocks for place in loops(detector)) >= 990
 
 
-def test_writes_are_apart_from_reads() -> None:
-    detector = Detector()
-    for turn in range(6):
-        detector.note(turn, 0, 0, 500, True)
-        detector.note(turn, 0, 0, 500, False)
-    detector.finish()
-    assert [place.passes for place in detector.places(0, write=True)] == [6]
-    assert [place.passes for place in detector.places(0, write=False)] == [6]
-
-
-def test_loops_need_two_equal_distances() -> None:
-    for passes in range(1, 6):
-        assert len(loops(detect([(0, 500)] * passes))) == (1 if passes >= LOOP_PASSES else 0)
-
-
-def test_what_is_shorter_than_a_window_is_no_sequence() -> None:
-    assert loops(detect([(0, WINDOW // 2), (10_000, 1)] * 50)) == []
-    assert len(loops(detect([(0, 2 * WINDOW), (10_000, 1)] * 50))) == 1
-
-
 @pytest.mark.parametrize("run", [(0, 0), (-1, 3), (5, -2)])
 def test_a_run_without_blocks_is_refused(run: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="first"):
         Detector().note(0, 0, *run)
-
-
-def test_the_daemon_can_use_it() -> None:
-    code = "import sys, llmcache.cache.detector; print(*{'numpy', 'numba', 'pyarrow'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == ""
 
 
 def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
@@ -240,7 +172,7 @@ def test_the_work_for_a_run_does_not_grow(kind: str) -> None:
         "jumps": lambda rows: [(source.randrange(0, 10**6, 40), 40) for _ in range(rows)],
         "huge": lambda rows: [(source.randrange(3) << 30, 1 << 28) for _ in range(rows)],
     }
-    detector, accesses = Detector(), made[kind](16_000)
+    detector, accesses = Detector(), made[kind](6000)
     few = work_per_note(detector, accesses[:1000])
     for number, (first, blocks) in enumerate(accesses[1000:-1000], 1000):
         detector.note(number, 0, first, blocks)

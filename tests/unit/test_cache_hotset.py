@@ -80,7 +80,6 @@ def test_who_was_used_last_leaves_after_all_others(uses: list[int], room: int, w
         (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # popularity lasts: long memory
         (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.85),  # and the last token's stay for the next: .92 without a window
         (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.02),  # it changes all the time: as LRU
-        (routing.Habits(0.6, 0.3, 0.05), 0.5, 1.01),
     ],
 )
 def test_the_rule_is_the_one_that_misses_least(habits: routing.Habits, share: float, most: float) -> None:

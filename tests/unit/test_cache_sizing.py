@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -14,8 +15,6 @@ from llmcache.cache.question import ask, parse_bandwidth, parse_size_with_unit
 from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
-    PHONE,
-    WATCH,
     SizingParameters,
     Storage,
     answer,
@@ -31,64 +30,38 @@ from tools.bench.routing import generate, lru_bytes
 MB = 10**6
 
 
-@pytest.mark.parametrize(
-    ("text", "bandwidth"),
-    [
-        ("100", 100 * MB), (" 100 ", 100 * MB), ("0.5", MB // 2), ("100MB/s", 100 * MB), ("1GB/s", 1000 * MB),
-        ("500M", 500 * MB), ("2Gi/s", 2 << 30), ("200 MB/s", 200 * MB), ("1.5G", 1500 * MB),
-    ],
-)  # fmt: skip
-def test_a_bandwidth_without_a_unit_counts_megabytes(text: str, bandwidth: int) -> None:
-    assert parse_bandwidth("--bw", text) == bandwidth
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("70M", 70 * MB), ("70Mi", 70 << 20), ("4096B", 4096), ("0", 0), ("1.5G", 1500 * MB)]
-)
-def test_a_size_has_its_unit(text: str, size: int) -> None:
-    assert parse_size_with_unit("--loop", text) == size
-
-
-def test_defaults_are_the_papers() -> None:
-    question = ask(bw="100", loop="70M")
-    assert (question.bandwidth, question.loop_bytes, question.caches) == (100 * MB, 70 * MB, ())
-    assert (question.period_ns, question.hot_bytes, question.device) == (10**8, None, None)
+def test_units_of_bandwidths_sizes_and_times() -> None:
+    """A bandwidth without a unit counts megabytes per second, a time seconds; a size has its unit."""
+    for text, bandwidth in ((" 100 ", 100 * MB), ("0.5", MB // 2), ("100MB/s", 100 * MB), ("500M", 500 * MB),
+                            ("2Gi/s", 2 << 30), ("200 MB/s", 200 * MB), ("1.5G", 1500 * MB)):  # fmt: skip
+        assert parse_bandwidth("--bw", text) == bandwidth
+    for text, size in (("70M", 70 * MB), ("70Mi", 70 << 20), ("4096B", 4096), ("0", 0), ("1.5G", 1500 * MB)):
+        assert parse_size_with_unit("--loop", text) == size
+    for option, text, period_ns in (("t", "50ms", 50 * MB), ("t", "0.1", 10**8), ("tokens_per_second", "4", 250 * MB)):
+        assert ask(**{**GOOD, option: text}).period_ns == period_ns
 
 
 def test_a_device_class_gives_what_is_not_given() -> None:
-    watch = ask(device="watch")
+    """Those of section 4.2; a model's own hot set and a measurement come before the class."""
+    plain = ask(**GOOD)
+    assert (plain.bandwidth, plain.loop_bytes, plain.caches) == (100 * MB, 70 * MB, ())
+    assert (plain.period_ns, plain.hot_bytes, plain.device) == (10**8, None, None)
+    assert set(DEVICES) == {"watch", "phone"}
+    watch, phone = ask(device="watch"), ask(device="phone")
     assert (watch.bandwidth, watch.caches, watch.hot_bytes, watch.from_device) == (100 * MB, (64 * MB,), 4 * MB, True)
-    phone = ask(device="phone")
     assert (phone.bandwidth, phone.caches, phone.hot_bytes) == (1000 * MB, (256 * MB, 512 * MB), 0)
+    assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
     changed = ask(device="phone", bw="2GB/s", cache="1G", hot="8M")
-    assert (changed.bandwidth, changed.caches, changed.hot_bytes, changed.from_device) == (
-        2000 * MB,
-        (1000 * MB,),
-        8 * MB,
-        False,
-    )
-
-
-def test_a_models_own_hot_set_comes_before_the_classs() -> None:
-    assert ask(device="watch", model="m.gguf").hot_bytes is None
-
-
-def test_a_measurement_takes_the_place_of_a_bandwidth() -> None:
-    question = ask(measure="/data", loop="70M", device="watch")
-    assert (question.bandwidth, question.measure, question.from_device) == (None, "/data", False)
-
-
-@pytest.mark.parametrize(
-    ("options", "period_ns"), [({"t": "50ms"}, 50 * MB), ({"t": "0.1"}, 10**8), ({"tokens_per_second": "4"}, 250 * MB)]
-)
-def test_times(options: dict[str, str], period_ns: int) -> None:
-    assert ask(bw="100", loop="70M", **options).period_ns == period_ns
+    assert (changed.bandwidth, changed.caches, changed.hot_bytes) == (2000 * MB, (1000 * MB,), 8 * MB)
+    assert not changed.from_device and ask(device="watch", model="m.gguf").hot_bytes is None
+    measured = ask(measure="/data", loop="70M", device="watch")
+    assert (measured.bandwidth, measured.measure, measured.from_device) == (None, "/data", False)
 
 
 GOOD = {"bw": "100", "loop": "70M"}
 WRONG_TEXTS: dict[str, tuple[str | None, ...]] = {
-    "bw": ("0", "-100", "0MB/s", "-1GB/s", "fast", "", "nan", "1e400", "99999999999999", None),
-    "loop": ("70", "-70M", "0M", "0", "70X", "1e99"),
+    "bw": ("0", "-1GB/s", "fast", "", "nan", "1e400", "99999999999999", None),
+    "loop": ("70", "-70M", "0", "70X", "1e99"),
     "cache": ("64", "-64M", "100B"),
     "hot": ("4", "-4M"),
     "t": ("0", "-1", "soon"),
@@ -104,12 +77,11 @@ WRONG: list[tuple[dict[str, str | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "named"), WRONG, ids=lambda value: str(value))
-def test_what_is_wrong_is_named(options: dict[str, str | None], named: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        ask(**{**GOOD, **options})
-    assert caught.value.message.startswith(named)
-    assert caught.value.hint
+def test_what_is_wrong_is_named() -> None:
+    for options, named in WRONG:
+        with pytest.raises(UsageError) as caught:
+            ask(**{**GOOD, **options})
+        assert caught.value.message.startswith(named) and caught.value.hint, options
 
 
 @given(st.dictionaries(st.sampled_from(list(inspect.signature(ask).parameters)), st.text(max_size=12)))
@@ -140,24 +112,12 @@ mixtures = st.builds(
 )
 
 
-def test_the_block_count_is_rounded_up() -> None:
-    assert blocks_needed(10, 2.5) == 8  # the printed floor gives 7, of which three more would be due in 2.5
-    assert blocks_needed(10, 3) == 7
-    assert blocks_needed(10, 10) == blocks_needed(10, 12.5) == 0
-
-
 def test_the_smartwatch_of_section_4_2() -> None:
     found = need(70 * MB, WATCH_SETTING)
     assert (found.loop_cache_bytes, found.cache_bytes) == (60 * MB, 64 * MB)
     assert found.loop_cache_blocks == 14649  # ceil(17090 - 2441.4)
+    assert blocks_needed(10, 2.5) == 8  # the printed floor gives 7, of which three more would be due in 2.5
     assert largest_loop(64 * MB, WATCH_SETTING) == 70 * MB
-
-
-def test_device_classes_are_those_of_section_4_2() -> None:
-    assert set(DEVICES) == {"watch", "phone"}
-    assert (WATCH.bandwidth, WATCH.cache_bytes, WATCH.hot_bytes) == (100 * MB, 64 * MB, 4 * MB)
-    assert (PHONE.bandwidth, PHONE.least_cache_bytes, PHONE.cache_bytes) == (1000 * MB, 256 * MB, 512 * MB)
-    assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
 
 
 def test_a_pass_takes_the_longer_of_computing_and_fetching() -> None:
@@ -168,16 +128,21 @@ def test_a_pass_takes_the_longer_of_computing_and_fetching() -> None:
     assert went.tokens_per_s == 2.5 and went.tokens_per_s_lost == 7.5
 
 
-def test_a_cache_below_the_hot_set_is_refused() -> None:
-    for judge in (lambda: largest_loop(3 * MB, WATCH_SETTING), lambda: passes(70 * MB, 3 * MB, WATCH_SETTING)):
-        with pytest.raises(ValueError, match="hot_bytes"):
-            judge()
-
-
-@pytest.mark.parametrize("values", [(0, 1, 0), (-1, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_a_setting_without_sense_is_refused(values: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        SizingParameters(*values)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: largest_loop(3 * MB, WATCH_SETTING), "hot_bytes"),
+        (lambda: passes(70 * MB, 3 * MB, WATCH_SETTING), "hot_bytes"),
+        (lambda: SizingParameters(0, 1, 0), "positive"),
+        (lambda: SizingParameters(1, 0, 0), "positive"),
+        (lambda: SizingParameters(1, 1, -1), "positive"),
+        (lambda: MixtureBytes(1, 1, 8, 9), "used experts"),
+        (lambda: MixtureBytes(-1, 1, 8, 2), "used experts"),
+    ],
+)
+def test_a_setting_without_sense_is_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 @given(loops, settings)
@@ -226,7 +191,7 @@ def test_an_answer_repeats_itself_for_other_times() -> None:
 
 
 @pytest.mark.parametrize(("experts", "used"), [(64, 4), (128, 8)])
-@pytest.mark.parametrize("share", [0.12, 0.2, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.12, 0.3, 0.8])
 def test_what_a_mixture_misses_is_what_an_exact_lru_reads(experts: int, used: int, share: float) -> None:
     """Of a generated routing, popularities drifting: within a tenth."""
     layers, size = 4, MB
@@ -244,23 +209,10 @@ def test_what_is_dense_is_kept_first_and_then_experts() -> None:
     assert mixture.missing_bytes(399 * MB) == 100 * MB  # LRU of less than a token's experts has none when it comes again
     assert mixture.missing_bytes(401 * MB) < 75 * MB and mixture.expert_hit_ratio(401 * MB) > 0.25
     assert mixture.missing_bytes(1900 * MB) == 0 and mixture.expert_hit_ratio(1900 * MB) == 1
-
-
-def test_the_page_cache_is_as_good_if_a_token_fits_and_else_keeps_nothing() -> None:
-    mixture = MixtureBytes(300 * MB, 1600 * MB, 64, 4)
     kept = [mixture.page_cache_kept_bytes(size * MB) for size in (399, 400, 1000, 5000)]
-    assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB]
-
-
-def test_all_experts_used_are_a_loop_that_lru_loses() -> None:
+    assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB], "the page cache: as good if a token fits, and else nothing"
     curve = expert_curve(8, 8)
-    assert (curve.missed(0.999), curve.missed(1)) == (1, 0)
-
-
-@pytest.mark.parametrize("values", [(1, 1, 8, 0), (1, 1, 8, 9), (-1, 1, 8, 2), (1, 0, 8, 2)])
-def test_a_mixture_without_sense_is_refused(values: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="used experts"):
-        MixtureBytes(*values)
+    assert (curve.missed(0.999), curve.missed(1)) == (1, 0), "all experts used are a loop that LRU loses"
 
 
 @given(mixtures, settings)

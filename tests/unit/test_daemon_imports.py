@@ -20,6 +20,7 @@ MODULES = [
     "llmcache.fs.daemon.accesslog",
     "llmcache.cache.steering",
     "llmcache.cache.loops",
+    "llmcache.cache.detector",
 ]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,53 +89,39 @@ def test_a_large_file_that_is_there_is_read_instead(on_disk: Path, monkeypatch: 
     tried(attempt)
 
 
-def test_bursts_and_a_fast_start_do_not_change_the_rate() -> None:
+def test_bursts_a_fast_start_and_reads_that_hang_do_not_change_the_rate() -> None:
     """200 MB at once, then 20 MB every 0.2 s, as a throttle gives them."""
     begin = [(0.01, 200 * MB)]
     bursts = [(0.2 * burst + 0.001 * part, MB) for burst in range(1, 11) for part in range(20)]
     _, _, rate = bandwidth._sustained(begin + bursts)
     assert rate == pytest.approx(100 * MB, rel=0.03)
-
-
-def test_storage_that_hardly_answers_is_no_bandwidth() -> None:
+    read, seconds, rate = bandwidth._sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
+    assert (read, seconds) == (100 * MB, 9.0 - 0.01) and rate > 0
     with pytest.raises(EnvironmentProblem, match="fewer than two"):
         bandwidth._sustained([(15.0, MB)])
 
 
-def test_one_read_that_hangs_does_not_hide_the_others() -> None:
-    read, seconds, rate = bandwidth._sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
-    assert (read, seconds) == (100 * MB, 9.0 - 0.01) and rate > 0
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
-def test_what_cannot_be_written_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    refusing(monkeypatch, code)
-    with pytest.raises(EnvironmentProblem) as caught:
-        measure(str(on_disk))
-    assert caught.value.message == f"--measure: cannot write in {on_disk}: {os.strerror(code)}"
-    assert caught.value.hint
-
-
-def test_too_little_space_is_seen_before_writing(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        f_bavail, f_frsize = 10, 4096
-
-    monkeypatch.setattr(os, "statvfs", lambda _path: Full())
-    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
-        measure(str(on_disk))
-    assert "free 134 MB" in (caught.value.hint or "")
-
-
-def test_a_disk_that_fails_is_no_bandwidth(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
+def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP, errno.EIO):
+        with monkeypatch.context() as patch:
+            refusing(patch, code)
+            with pytest.raises(EnvironmentProblem) as caught:
+                measure(str(on_disk))
+        assert caught.value.message == f"--measure: cannot write in {on_disk}: {os.strerror(code)}"
+        assert caught.value.hint
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvironmentProblem, match=r"cannot read in .*Input/output error"):
         measure(str(on_disk))
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_too_little_space_is_seen_before_writing(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _path: Mock(f_bavail=10, f_frsize=4096))
+    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
+        measure(str(on_disk))
+    assert "free 134 MB" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,48 +31,50 @@ def test_the_machine(root: Path) -> None:
     assert tightest(root) == memory
 
 
-def test_version_1_counts_children_and_clean_cache(root: Path) -> None:
-    (root / "proc/self/cgroup").write_text("9:memory:/box\n3:cpu,cpuacct:/box\n")
-    v1_group(
-        root, "box", 2 * GIB, 1500 * MIB, {"inactive_file": 1, "total_inactive_file": 300 * MIB, "total_active_file": MIB}
-    )
-    (found,) = cgroup_memory(root)
-    assert (found.total_bytes, found.available_bytes) == (2 * GIB, 2 * GIB - 1500 * MIB + 301 * MIB)
-    assert GROUP_MARGIN_BYTES <= found.margin_bytes <= 2 * GIB // 32
-    assert "box" in found.name
-    assert tightest(root) == found
+CLEAN = {"inactive_file": 1, "total_inactive_file": 300 * MIB, "total_active_file": MIB}
+# /proc/self/cgroup, the groups there are, and total and available bytes of those that limit.
+CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
+    "version 1 counts children and clean cache": (
+        "9:memory:/box\n3:cpu,cpuacct:/box\n",
+        [(v1_group, "box", 2 * GIB, 1500 * MIB, CLEAN)],
+        {2 * GIB: 2 * GIB - 1500 * MIB + 301 * MIB},
+    ),
+    "version 1 without a limit": ("9:memory:/box\n", [(v1_group, "box", 9223372036854771712, GIB, CLEAN)], {}),
+    "version 2 takes every limit on the way up": (
+        "0::/slice/unit/leaf\n",
+        [
+            (v2_group, "slice", str(4 * GIB), 3 * GIB, {"inactive_file": 0, "active_file": 0}),
+            (v2_group, "slice/unit", str(2 * GIB), GIB, {"inactive_file": 200 * MIB, "active_file": 100 * MIB}),
+            (v2_group, "slice/unit/leaf", "max", GIB, {"inactive_file": 0}),
+        ],
+        {4 * GIB: GIB, 2 * GIB: GIB + 300 * MIB},
+    ),
+    "hybrid reads both hierarchies": (
+        "9:memory:/old\n1:name=systemd:/new\n0::/new\n",
+        [
+            (v1_group, "old", 3 * GIB, GIB, {"total_inactive_file": 0}),
+            (v2_group, "unified/new", str(2 * GIB), GIB, {"inactive_file": 0}),
+        ],
+        {3 * GIB: 2 * GIB, 2 * GIB: GIB},
+    ),
+    "a container whose path is not visible has its own root": (
+        "9:memory:/docker/abc\n",
+        [(v1_group, "", GIB, 0, {"total_inactive_file": 0})],
+        {GIB: GIB},
+    ),
+}
 
 
-def test_version_1_without_a_limit(root: Path) -> None:
-    (root / "proc/self/cgroup").write_text("9:memory:/box\n")
-    v1_group(root, "box", 9223372036854771712, GIB, {"total_inactive_file": 0})
-    assert cgroup_memory(root) == []
-
-
-def test_version_2_takes_every_limit_on_the_way_up(root: Path) -> None:
-    (root / "proc/self/cgroup").write_text("0::/slice/unit/leaf\n")
-    v2_group(root, "slice", str(4 * GIB), 3 * GIB, {"inactive_file": 0, "active_file": 0})
-    v2_group(root, "slice/unit", str(2 * GIB), GIB, {"inactive_file": 200 * MIB, "active_file": 100 * MIB})
-    v2_group(root, "slice/unit/leaf", "max", GIB, {"inactive_file": 0})
+@pytest.mark.parametrize("case", CGROUPS)
+def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
+    own, groups, expected = CGROUPS[case]
+    (root / "proc/self/cgroup").write_text(own)
+    for make, *facts in groups:
+        make(root, *facts)
     found = cgroup_memory(root)
-    assert {memory.total_bytes: memory.available_bytes for memory in found} == {
-        4 * GIB: GIB,
-        2 * GIB: GIB + 300 * MIB,
-    }
-    assert tightest(root).total_bytes == 4 * GIB
-
-
-def test_hybrid_reads_both_hierarchies(root: Path) -> None:
-    (root / "proc/self/cgroup").write_text("9:memory:/old\n1:name=systemd:/new\n0::/new\n")
-    v1_group(root, "old", 3 * GIB, GIB, {"total_inactive_file": 0})
-    v2_group(root, "unified/new", str(2 * GIB), GIB, {"inactive_file": 0})
-    assert sorted(memory.total_bytes for memory in cgroup_memory(root)) == [2 * GIB, 3 * GIB]
-
-
-def test_a_container_whose_path_is_not_visible_has_its_own_root(root: Path) -> None:
-    (root / "proc/self/cgroup").write_text("9:memory:/docker/abc\n")
-    v1_group(root, "", 1 * GIB, 0, {"total_inactive_file": 0})
-    assert [memory.total_bytes for memory in cgroup_memory(root)] == [GIB]
+    assert {memory.total_bytes: memory.available_bytes for memory in found} == expected
+    assert all(GROUP_MARGIN_BYTES <= memory.margin_bytes <= memory.total_bytes // 32 for memory in found)
+    assert tightest(root) == min([*found, machine_memory(root)], key=lambda memory: memory.spare_bytes)
 
 
 def test_a_group_that_ends_meanwhile_is_no_error(root: Path) -> None:
@@ -81,20 +84,16 @@ def test_a_group_that_ends_meanwhile_is_no_error(root: Path) -> None:
     assert cgroup_memory(root) == []
 
 
-def test_a_budget_that_fits_is_taken_as_it_is(root: Path) -> None:
+def test_a_budget_that_fits_is_taken_and_a_larger_one_is_reduced_and_said(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert settle_budget(GIB, root) == GIB
     assert settle_budget(MIN_BUDGET_BYTES, root) == MIN_BUDGET_BYTES
-
-
-def test_no_budget_means_all_that_can_be_spared(root: Path) -> None:
-    assert settle_budget(None, root) == machine_memory(root).spare_bytes - DAEMON_BYTES
-
-
-def test_more_than_can_be_spared_is_reduced_and_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spare = machine_memory(root).spare_bytes - DAEMON_BYTES
+    assert settle_budget(None, root) == spare and not caplog.text
     with caplog.at_level(logging.WARNING):
-        assert settle_budget(12 * GIB, root) == machine_memory(root).spare_bytes - DAEMON_BYTES
-    assert "--cache reduced" in caplog.text
-    assert "machine" in caplog.text
+        assert settle_budget(12 * GIB, root) == spare
+    assert "--cache reduced" in caplog.text and "machine" in caplog.text
 
 
 def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
@@ -105,14 +104,11 @@ def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
     return caught.value
 
 
-def test_more_than_there_is_is_refused_with_what_is_possible(root: Path) -> None:
+def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None:
     error = refusal(64 * GIB, root)
     assert "does not fit" in error.message
     possible = int(str(error.hint).split()[1])
     assert settle_budget(possible, root) == possible
-
-
-def test_a_tight_cgroup_is_named(root: Path) -> None:
     (root / "proc/self/cgroup").write_text("0::/unit\n")
     v2_group(root, "unit", str(GIB), 0, {"inactive_file": 0})
     assert "unit" in refusal(2 * GIB, root).message
@@ -130,12 +126,6 @@ def test_a_full_machine_has_no_room(tmp_path: Path, cache_bytes: int | None) -> 
     assert "no memory" in refusal(cache_bytes, tmp_path).message
 
 
-def status(root: Path, monkeypatch: pytest.MonkeyPatch, *, capable: bool, limit: int) -> None:
-    """A process with or without CAP_IPC_LOCK, and its soft RLIMIT_MEMLOCK."""
-    (root / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{int(capable) << CAP_IPC_LOCK:016x}\n")
-    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
-
-
 @pytest.mark.parametrize(
     ("capable", "limit", "chosen"),
     [(True, 0, "steer"), (False, 8 * MIB, "arena"), (False, GIB, "steer"), (False, resource.RLIM_INFINITY, "steer")],
@@ -143,13 +133,12 @@ def status(root: Path, monkeypatch: pytest.MonkeyPatch, *, capable: bool, limit:
 def test_auto_steers_where_the_budget_may_be_locked(
     root: Path, monkeypatch: pytest.MonkeyPatch, capable: bool, limit: int, chosen: str
 ) -> None:
-    status(root, monkeypatch, capable=capable, limit=limit)
+    """With or without CAP_IPC_LOCK, and by the soft RLIMIT_MEMLOCK; without locks, steer is refused."""
+    (root / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{int(capable) << CAP_IPC_LOCK:016x}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
     assert settle_mode("auto", GIB, root) == chosen
     assert settle_mode("arena", GIB, root) == "arena"
-
-
-def test_steer_without_locks_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status(root, monkeypatch, capable=False, limit=8 * MIB)
-    with pytest.raises(EnvironmentProblem) as caught:
-        settle_mode("steer", GIB, root)
-    assert "--mode arena" in str(caught.value.hint)
+    if chosen == "arena":
+        with pytest.raises(EnvironmentProblem) as caught:
+            settle_mode("steer", GIB, root)
+        assert "--mode arena" in str(caught.value.hint)

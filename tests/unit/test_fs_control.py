@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,10 +57,9 @@ def test_progress_comes_before_the_reply(point: str) -> None:
 
 @pytest.mark.parametrize(("error", "code"), [(UsageError("no", "do"), 2), (EnvironmentProblem("no", "do"), 3)])
 def test_a_refusal_keeps_its_exit_code_and_hint(point: str, error: Exception, code: int) -> None:
-    def refuse(_request: dict[str, Any], _tell: Tell) -> dict[str, Any]:
-        raise error
-
-    server = serve(point, refuse)
+    with pytest.raises(control.NoDaemon):
+        control.request(point, {"op": "x"})
+    server = serve(point, Mock(side_effect=error))
     with pytest.raises(MountProblem, match="no") as caught:
         control.request(point, {"op": "x"})
     assert (caught.value.exit_code, caught.value.hint) == (code, "do")
@@ -90,11 +90,6 @@ def test_an_operation_ends_when_its_client_has_gone(point: str, caplog: pytest.L
     server.close()
     assert [type(error) for error in ended] == [controlserver.ClientGone]
     assert not caplog.records  # Ctrl-C is nobody's fault
-
-
-def test_without_a_daemon(point: str) -> None:
-    with pytest.raises(control.NoDaemon):
-        control.request(point, {"op": "stats"})
 
 
 # Who is trusted (only root can put files of other users where they do not belong)
@@ -385,16 +380,13 @@ except (BrokenPipeError, ConnectionResetError):
 def test_a_directory_that_is_not_ones_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "llmcache"
     if kind == "a link":
-        (tmp_path / "elsewhere").mkdir()
-        path.symlink_to(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path)
     elif kind == "a file":
         path.touch()
     else:
         path.mkdir()
         os.chown(path, OTHER, OTHER)
-    monkeypatch.setattr(control, "directory", lambda _uid: str(path))
-    with pytest.raises(EnvironmentProblem, match="not a directory of this user"):
-        control.make_directory()
-    monkeypatch.setattr(control, "directory", lambda _uid: "/proc/nowhere")
-    with pytest.raises(EnvironmentProblem, match="cannot be made"):
-        control.make_directory()
+    for where, said in ((str(path), "not a directory of this user"), ("/proc/nowhere", "cannot be made")):
+        monkeypatch.setattr(control, "directory", lambda _uid, where=where: where)
+        with pytest.raises(EnvironmentProblem, match=said):
+            control.make_directory()

@@ -110,39 +110,29 @@ def test_pins_and_headers_do_not_make_a_paged_file_loop(files: Files) -> None:
 
 
 def test_all_files_together_have_room_for_so_many_extents(files: Files) -> None:
-    many = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX + 2)]
-    groups = [files.grouping.adopt(backing)[0] for backing in many]
-    assert [group.paged for group in groups] == [False] * (len(many) - 2) + [True] * 2
-    assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
-    assert not files.ended
-
-
-def test_files_that_nobody_has_open_give_way(files: Files) -> None:
-    many = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX + 1)]
+    """Files that nobody has open give way; what finds no room is paged."""
     groups = []
-    for number, backing in enumerate(many):
+    for number in range(EXTENTS_ROOM // EXTENTS_MAX + 3):
+        backing = files.file(f"{number}.bin", size=TIB)
         groups.append(files.grouping.adopt(backing)[0])
         groups[-1].last_ns = number
-        if number != 1:
+        if number == 1:
             files.close(backing)
-    assert files.ended == groups[:1] and not any(group.paged for group in groups)
+    assert files.ended == groups[1:2]
+    assert [group.paged for group in groups] == [False] * (len(groups) - 2) + [True] * 2
+    assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
 
 
-def test_a_header_is_read_once(files: Files) -> None:
-    first = files.file("a.gguf", MODEL)
-    group, member = files.grouping.adopt(first)
-    assert first.reads and group.looping and member.anatomy is not None
-    files.close(first)
-    again = files.opened("a.gguf")
-    assert files.grouping.adopt(again) == (group, member) and again.reads == 0
-
-
-@pytest.mark.parametrize("data", [DAMAGED, b"no model"])
-def test_a_header_of_no_use_is_read_once(files: Files, data: bytes) -> None:
+@pytest.mark.parametrize("data", [MODEL, DAMAGED, b"no model"])
+def test_a_header_is_read_once(files: Files, data: bytes) -> None:
     first = files.file("a.gguf", data, size=40 * MIB)
-    group, _ = files.grouping.adopt(first)
-    assert first.reads and not group.looping
+    group, member = files.grouping.adopt(first)
+    assert first.reads and group.looping == (data == MODEL) == (member.anatomy is not None)
     files.close(first)
+    if data == MODEL:
+        again = files.opened("a.gguf")
+        assert files.grouping.adopt(again) == (group, member) and again.reads == 0
+        return
     with files.state.lock:
         files.end(group)
     again = files.opened("a.gguf")

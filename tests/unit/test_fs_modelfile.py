@@ -7,11 +7,12 @@ import json
 import os
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from llmcache.cache.mixture import MixtureBytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.layout import modelfile
 from llmcache.fs.layout.modelfile import model_bytes
 from tests.unit.gguf_bytes import U16, U32, Gguf
@@ -49,37 +50,40 @@ def safetensors(path: Path, **tensors: int) -> Path:
     return path
 
 
-def test_rows_of_the_embedding_are_not_in_the_loop(tmp_path: Path) -> None:
-    path = gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT)
+@pytest.mark.parametrize(
+    ("tensors", "used", "sizes", "experts"),
+    [
+        ((EMBEDDING, LAYER, OUTPUT), None, (256 + 64, 128, 0), (None, None, 256 + 64)),
+        ((EMBEDDING, LAYER, OUTPUT), 0, (256 + 64, 128, 0), (None, None, 256 + 64)),
+        ((EMBEDDING, LAYER), None, (128 + 256, 0, 0), (None, None, 128 + 256)),  # tied: the embedding is read whole
+        ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # at most
+    ],
+)
+def test_what_a_token_reads(
+    tmp_path: Path,
+    tensors: tuple[tuple[str, int], ...],
+    used: int | None,
+    sizes: tuple[int, int, int],
+    experts: tuple[int | None, int | None, int],
+) -> None:
+    path = gguf(tmp_path / "m.gguf", *tensors, used=used)
     found = model_bytes(str(path))
-    assert (found.loop_bytes, found.row_bytes, found.sparse_bytes) == (256 + 64, 128, 0)
+    assert (found.loop_bytes, found.row_bytes, found.sparse_bytes) == sizes
+    assert (found.experts, found.used, found.loop) == experts
     assert (found.kind, found.files, found.path) == ("gguf", 1, str(path))
-    assert found.hot_bytes == path.stat().st_size - 256 - 64 - 128
-
-
-def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
-    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER)))
-    assert (found.loop_bytes, found.row_bytes) == (128 + 256, 0)
-
-
-def test_experts_are_told_apart(tmp_path: Path) -> None:
-    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT)))
-    assert (found.loop_bytes, found.sparse_bytes) == (256 + 512 + 64, 512)
-    assert (found.experts, found.used, found.loop) == (8, None, 256 + 512 + 64)  # an upper bound
+    assert found.hot_bytes == path.stat().st_size - found.loop_bytes - found.row_bytes
 
 
 @pytest.mark.parametrize("given", [0, 1])
-def test_the_header_of_the_first_shard_says_how_many_experts_a_token_uses(tmp_path: Path, given: int) -> None:
+def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) -> None:
+    """The header of the first says how many experts a token uses."""
     paths = [
         gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2), used=2),
         gguf(tmp_path / "m-00002-of-00002.gguf", EXPERTS, OUTPUT, shard=(1, 2)),
     ]
-    assert model_bytes(str(paths[given])).loop == MixtureBytes(256 + 64, 512, experts=8, used=2)
-
-
-def test_a_dense_model_uses_no_experts(tmp_path: Path) -> None:
-    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT, used=0)))
-    assert (found.experts, found.used, found.loop) == (None, None, 256 + 64)
+    found = model_bytes(str(paths[given]))
+    assert (found.files, found.row_bytes) == (2, 128)
+    assert found.loop == MixtureBytes(256 + 64, 512, experts=8, used=2)
 
 
 def test_experts_used_by_layer_are_not_said(tmp_path: Path) -> None:
@@ -88,11 +92,6 @@ def test_experts_used_by_layer_are_not_said(tmp_path: Path) -> None:
     content.array("test.expert_used_count", U32, [content.number(U32, 2)])
     (tmp_path / "m.gguf").write_bytes(content.file())
     assert model_bytes(str(tmp_path / "m.gguf")).used is None
-
-
-def test_more_used_experts_than_there_are_is_damage(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="use 9 of 8 experts"):
-        model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT, used=9)))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +114,6 @@ def test_a_config_beside_safetensors_says_what_a_token_uses(tmp_path: Path, conf
         (tmp_path / "config.json").write_text(json.dumps(config))
     found = model_bytes(str(path))
     assert (found.loop_bytes, found.sparse_bytes, found.experts, found.used) == (65, 30, 3, used)
-
-
-def test_a_damaged_config_of_a_mixture_is_named(tmp_path: Path) -> None:
-    path = safetensors(tmp_path / "m.safetensors", **{"model.layers.0.mlp.experts.0.up_proj.weight": 10})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config\.json is no JSON"):
-        model_bytes(str(path))
-
-
-@pytest.mark.parametrize("given", [0, 1])
-def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) -> None:
-    paths = [
-        gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2)),
-        gguf(tmp_path / "m-00002-of-00002.gguf", OUTPUT, shard=(1, 2)),
-    ]
-    found = model_bytes(str(paths[given]))
-    assert (found.files, found.loop_bytes, found.row_bytes) == (2, 256 + 64, 128)
 
 
 def test_safetensors_with_companions_and_an_index(tmp_path: Path) -> None:
@@ -173,17 +155,19 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             model_bytes(str(path))
         assert caught.value.message.startswith(f"--model: {path}"), path
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    path = gguf(tmp_path / "m-00001-of-00003.gguf", LAYER, shard=(0, 3))
-    with pytest.raises(DataError, match=r"m-00002-of-00003\.gguf is missing \(1 of 3 are there\)"):
-        model_bytes(str(path))
-
-
-def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is shard 2 of 3"):
-        model_bytes(str(gguf(tmp_path / "renamed.gguf", LAYER, shard=(1, 3))))
+    safetensors(tmp_path / "mixture.safetensors", **{"model.layers.0.mlp.experts.0.up_proj.weight": 10})
+    (tmp_path / "config.json").write_text("{")
+    gguf(tmp_path / "m-00001-of-00003.gguf", LAYER, shard=(0, 3))
+    gguf(tmp_path / "renamed.gguf", LAYER, shard=(1, 3))
+    gguf(tmp_path / "used.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT, used=9)
+    for name, said in (
+        ("mixture.safetensors", r"config\.json is no JSON"),
+        ("m-00001-of-00003.gguf", r"m-00002-of-00003\.gguf is missing \(1 of 3 are there\)"),
+        ("renamed.gguf", "is shard 2 of 3"),
+        ("used.gguf", "use 9 of 8 experts"),
+    ):
+        with pytest.raises(DataError, match=said):
+            model_bytes(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", "absent-00001-of-00002.gguf", "directory", "file/below.gguf"])
@@ -195,19 +179,8 @@ def test_what_is_not_there_is_a_usage_error(tmp_path: Path, name: str) -> None:
 
 
 def test_what_must_not_be_read_is_the_environments_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
     path = gguf(tmp_path / "m.gguf", LAYER)
+    refuse = Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     monkeypatch.setattr(modelfile, "open", refuse, raising=False)  # root may read everything
     with pytest.raises(EnvironmentProblem, match=r"--model: .*Permission denied"):
         model_bytes(str(path))
-
-
-def test_all_errors_are_ours(tmp_path: Path) -> None:
-    whole = gguf(tmp_path / "whole.gguf", EMBEDDING, LAYER, OUTPUT).read_bytes()
-    path = tmp_path / "cut.gguf"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(LlmcacheError):
-            model_bytes(str(path))

@@ -47,17 +47,10 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(tmp_path, monkeypatch)
 
 
-def test_without_pressure_the_budget_is_the_limit(watched: Watched) -> None:
+def test_what_is_missing_is_given_back_at_once_from_what_is_used(watched: Watched) -> None:
     assert {watched.limit() for _ in range(50)} == {BUDGET}
-
-
-def test_what_is_missing_is_given_back_at_once(watched: Watched) -> None:
     watched.spare(-100 * MIB)
     assert BUDGET - 150 * MIB < watched.limit() <= BUDGET - 100 * MIB
-
-
-def test_it_is_given_back_from_what_is_used(watched: Watched) -> None:
-    watched.spare(-100 * MIB)
     assert 150 * MIB < watched.limit(used_bytes=300 * MIB) <= 200 * MIB
 
 
@@ -105,21 +98,13 @@ def test_stalls_on_a_scarce_machine_lower_the_limit_in_steps(watched: Watched) -
 
 
 @pytest.mark.parametrize(("spare", "stalled"), [(GIB, 0.5), (32 * MIB, 0.05)])
-def test_stalls_alone_or_short_ones_do_not(watched: Watched, spare: int, stalled: float) -> None:
+def test_stalls_alone_or_short_ones_or_earlier_ones_do_not(watched: Watched, spare: int, stalled: float) -> None:
+    watched.now_s += 1
+    assert watched.gauge.limit(BUDGET) == BUDGET, "a kernel without PSI"
     watched.spare(spare)
+    watched.stalled_us = 10**12
     watched.limit()
     assert {watched.limit(stalled=stalled) for _ in range(10)} == {BUDGET}
-
-
-def test_stalls_before_the_first_look_do_not_count(watched: Watched) -> None:
-    watched.spare(32 * MIB)
-    watched.stalled_us = 10**12
-    assert watched.limit() == BUDGET
-
-
-def test_a_kernel_without_psi(watched: Watched) -> None:
-    watched.now_s += 1
-    assert watched.gauge.limit(BUDGET) == BUDGET
 
 
 def test_a_new_budget_is_checked(watched: Watched) -> None:

@@ -48,6 +48,8 @@ def test_flags_come_before_the_environment_before_the_file_before_defaults(confi
     assert found["mode"] == ("steer", ENVIRONMENT)
     assert found["source"] == ("/a", FILE) and found["pin"] == (("x", "y"), FILE) and found["rw"] == (True, FILE)
     assert found["spill"] == (("*.kv",), DEFAULT) and found["log"] == (None, DEFAULT)
+    assert origins({}, None, {"LLMCACHE_CONFIG": str(config)})["cache"] == ("6G", FILE)
+    assert mount_point("/x", str(config)) == "/x" and mount_point(None, str(config)) == "/b"
 
 
 def test_every_key_can_come_from_everywhere(tmp_path: Path) -> None:
@@ -60,10 +62,6 @@ def test_every_key_can_come_from_everywhere(tmp_path: Path) -> None:
         word = "1" if value is True else "v"
         assert origins({}, None, {f"LLMCACHE_{key.name.upper()}": word})[key.name] == (value, ENVIRONMENT)
         assert origins({key.name: value}, None, {})[key.name] == (value, FLAG)
-
-
-def test_the_environment_may_name_the_file(config: Path) -> None:
-    assert origins({}, None, {"LLMCACHE_CONFIG": str(config)})["cache"] == ("6G", FILE)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +92,19 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("[mount\n")
     with pytest.raises(DataError, match="not TOML"):
         read_file(str(tmp_path / "f"))
+    with pytest.raises(UsageError, match="MOUNT"):
+        mount_point(None, None)
 
 
 def test_the_environment_is_checked() -> None:
-    with pytest.raises(UsageError, match="LLMCACHE_RW: 'maybe'"):
-        resolve({}, None, {"LLMCACHE_RW": "maybe"})
     assert origins({}, None, {"LLMCACHE_PIN": "a.gguf:b.gguf"})["pin"][0] == ("a.gguf", "b.gguf")
+    for name, value, said in (
+        ("LLMCACHE_RW", "maybe", "LLMCACHE_RW: 'maybe'"),
+        ("LLMCACHE_CACHE", "lots", "LLMCACHE_CACHE"),
+        ("LLMCACHE_MODE", "fast", "mode: 'fast'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            mount.request_of(resolve(PLACES, None, {name: value}))
 
 
 def test_options_of_fstab_are_settings_mount_options_or_noise() -> None:
@@ -120,21 +125,6 @@ def test_no_glob_for_spill_files_makes_a_mount_read_only(tmp_path: Path) -> None
     for flags, config in (({"spill": ("",)}, None), ({}, str(tmp_path / "f.toml"))):
         request = mount.request_of(resolve({**PLACES, **flags}, config, {}))
         assert request.spill == () and request.options[0].endswith(",ro")
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"), [({"LLMCACHE_CACHE": "lots"}, "LLMCACHE_CACHE"), ({"LLMCACHE_MODE": "fast"}, "mode: 'fast'")]
-)
-def test_values_are_checked_wherever_they_come_from(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        mount.request_of(resolve(PLACES, None, environment))
-
-
-def test_a_mount_point_is_given_or_in_the_settings(config: Path) -> None:
-    assert mount_point("/x", str(config)) == "/x"
-    assert mount_point(None, str(config)) == "/b"
-    with pytest.raises(UsageError, match="MOUNT"):
-        mount_point(None, None)
 
 
 def test_settings_are_shown_with_their_origins(config: Path) -> None:

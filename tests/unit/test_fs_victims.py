@@ -32,12 +32,6 @@ def squeeze(state: CacheState, bytes_to_go: int) -> None:
     state.limit_bytes = state.used_bytes - bytes_to_go
 
 
-def test_nobody_goes_while_there_is_room() -> None:
-    state = new_state(10 * MIB)
-    bring(state, new_group(state, "file", 8), list(range(8)), TOUCHED, LONG_AGO)
-    assert victims(state) == []
-
-
 def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_given_back() -> None:
     state = new_state(8 * MIB)
     group = new_group(state, "file", 32)
@@ -55,13 +49,35 @@ def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_giv
 
 
 def test_just_enough_goes_oldest_touch_first() -> None:
-    state = new_state(10 * MIB)
+    state = new_state(4 * MIB)
     group = new_group(state, "file", 10)
     bring(state, group, [5, 1, 7, 2], TOUCHED, LONG_AGO)
+    assert victims(state) == [], "while there is room"
+    state.asked_bytes = MIB
+    assert victims(state) == [("file", 5)], "a warm-up gets the room of an extent"
+    state.asked_bytes = 0
     squeeze(state, 2 * MIB)
     assert victims(state) == [("file", 5), ("file", 1)]
     first = choose_victims(state, NOW)[0]
     assert first[1:4] == (1, 5 * MIB, MIB)
+
+
+def test_who_stays_whatever_is_asked_for() -> None:
+    """What is pinned, on its way, just read, or fetched ahead for somebody; others go once."""
+    state = new_state(10 * MIB)
+    group = new_group(state, "loop", 10, looping=True)
+    bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
+    group.set_state(1, PINNED)
+    bring(state, group, [4], LOADING, LONG_AGO)
+    bring(state, group, [5], READY, NOW - 2 * ABANDONED_NS)
+    bring(state, group, [6], READY, NOW - ABANDONED_NS // 2)
+    bring(state, group, [7], TOUCHED, NOW - 2 * LAG_NS)
+    bring(state, group, [8], TOUCHED, NOW - LAG_NS // 2)
+    stray(state, group, [0, 2])
+    state.limit_bytes = 0
+    assert sorted(victims(state)) == [("loop", extent) for extent in (0, 2, 3, 5, 7)]
+    group.members[0].node = None
+    assert victims(state) == [], "nothing can be dropped of a file without a node"
 
 
 def test_the_order_is_as_documented() -> None:
@@ -85,43 +101,6 @@ def test_the_order_is_as_documented() -> None:
     assert order == expected
 
 
-def test_pinned_and_loading_stay() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "loop", 6, looping=True)
-    bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
-    bring(state, group, [4], LOADING, LONG_AGO)
-    group.set_state(1, PINNED)
-    state.limit_bytes = 0
-    assert victims(state) == [("loop", 0), ("loop", 2), ("loop", 3)]
-
-
-def test_what_a_reader_may_still_be_in_stays() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "file", 6)
-    bring(state, group, [0], TOUCHED, NOW - 2 * LAG_NS)
-    bring(state, group, [1], TOUCHED, NOW - LAG_NS // 2)
-    state.limit_bytes = 0
-    assert victims(state) == [("file", 0)]
-
-
-def test_what_was_fetched_ahead_stays_until_it_is_abandoned() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "loop", 6, looping=True)
-    bring(state, group, [0], READY, NOW - 2 * ABANDONED_NS)
-    bring(state, group, [1], READY, NOW - ABANDONED_NS // 2)
-    state.limit_bytes = 0
-    assert victims(state) == [("loop", 0)]
-
-
-def test_a_warm_up_gets_the_room_of_an_extent() -> None:
-    state = new_state(4 * MIB)
-    group = new_group(state, "file", 4)
-    bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
-    assert victims(state) == []
-    state.asked_bytes = 2 * MIB
-    assert victims(state) == [("file", 0), ("file", 1)]
-
-
 def test_closed_files_go_before_open_ones() -> None:
     state = new_state(10 * MIB)
     opened, closed = new_group(state, "opened", 2), new_group(state, "closed", 2)
@@ -139,76 +118,42 @@ def open_it(state: CacheState, group: Group) -> None:
     state.owners[backing] = (group, group.members[0])  # type: ignore[index]
 
 
-def test_nobody_is_chosen_twice() -> None:
+def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
+    """The kernel dropped it in part, did not store it, or storage failed: it would stay charged for ever."""
     state = new_state(10 * MIB)
-    group = new_group(state, "file", 4)
-    bring(state, group, [0, 1], TOUCHED, LONG_AGO)
-    stray(state, group, [0, 1])
-    state.limit_bytes = 0
-    assert sorted(victims(state)) == [("file", 0), ("file", 1)]
-
-
-def test_a_file_without_a_node_cannot_be_dropped() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "file", 4)
-    bring(state, group, [0, 1], TOUCHED, LONG_AGO)
-    group.members[0].node = None
-    state.limit_bytes = 0
-    assert victims(state) == []
-
-
-def small_backend(state: CacheState) -> FuseBackend:
-    """A back end with two buffers that pins nothing."""
     state.pool = BufferPool(2, 0)
-    return FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
-
-
-def test_what_the_kernel_dropped_in_part_can_go() -> None:
-    state = new_state(10 * MIB)
+    backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
     group = new_group(state, "file", 4)
-    reader = Reader(cast(Engine, None), small_backend(state))
     bring(state, group, [0], TOUCHED, LONG_AGO)
     for _ in range(REFAULTS_MAX):
-        reader._refault(group, 0, 4096)
+        Reader(cast(Engine, None), backend)._refault(group, 0, 4096)
+    stray(state, group, [2], 8192)
+    not_stored, failed = (backend.claim(group, group.members[0], extent, ahead=False) for extent in (1, 2))
+    assert not_stored is not None and failed is not None
+    backend._stored(group, group.members[0], not_stored, False, -12)
+    failed.error = OSError(5, "error")
+    backend._fail(group, failed)
+    assert group.charge[2] >= 8192 and state.resident_bytes == sum(group.charge)
     state.limit_bytes = 0
-    assert [extent for _, extent in victims(state)] == list(group.charged_extents())
+    assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
 
 
-def test_what_could_not_be_stored_can_go() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "file", 4)
-    backend = small_backend(state)
-    fetch = backend.claim(group, group.members[0], 1, ahead=False)
-    assert fetch is not None
-    backend._stored(group, group.members[0], fetch, False, -12)
-    state.limit_bytes = 0
-    assert [extent for _, extent in victims(state)] == list(group.charged_extents())
-
-
-def test_a_failed_fetch_keeps_the_charge_of_pages_read_before() -> None:
-    state = new_state(10 * MIB)
-    group = new_group(state, "file", 4)
-    backend = small_backend(state)
-    stray(state, group, [1], 8192)
-    fetch = backend.claim(group, group.members[0], 1, ahead=False)
-    assert fetch is not None
-    fetch.error = OSError(5, "error")
-    backend._fail(group, fetch)
-    assert group.charge[1] >= 8192
-    assert state.resident_bytes == sum(group.charge)
+def mixture_of(state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2) -> Mixture:
+    """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
+    group = new_group(state, "mixture", mib * layers * experts)
+    group.status = bytearray([SINGLE]) * group.count
+    member = group.members[0]
+    member.backing = cast(Backing, object())
+    size = mib * experts * MIB
+    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
+    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
+    assert member.mixture is not None
+    return member.mixture
 
 
 def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
     state = new_state(64 * MIB)
-    group = new_group(state, "mixture", 16)
-    group.status = bytearray([SINGLE]) * group.count
-    cache = state.mixtures
-    layout = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 16 * MIB, "F32", experts=8),))
-    member = group.members[0]
-    member.backing = cast(Backing, object())
-    cache.begin(group, member, Experts(layout))
-    mixture = member.mixture
-    assert mixture is not None
+    mixture, cache = mixture_of(state, layers=1, mib=2), state.mixtures
 
     def miss(expert: int, works: bool = True) -> None:
         with state.lock:
@@ -228,21 +173,14 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
         cache.used_bytes += 100 * MIB
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
         cache.used_bytes -= 100 * MIB
-        assert sum(charged for *_, charged in cache.end(group)) == 0
+        assert sum(charged for *_, charged in cache.end(state.groups["mixture"])) == 0
         cache.arrived(mixture, 0, True)
     assert cache.used_bytes == 0
 
 
 def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> None:
     state = new_state(1024 * MIB)
-    group = new_group(state, "mixture", 128)
-    group.status = bytearray([SINGLE]) * group.count
-    cache, member = state.mixtures, group.members[0]
-    member.backing = cast(Backing, object())
-    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", 64 * n * MIB, 64 * MIB, "F32", experts=64) for n in range(2))
-    cache.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=4)))
-    mixture = member.mixture
-    assert mixture is not None
+    mixture, cache = mixture_of(state, experts=64, mib=1, used=4), state.mixtures
     with state.lock:
         for _token in range(20):
             for expert in (3, 9, 20, 21, 64, 70, 71, 99):
@@ -260,19 +198,6 @@ def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> Non
         coldest = cache.hot.coldest(64 - 4 - 12)
     assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
     assert set(coldest) <= set(brought)
-
-
-def mixture_of(state: CacheState, layers: int = 2, experts: int = 8) -> Mixture:
-    """A file of `layers` tensors whose `experts` have 4 MiB each."""
-    group = new_group(state, "mixture", 4 * layers * experts)
-    group.status = bytearray([SINGLE]) * group.count
-    member = group.members[0]
-    member.backing = cast(Backing, object())
-    size = 4 * experts * MIB
-    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
-    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=2)))
-    assert member.mixture is not None
-    return member.mixture
 
 
 def test_experts_of_the_layer_that_is_computed_stay() -> None:

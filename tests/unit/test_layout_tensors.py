@@ -32,15 +32,8 @@ from tools.bench.routing import layout_of
 
 GGUF_LAYER = ["attn_norm", "attn_q", "attn_v", "attn_k", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
 HF_LAYER = [
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
+    *["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"],
+    *["post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
 ]
 MOE_LAYER = [
     *["attn_norm", "attn_qkv", "attn_q_norm", "attn_k_norm", "attn_output", "ffn_norm", "ffn_gate_inp"],
@@ -70,30 +63,26 @@ def layout(tensor_names: list[str], shard: tuple[int, int] | None = None) -> Mod
 
 @pytest.mark.parametrize("model", MODELS)
 def test_regions_come_in_the_order_of_computing_wherever_they_lie(model: str) -> None:
+    """Only the embedding is read by rows; a tied one is the end of the loop."""
+    first, *others = MODELS[model]
     shuffled = MODELS[model].copy()
     random.Random(7).shuffle(shuffled)
-    regions = layout(shuffled).regions()
-    assert (regions[0].first_byte, regions[0].size_bytes, regions[0].role) == (0, 100, "hot")
-    assert [region.name for region in regions[1:]] == MODELS[model]
+    head, *regions = layout(shuffled).regions()
+    assert (head.first_byte, head.size_bytes, head.role) == (0, 100, "hot")
+    assert [(region.name, region.role) for region in regions] == [(first, "rows"), *((name, "loop") for name in others)]
+    _, *tied = layout(MODELS[model][:-1]).regions()
+    assert [(region.name, region.role) for region in tied] == [(name, "loop") for name in (*others[:-1], first)]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_only_the_embedding_is_read_by_rows(model: str) -> None:
-    roles = [region.role for region in layout(MODELS[model]).regions()]
-    assert roles == ["hot", "rows", *["loop"] * (len(MODELS[model]) - 1)]
+def names_in_order(*names: str) -> list[str]:
+    return [region.name for region in layout(list(names)).regions()[1:]]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_tied_embedding_is_the_end_of_the_loop(model: str) -> None:
-    regions = layout(MODELS[model][:-1]).regions()
-    assert (regions[-1].name, regions[-1].role) == (MODELS[model][0], "loop")
-    assert [region.name for region in regions[1:-1]] == MODELS[model][1:-1]
-
-
-def test_a_lone_shard_does_not_count_as_tied_unless_told() -> None:
-    shard = layout(MODELS["gguf"][:5], shard=(0, 3))
-    assert shard.regions()[1].role == "rows"
-    assert shard.regions(tied=True)[-1].role == "loop"
+def test_unknown_tensors_go_between_attention_and_feed_forward_and_an_encoder_before_its_decoder() -> None:
+    order = ["blk.0.attn_q.weight", "blk.0.novelty.weight", "blk.0.ffn_up.weight"]
+    assert names_in_order(*reversed(order)) == order
+    order = ["enc.blk.1.attn_q.weight", "dec.blk.0.attn_q.weight"]
+    assert names_in_order(*reversed(order)) == order
 
 
 def test_experts_are_sparse_and_shared_experts_are_not() -> None:
@@ -103,16 +92,6 @@ def test_experts_are_sparse_and_shared_experts_are_not() -> None:
     assert is_expert("model.layers.3.block_sparse_moe.experts.1.w2.weight")
     assert not is_expert("model.layers.3.mlp.shared_experts.up_proj.weight")
     assert not is_expert("blk.3.ffn_up_shexp.weight")
-
-
-def test_unknown_tensors_of_a_layer_go_between_attention_and_feed_forward() -> None:
-    found = [r.name for r in layout(["blk.0.ffn_up.weight", "blk.0.novelty.weight", "blk.0.attn_q.weight"]).regions()]
-    assert found[1:] == ["blk.0.attn_q.weight", "blk.0.novelty.weight", "blk.0.ffn_up.weight"]
-
-
-def test_an_encoder_comes_before_its_decoder() -> None:
-    found = [r.name for r in layout(["dec.blk.0.attn_q.weight", "enc.blk.1.attn_q.weight"]).regions()]
-    assert found[1:] == ["enc.blk.1.attn_q.weight", "dec.blk.0.attn_q.weight"]
 
 
 def test_names_of_other_families() -> None:
@@ -126,17 +105,15 @@ def test_shards_are_ordered_as_one_model() -> None:
     whole = MODELS["gguf"]
     parts = [whole[:40], whole[40:80], whole[80:]]
     shards = [layout(part, shard=(number, 3)) for number, part in enumerate(parts)]
+    assert shards[0].regions()[1].role == "rows", "a lone shard does not count as tied unless told"
+    assert shards[0].regions(tied=True)[-1].role == "loop"
     found = order_shards(shards)
     assert [(index, region.role) for index, region in found[:3]] == [(0, "hot"), (1, "hot"), (2, "hot")]
     assert [region.name for _, region in found[3:]] == whole
     assert found[3][1].role == "rows"
     assert [index for index, _ in found[3:]] == [0] * 40 + [1] * 40 + [2] * (len(whole) - 80)
-
-
-def test_shards_of_a_tied_model_end_with_the_embedding() -> None:
-    whole = MODELS["gguf"][:-1]
-    found = order_shards([layout(whole[:40], (0, 2)), layout(whole[40:], (1, 2))])
-    assert (found[-1][0], found[-1][1].name, found[-1][1].role) == (0, "token_embd.weight", "loop")
+    tied = order_shards([layout(whole[:40], (0, 2)), layout(whole[40:-1], (1, 2))])
+    assert (tied[-1][0], tied[-1][1].name, tied[-1][1].role) == (0, "token_embd.weight", "loop")
 
 
 def test_names_of_shards() -> None:
@@ -144,13 +121,8 @@ def test_names_of_shards() -> None:
     last = shard_name("dir/llama-70b-00003-of-00003.gguf")
     assert first is not None and last is not None
     assert (first.number, first.count, last.number) == (0, 3, 2)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "model.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.md"]
-)
-def test_names_that_are_no_shards(name: str) -> None:
-    assert shard_name(name) is None
+    for name in ("", "model.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.md"):
+        assert shard_name(name) is None
 
 
 def stored(names: list[str], size: int = 100, header: int = 50) -> ModelLayout:
@@ -164,6 +136,15 @@ def test_layers_come_in_the_order_of_computation() -> None:
     assert [part.name for part in parts] == [HEADER, "token_embd.weight", "blk.0", "blk.1", "output.weight"]
     assert [part.tensors for part in parts] == [0, 1, 2, 1, 1]
     assert parts[2].stretches == ((350, 550),) and parts[2].size_bytes == 200
+    for name, layer in (
+        ("model.layers.12.self_attn.q_proj.weight", "model.layers.12"),
+        ("transformer.h.0.mlp.c_fc.bias", "transformer.h.0"),
+        ("v.blk.7.ffn_up.weight", "v.blk.7"),
+        ("token_embd.weight", "token_embd.weight"),
+    ):
+        assert Tensor(name, 0, 1, "").layer == layer
+    strange = list(Anatomy(stored([HEADER, OTHERS])).parts())  # a tensor may be called as what is no tensor
+    assert [(part.name, part.tensors) for part in strange] == [(HEADER, 0), (HEADER, 1), (OTHERS, 1)]
 
 
 @given(st.lists(st.integers(0, 5), max_size=40))
@@ -184,19 +165,11 @@ def test_names_of_no_convention_do_not_make_it_large() -> None:
     assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
     assert sum(part.tensors for part in parts) == 20_000
     assert sys.getsizeof(found._runs) < 1 << 20
-
-
-def test_long_names_and_layers_in_turns_do_not_make_it_large() -> None:
-    found = Anatomy(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
-    parts = list(found.parts())
+    in_turns = Anatomy(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
+    parts = list(in_turns.parts())
     assert [part.name for part in parts] == [HEADER, "blk.0", "blk.1", OTHERS]
     assert sum(part.size_bytes for part in parts) == 50 + 100 * (3 * RUNS_MAX + 1)
-    assert sys.getsizeof(found._runs) < 1 << 18 and max(map(len, found._names)) == NAME_MAX
-
-
-def test_a_tensor_may_be_called_as_what_is_no_tensor() -> None:
-    parts = list(Anatomy(stored([HEADER, OTHERS])).parts())
-    assert [(part.name, part.tensors) for part in parts] == [(HEADER, 0), (HEADER, 1), (OTHERS, 1)]
+    assert sys.getsizeof(in_turns._runs) < 1 << 18 and max(map(len, in_turns._names)) == NAME_MAX
 
 
 SIZES = ("--size", "24M", "--layers", "2", "--experts", "6", "--used", "2", "--slice", "100K")
@@ -210,6 +183,11 @@ def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path
     experts = Experts(layout)
     assert [count for _, _, count in experts.layers] == [6, 6] and experts.count == 12
     assert sorted(experts.starts) == list(experts.starts)
+    assert len(experts.runs) <= 6 and list(zip(experts.starts, experts.sizes, range(len(experts.starts)), strict=True)) == [
+        (run.first_byte + number * run.slice_bytes, run.slice_bytes, run.first + number)
+        for run in experts.runs
+        for number in range(run.count)
+    ]
     mixed = [tensor for tensor in layout.tensors if "exps" in tensor.name or "experts" in tensor.name]
     assert sum(experts.sizes) == sum(tensor.size_bytes for tensor in mixed)
     assert sum(experts.bytes_of(expert) for expert in range(experts.count)) == sum(experts.sizes)
@@ -225,25 +203,9 @@ def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path
             assert (tensor.offset, tensor.size_bytes) in experts.ranges(first + number)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_say_where_slices_are(kind: str, tmp_path: Path) -> None:
-    (path,) = made(tmp_path / f"m.{'gguf' if kind == 'gguf' else 'safetensors'}", *SIZES, *KINDS[kind])
-    experts = Experts(layout_of(path))
-    told = [
-        (run.first_byte + number * run.slice_bytes, run.slice_bytes, run.first + number)
-        for run in experts.runs
-        for number in range(run.count)
-    ]
-    assert told == list(zip(experts.starts, experts.sizes, range(len(experts.starts)), strict=True))
-    assert len(experts.runs) <= 6
-
-
-def test_a_dense_model_has_none(tmp_path: Path) -> None:
+def test_a_dense_model_and_one_with_more_slices_than_any_have_none(tmp_path: Path) -> None:
     (path,) = made(tmp_path / "m.gguf", "--size", "3M")
-    experts = Experts(layout_of(path))
-    assert (experts.count, experts.layers, experts.runs) == (0, [], ())
-
-
-def test_a_header_with_more_slices_than_any_model_costs_nothing() -> None:
-    tensors = (Tensor("blk.0.ffn_up_exps.weight", 0, 1 << 40, "F32", experts=1 << 38),)
-    assert Experts(ModelLayout("gguf", 0, tensors)).count == 0
+    huge = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 1 << 40, "F32", experts=1 << 38),))
+    for layout in (layout_of(path), huge):
+        experts = Experts(layout)
+        assert (experts.count, experts.layers, experts.runs) == (0, [], ())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.cache.models import UNKNOWN
+from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
@@ -38,10 +38,10 @@ def trace_of(runs: list[Run], sizes: dict[str, int], extra: dict[str, str] | Non
     return Trace.build(range(len(runs)), *columns, files=files, provenance=provenance)
 
 
-def policy_for(trace: Trace, capacity: int) -> tuple[Policy, BlockSpace]:
+def policy_for(trace: Trace, capacity: int, models: Models = UNKNOWN) -> tuple[Policy, BlockSpace]:
     space = BlockSpace.of([trace])
     policy = policy_class("llmcache")(capacity, space.blocks)
-    policy.describe(space, trace.files, trace.provenance, UNKNOWN)
+    policy.describe(space, trace.files, trace.provenance, models)
     return policy, space
 
 
@@ -66,14 +66,11 @@ def test_a_loop_hits_its_share_whatever_the_runs(step: int) -> None:
     assert 0.9 * 50 * BLOCKS < in_passes[3] <= len(policy.resident()) <= 50 * BLOCKS
 
 
-def test_a_model_is_believed_to_loop_from_the_start() -> None:
-    hits, _ = hits_of(trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB}), 60 * BLOCKS)
-    assert hits == [0] * 40 + [BLOCKS] * 40
-
-
 def test_blocks_that_come_again_soon_are_hits_and_new_ones_of_a_missed_extent_are_not() -> None:
     trace = trace_of([(0, 0, 64), (0, 64, 64), (0, 32, 64), (0, 96, 64)], {"/loop": 100 * MIB})
     assert hits_of(trace, 100 * BLOCKS)[0] == [0, 0, 64, 32]
+    model = trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB})  # believed to loop from the start
+    assert hits_of(model, 60 * BLOCKS)[0] == [0] * 40 + [BLOCKS] * 40
 
 
 def test_small_files_are_kept_by_the_page_least_recently_read_first_out() -> None:
@@ -115,52 +112,42 @@ def mixture() -> ModelLayout:
     return ModelLayout("gguf", 4096, tuple(tensors), experts_used=2)
 
 
-def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[Run]:
-    """What is read of the model for each token: dense tensors whole, of the others the slices of the chosen experts."""
-    runs: list[Run] = []
+def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[Run, bool]]:
+    """What is read of the model for each token, and if of experts: dense tensors whole, of others the chosen slices."""
+    runs: list[tuple[Run, bool]] = []
     for token in routing:
         for tensor in layout.tensors:
-            first = tensor.offset
-            parts = [(first, tensor.size_bytes)]
+            parts = [(tensor.offset, tensor.size_bytes)]
             if tensor.experts > 1:
                 chosen = token[int(tensor.layer.rpartition(".")[2])]
-                parts = [(first + expert * SLICE, SLICE) for expert in chosen]
+                parts = [(tensor.offset + expert * SLICE, SLICE) for expert in chosen]
             for offset, size in parts:
                 begin, end = offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)
-                runs += [(0, block, min(32, end - block)) for block in range(begin, end, 32)]
+                runs += [((0, block, min(32, end - block)), tensor.experts > 1) for block in range(begin, end, 32)]
     return runs
 
 
 def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: float) -> tuple[float, Policy]:
     """Share of the experts' blocks that hit in the last half of the tokens, and the policy."""
     layout = mixture()
-    runs = tokens(layout, routing)
-    trace = trace_of(runs, {"/mixture.gguf": layout.tensors[-1].end})
-    space = BlockSpace.of([trace])
-    policy = policy_class("llmcache")(int(capacity_mib * MIB) // BLOCK_BYTES, space.blocks)
-    policy.describe(space, trace.files, trace.provenance, KnownModels(mixture=Experts(layout), layout=layout))
+    runs, of_experts = zip(*tokens(layout, routing), strict=True)
+    trace = trace_of(list(runs), {"/mixture.gguf": layout.tensors[-1].end})
+    models = KnownModels(mixture=Experts(layout), layout=layout)
+    policy, space = policy_for(trace, int(capacity_mib * MIB) // BLOCK_BYTES, models)
     hits = policy.replay(space.place(trace), trace.count.astype(np.int64))
-    sparse = np.array([tensor_at(layout, block).experts > 1 for _, block, _ in runs])
+    sparse = np.array(of_experts)
     sparse[: len(runs) // 2] = False
     return float(hits[sparse].sum() / trace.count[sparse].sum()), policy
 
 
-def tensor_at(layout: ModelLayout, block: int) -> Tensor:
-    return next(tensor for tensor in reversed(layout.tensors) if tensor.offset <= (block + 1) * BLOCK_BYTES - 1)
-
-
 def test_popular_experts_stay_and_a_missed_one_comes_in_whole() -> None:
     source = random.Random(1)
-    routing = [[(0, source.randrange(1, EXPERTS)) for _ in range(LAYERS)] for _ in range(60)]
-    share, policy = mixture_hits(routing, 8.0)
+    share, policy = mixture_hits([[(0, source.randrange(1, EXPERTS)) for _ in range(LAYERS)] for _ in range(60)], 8.0)
     assert 0.5 <= share < 0.75, "expert 0 of each layer always, others by chance; not a part of a missed one"
     assert len(policy.resident()) <= 8 * MIB // BLOCK_BYTES
-
-
-def test_all_experts_hit_where_they_fit_and_none_without_room() -> None:
     routing = [[(token % EXPERTS, (token + 3) % EXPERTS)] * LAYERS for token in range(40)]
-    assert mixture_hits(routing, 20.0)[0] > 0.99
-    assert mixture_hits(routing, 1.0)[0] < 0.1
+    assert mixture_hits(routing, 20.0)[0] > 0.99, "all fit"
+    assert mixture_hits(routing, 1.0)[0] < 0.1, "no room"
 
 
 # A mount's log
@@ -192,20 +179,13 @@ def test_events_happen_before_their_row() -> None:
     steady, policy = hits_of(log_of(rows, BEGIN), 40 * BLOCKS)
     assert halved[:180] == steady[:180]
     assert sum(steady[180:]) == 40 * BLOCKS and sum(halved[180:]) == 20 * BLOCKS
+    smaller, _ = hits_of(log_of(rows, [*BEGIN, [180, ["limit", 20 * MIB]]]), 20 * BLOCKS)
+    assert sum(smaller[180:]) == 10 * BLOCKS, "in proportion to what the mount had"
     _, after = hits_of(log_of(rows, [*BEGIN, [240, ["end", "0"]]]), 40 * BLOCKS)
     assert len(policy.resident()) == 40 * BLOCKS
     assert len(after.resident()) == 0 and after.evictions == 40 * BLOCKS
-
-
-def test_budget_changes_are_taken_in_proportion() -> None:
-    trace = log_of(passes(0, 60, 5), [*BEGIN, [240, ["limit", 20 * MIB]]])
-    hits, _ = hits_of(trace, 20 * BLOCKS)
-    assert sum(hits[180:240]) == 20 * BLOCKS and sum(hits[240:]) == 10 * BLOCKS
-
-
-def test_pages_of_small_files_were_read_from_storage_each_time() -> None:
-    rows = [(1, 0, 3), (1, 0, 3)]
-    assert hits_of(log_of(rows, BEGIN), 40 * BLOCKS)[0] == [0, 0]
+    pages = [(1, 0, 3), (1, 0, 3)]
+    assert hits_of(log_of(pages, BEGIN), 40 * BLOCKS)[0] == [0, 0], "pages of small files came from storage each time"
 
 
 @pytest.mark.parametrize(
@@ -247,15 +227,12 @@ def test_a_log_that_lacks_references_is_cut_like_any_trace() -> None:
 
 def test_the_real_trace_replays_to_what_the_mount_did() -> None:
     trace = Trace.load(LLAMA)
-    budget = int(trace.provenance.extra["budget_bytes"])
+    origin = trace.provenance
+    budget = int(origin.extra["budget_bytes"])
     hits, policy = hits_of(trace, budget // BLOCK_BYTES)
     assert np.array_equal(np.array(hits) > 0, trace.miss == HIT)
     assert 0 < len(policy.resident()) * BLOCK_BYTES <= budget
     assert LLAMA.stat().st_size < 200_000
-
-
-def test_the_real_trace_says_where_it_comes_from() -> None:
-    provenance = Trace.load(LLAMA).provenance
-    machine = json.loads(provenance.extra["machine"])
+    machine = json.loads(origin.extra["machine"])
     assert machine["cpu"] and machine["versions"]["llama-cpp-python"]
-    assert provenance.command.startswith("record_llama.py") and provenance.lost_events == 0
+    assert origin.command.startswith("record_llama.py") and origin.lost_events == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +42,19 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"columns": {"count": None}}, "count: .* has no such column"),
     "extra column": ({"columns": {"extra": [1, 2, 3, 4]}}, "extra: .* has a column that a trace does not have"),
     "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has double, must be uint64"),
-    "wider type": ({"columns": {"op": np.zeros(4, np.uint64)}}, "op: .* has uint64, must be uint8"),
     "no value": (
         {"columns": {"pid": pa.array([1, None, 3, 4], pa.uint32())}, "nullable": True},
         "pid: 1 rows have no value",
     ),
     "no metadata": ({"metadata": b""}, "metadata: .* without 'llmcache.trace'"),
     "metadata not JSON": ({"metadata": b"{"}, "metadata: not JSON"),
-    "metadata no object": ({"metadata": b"[]"}, "schema: None"),
     "other version": ({"metadata": metadata(schema="llmcache.trace/9")}, "schema: 'llmcache.trace/9'"),
     "no file table": ({"metadata": metadata(files=None)}, "files: the metadata has no file table"),
-    "no provenance": ({"metadata": metadata(provenance=None)}, "provenance: None is not an object"),
     "unknown in provenance": ({"metadata": metadata(provenance={"tier": "x", "y": 1})}, "provenance: 'y' is unknown"),
     "provenance without tier": ({"metadata": metadata(provenance={})}, "provenance: .*'tier'"),
     "lost events below 0": ({"metadata": metadata(provenance={"tier": "", "lost_events": -1})}, "lost_events is -1"),
     "file without path": ({"metadata": metadata(files=file_entry(path=None))}, "files: .*'path'"),
     "file size below 0": ({"metadata": metadata(files=file_entry(size_bytes=-1))}, "files: size_bytes of .* is -1"),
-    "file size no number": ({"metadata": metadata(files=file_entry(size_bytes="1"))}, "files: size_bytes is '1'"),
     "inode a boolean": ({"metadata": metadata(files=file_entry(inode=True))}, "files: inode is True"),
     "two files, one id": ({"metadata": metadata(files=file_entry(id=1))}, "files: id 1 stands for"),
     "file not in table": ({"metadata": metadata(files=file_entry(id=5))}, "file: 0 is not in the file table"),
@@ -83,37 +78,34 @@ def test_a_foreign_file_is_bad_data(case: str, tmp_path: Path, capsys: pytest.Ca
     assert error.startswith("llmcache: error: ") and "\nhint: " in error and "Traceback" not in error
 
 
-def test_a_good_file_passes_the_same_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert info(write_parquet(tmp_path / "t.parquet", {}), capsys) == (0, "")
+def test_a_wrong_row_is_found_where_it_is_streamed(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "t.parquet", {"t_ns": np.array([3, 2, 1, 0], np.uint64)})
+    with TraceReader(path) as reader, pytest.raises(DataError, match="t_ns: row 1 has 2, the row before it 3"):
+        list(reader.batches(1))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:-1],
-        lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],  # of the first page: only its checksum tells
-        lambda data: b"t_ns,file\n",
-        lambda data: b"",
-    ],
-)
-def test_a_damaged_file_is_bad_data(
-    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "t.parquet"
-    trace().save(path)
-    path.write_bytes(damage(path.read_bytes()))
+def test_a_damaged_file_is_bad_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_parquet(tmp_path / "t.parquet", {})
+    assert info(path, capsys) == (0, "")
+    data = path.read_bytes()
+    flipped = data[:60] + bytes([data[60] ^ 1]) + data[61:]  # in the first page: only its checksum tells
+    for damaged in (data[: len(data) // 2], data[:-1], flipped, b"t_ns,file\n", b""):
+        path.write_bytes(damaged)
+        code, error = info(path, capsys)
+        assert code == 5 and error.startswith("llmcache: error: ") and "Traceback" not in error
+        assert "cannot be read as Parquet" in error and "\nhint: truncated, damaged or not Parquet" in error
+    path.unlink()
+    path.symlink_to(path)
     code, error = info(path, capsys)
-    assert code == 5
-    assert "cannot be read as Parquet" in error and "hint: truncated, damaged or not Parquet" in error
+    assert code == 3 and "cannot read" in error and "symbolic links" in error
 
 
 def test_every_byte_of_damage_is_found_or_harmless(tmp_path: Path) -> None:
-    """Whatever byte is changed: the trace is refused by name, or it is the same trace."""
+    """Whatever byte is changed, here every third: the trace is refused by name, or it is the same trace."""
     path = tmp_path / "t.parquet"
     trace().save(path)
     good, same = path.read_bytes(), 0
-    for at in range(len(good)):
+    for at in range(0, len(good), 3):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
         try:
             loaded = Trace.load(path)
@@ -121,18 +113,4 @@ def test_every_byte_of_damage_is_found_or_harmless(tmp_path: Path) -> None:
             continue
         same += 1
         assert np.array_equal(loaded.first, trace().first) and np.array_equal(loaded.count, trace().count), at
-    assert same < len(good) / 2
-
-
-def test_a_wrong_row_is_found_where_it_is_streamed(tmp_path: Path) -> None:
-    times = np.arange(4, dtype=np.uint64)
-    path = write_parquet(tmp_path / "t.parquet", {"t_ns": times[::-1].copy()})
-    with TraceReader(path) as reader, pytest.raises(DataError, match="t_ns: row 1 has 2, the row before it 3"):
-        list(reader.batches(1))
-
-
-def test_a_file_that_cannot_be_read_is_an_environment_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "t.parquet"
-    path.symlink_to(path)
-    code, error = info(path, capsys)
-    assert code == 3 and "cannot read" in error and "symbolic links" in error
+    assert same < len(good) / 6

@@ -24,11 +24,8 @@ def test_bytes_become_blocks(tmp_path: Path) -> None:
     assert blocks(loaded) == [("a", 0, READ), ("a", 0, WRITE), ("a", 1, WRITE), ("b", 2, MAP)]
     assert [file.size_bytes for file in loaded.files] == [4097, 10001]
     assert loaded.t_ns.tolist() == [0, 1000, 2000] and "none" in loaded.provenance.clock
-
-
-def test_times_keep_every_nanosecond(tmp_path: Path) -> None:
-    loaded = read("a,0,1,r,0.000000001\na,0,1,r,3\na,0,1,r,1700000000.123456789\n", tmp_path)
-    assert loaded.t_ns.tolist() == [1, 3 * 10**9, 1700000000123456789]
+    timed = read("a,0,1,r,0.000000001\na,0,1,r,3\na,0,1,r,1700000000.123456789\n", tmp_path)
+    assert timed.t_ns.tolist() == [1, 3 * 10**9, 1700000000123456789], "every nanosecond is kept"
 
 
 @pytest.mark.parametrize(
@@ -50,22 +47,16 @@ def test_forms_that_mean_the_same(text: str, tmp_path: Path) -> None:
     [
         ("a,-1,1,read\n", "offset: row 0 has -1: must not be negative"),
         ("a,0,1,read\na,0,-4096,read\n", "length: row 1 has -4096: must be at least 1"),
-        ("a,0,0,read\n", "length: row 0 has 0"),
         ("a,9223372036854775807,1,read\n", "length: .* beyond the largest file"),
         ("a,0,99999999999999999,read\n", "length: .* no single access is as long"),
         ("a,99999999999999999999,1,read\n", "offset: line 1: .*'99999999999999999999'"),
-        ("a,0,1,read\na,x,1,read\n", "offset: line 2: .*'x'"),
         ("a,0,70M,read\n", "length: line 1: .*'70M'"),
         ("a,0,1,erase\n", "op: row 0 has 'erase', must be one of read, write, map"),
         ("a,0,1,read,2\na,0,1,read,1\n", "time: row 1 has 1000000000: .* not be before"),
         ("a,0,1,read,-1\n", "time: row 0 has -1000000000: .* not be negative"),
-        ("a,0,1,read,99999999999999\n", "time: .* beyond 64 bits"),
-        ("a,0,1,read,noon\n", "time: line 1: .*'noon'"),
         ("a,0,1,read,\n", "time: row 0 has no value"),
-        ("a,,1,read\n", "offset: row 0 has no value"),
         (",0,1,read\n", "file: a row has an empty path"),
         ("a,0,1\n", "columns: .* has 3, must be 4 or 5"),
-        ("a,0,1,read,1,2\n", "columns: .* has 6, must be 4 or 5"),
         ("a,0,1,read\na,0\n", "columns: .*Expected 4 columns, got 2"),
         ("file,offset,op\na,0,read\n", "length: .* has no such column"),
         ("file,offset,size,op\na,0,1,read\n", "size: .* has a column of this name"),
@@ -77,7 +68,6 @@ def test_forms_that_mean_the_same(text: str, tmp_path: Path) -> None:
         ("a,0," + "9" * 5000 + ",read", "length: line 1: .{,300}$"),
         ("a,0,4," + "9" * 5000, "op: .{,300}$"),
         ("", "rows: .* has no accesses"),
-        ("file,offset,length,op\n", "rows: .* has no accesses"),
     ],
 )
 def test_a_refusal_names_the_field(text: str, message: str, tmp_path: Path) -> None:

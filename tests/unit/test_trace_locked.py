@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,17 +43,6 @@ def test_what_was_seen_in_spite_of_it_counts_once(shown: int, hidden: int) -> No
     assert sum(each.size_bytes for each in found.locked) == hidden * BLOCK
 
 
-def test_without_locks_nothing_is_added() -> None:
-    assert locked_extra({}) == "" and passes("").locked == ()
-    assert locked_bytes(Provenance("test")) == {}
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", '{"x": 1}', '{"0": []}'])
-def test_damage_is_named(text: str) -> None:
-    with pytest.raises(DataError, match="locked_bytes"):
-        locked_bytes(Provenance("test", extra={LOCKED: text}))
-
-
 def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     answers = {FILE.path: [500, 300], OTHER.path: [0]}
     asked = LockedBytes(lambda file: answers[file.path].pop(0))
@@ -61,32 +50,26 @@ def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     asked.begin([FILE])
     asked.finish([FILE, OTHER])
     assert asked.by_file == {0: 300} and "300 B" in asked.remarks[0]
+    silent = LockedBytes(Mock(side_effect=MountProblem("the daemon does not answer")))
+    silent.begin([FILE])
+    silent.finish([FILE])
+    said = f"{FILE.path}: how much of it its mount keeps locked is not known: the daemon does not answer"
+    assert silent.by_file == {} and silent.remarks == [said]
 
 
-def test_a_daemon_that_does_not_answer_is_told_of() -> None:
-    def silent(_file: TraceFile) -> int:
-        raise MountProblem("the daemon does not answer")
-
-    asked = LockedBytes(silent)
-    asked.begin([FILE])
-    asked.finish([FILE])
-    assert asked.by_file == {} and asked.remarks == [f"{FILE.path}: how much of it its mount keeps locked is not known: " + (
-        "the daemon does not answer"
-    )]  # fmt: skip
+def test_what_is_noted_is_checked() -> None:
+    assert locked_extra({}) == "" and passes("").locked == () and locked_bytes(Provenance("test")) == {}
+    for text in ("[1]", "{", '{"x": 1}', '{"0": []}'):
+        with pytest.raises(DataError, match="locked_bytes"):
+            locked_bytes(Provenance("test", extra={LOCKED: text}))
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
 def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
     mount = Mount(30, 0x2B, "/", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
     files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
-    asked: list[Any] = []
-
-    def request(point: str, message: dict[str, Any], **_: object) -> dict[str, Any]:
-        asked.append((point, message))
-        return {"mode": mode, "files": files}
-
+    request = Mock(return_value={"mode": mode, "files": files})
     monkeypatch.setattr(mountpoint, "mounts", lambda: {29: replace(mount, dev=0x2A, point="/else"), 30: mount})
     monkeypatch.setattr(control, "request", request)
-    assert mountpoint.locked_bytes(FILE) == expected
-    assert asked == [("/mnt/models", {"op": "stats"})]
-    assert mountpoint.locked_bytes(OTHER) == 0 and len(asked) == 1
+    assert mountpoint.locked_bytes(FILE) == expected and mountpoint.locked_bytes(OTHER) == 0
+    assert [call.args for call in request.call_args_list] == [("/mnt/models", {"op": "stats"})]

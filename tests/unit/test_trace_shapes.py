@@ -18,6 +18,9 @@ from tools import make_traces
 ROOT = Path(__file__).resolve().parents[2]
 
 
+sample = functools.cache(make_traces.sample)
+
+
 def touched(trace: Trace, path: str, op: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Every block of a file touched, in order, with repeats."""
     number = next(file.id for file in trace.files if file.path.endswith(path))
@@ -28,6 +31,7 @@ def touched(trace: Trace, path: str, op: int | None = None) -> np.ndarray[tuple[
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_is_valid_and_says_that_it_is_made_up(name: str) -> None:
+    """Its seed decides everything, and the tree has what is generated."""
     made = SHAPES[name]()
     assert made.provenance.tier == "synthetic" and made.provenance.clock == "invented"
     assert "Synthetic: " in made.provenance.note and "invented" in made.provenance.note
@@ -37,45 +41,27 @@ def test_every_shape_is_valid_and_says_that_it_is_made_up(name: str) -> None:
     assert len(made.files) == len({file.path for file in made.files}) == len({file.inode for file in made.files})
     sizes = np.array([file.size_bytes for file in made.files]) // 4096
     assert (made.end <= sizes[made.file]).all()
+    assert SHAPES[name]().equals(made) and not SHAPES[name](99).equals(made)
+    assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(sample(name)), "run tools/make_traces.py"
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_seed_decides_everything(name: str) -> None:
-    assert SHAPES[name](5).equals(SHAPES[name](5))
-    assert not SHAPES[name](5).equals(SHAPES[name](6))
-
-
-def test_groups_have_every_shape_once() -> None:
+def test_shapes_are_what_the_paper_says_of_them() -> None:
     assert [name for names in GROUPS.values() for name in names] == list(SHAPES)
     assert [len(GROUPS[group]) for group in ("on_device", "remote")] == [4, 4]
-
-
-@pytest.mark.parametrize("name", GROUPS["remote"])
-def test_remote_apps_write_and_read_back_but_never_loop(name: str) -> None:
-    made = SHAPES[name]()
-    prompts = np.bincount(touched(made, "prompts.dat"))
-    assert prompts.max() <= 3, "saved, read to be sent, and read once more where the request failed"
-    assert (np.bincount(touched(made, "prompts.dat", WRITE)) <= 1).all()
-    assert (prompts == 3).any() == (name == "claude")
-
-
-def test_a_failed_prompt_is_read_again_minutes_later() -> None:
-    claude = SHAPES["claude"]()
-    assert np.diff(claude.t_ns.astype(np.int64)).max() > 120 * 10**9
-
-
-def test_experts_are_mapped_and_some_are_popular() -> None:
-    moe = SHAPES["moe_routing"]()
-    blocks = touched(moe, "experts.gguf", MAP)
+    for name in GROUPS["remote"]:
+        made = SHAPES[name]()
+        prompts = np.bincount(touched(made, "prompts.dat"))
+        assert prompts.max() <= 3, "saved, read to be sent, and read once more where the request failed"
+        assert (np.bincount(touched(made, "prompts.dat", WRITE)) <= 1).all()
+        assert (prompts == 3).any() == (name == "claude")
+    waits = np.diff(SHAPES["claude"]().t_ns.astype(np.int64))
+    assert waits.max() > 120 * 10**9, "a failed prompt is read again minutes later"
+    blocks = touched(SHAPES["moe_routing"](), "experts.gguf", MAP)
     per_expert = np.bincount(blocks[blocks % 1020 >= 60] // 60)
-    assert per_expert.max() > 3 * np.median(per_expert[per_expert > 0])
-
-
-def test_kilobytes_touch_every_block_four_times_in_a_row() -> None:
-    made = SHAPES["kilobytes"]()
-    notes = SHAPES["ai_notes"](13)
-    assert len(made) == 4 * notes.accesses and set(made.count.tolist()) == {1}
-    assert (made.first.reshape(-1, 4) == made.first[::4, None]).all()
+    assert per_expert.max() > 3 * np.median(per_expert[per_expert > 0]), "some experts are popular"
+    kilobytes, notes = SHAPES["kilobytes"](), SHAPES["ai_notes"](13)
+    assert len(kilobytes) == 4 * notes.accesses and set(kilobytes.count.tolist()) == {1}
+    assert (kilobytes.first.reshape(-1, 4) == kilobytes.first[::4, None]).all()
 
 
 def test_a_block_outside_of_all_files_is_an_error() -> None:
@@ -83,14 +69,6 @@ def test_a_block_outside_of_all_files_is_an_error() -> None:
     app.touch([5, 15])
     with pytest.raises(ValueError, match="block 15 of test is in none"):
         app.trace("")
-
-
-sample = functools.cache(make_traces.sample)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_tree_has_what_is_generated(name: str) -> None:
-    assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(sample(name)), "run tools/make_traces.py"
 
 
 def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:

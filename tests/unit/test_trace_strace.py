@@ -60,11 +60,7 @@ preadv2(3, [{iov_base="x", iov_len=4097}], 1, -1, 0) = 4097
 read(3, "z", 1) = 1
 """,
         [
-            ("/m", 17, 1, READ),
-            ("/m", 0, 1, WRITE),
-            ("/m", 2, 1, READ),
-            ("/m", 1, 1, WRITE),
-            ("/m", 0, 2, READ),
+            ("/m", 17, 1, READ), ("/m", 0, 1, WRITE), ("/m", 2, 1, READ), ("/m", 1, 1, WRITE), ("/m", 0, 2, READ),
             ("/m", 1, 1, READ),
         ],
     ),
@@ -190,15 +186,8 @@ socket(AF_INET, SOCK_STREAM, 0) = 5
 sendfile(5, 3, [0], 4096) = 4096
 """,
         [
-            ("/m", 0, 1, READ),
-            ("/o", 0, 1, WRITE),
-            ("/m", 10, 1, READ),
-            ("/o", 1, 1, WRITE),
-            ("/m", 2, 2, READ),
-            ("/o", 0, 2, WRITE),
-            ("/m", 1, 1, READ),
-            ("/o", 2, 1, WRITE),
-            ("/m", 0, 1, READ),
+            ("/m", 0, 1, READ), ("/o", 0, 1, WRITE), ("/m", 10, 1, READ), ("/o", 1, 1, WRITE), ("/m", 2, 2, READ),
+            ("/o", 0, 2, WRITE), ("/m", 1, 1, READ), ("/o", 2, 1, WRITE), ("/m", 0, 1, READ),
         ],
     ),
     "mappings": (
@@ -287,10 +276,20 @@ def test_what_a_log_means(case: str, tmp_path: Path) -> None:
     assert rows(read(log, tmp_path)) == expected
 
 
-def test_names_that_changed_are_three_files(tmp_path: Path) -> None:
+def test_what_a_log_means_beside_its_rows(tmp_path: Path) -> None:
     loaded = read(CASES["a name can come to mean another file"][0], tmp_path)
     assert [(file.path, file.generation) for file in loaded.files] == [("/m", 0), ("/m", 1), ("/m", 2)]
     assert loaded.file.tolist() == [0, 1, 0, 2]
+    provenance = read(CASES["mappings"][0], tmp_path).provenance
+    assert provenance.extra["mapped_ranges"] == "2", "their touches are not seen: Belady would not be exact"
+    assert "mapped_ranges" in (why_not_exact(provenance) or "")
+    log = """100 openat(AT_FDCWD, "/m", O_RDONLY) = 3
+100 clone(child_stack=0x7f, flags=CLONE_VM|CLONE_FILES|CLONE_THREAD) = 101
+101 read(3, "x", 1) = 1
+101 clone(child_stack=NULL, flags=SIGCHLD) = 102
+102 read(3, "x", 1) = 1
+"""
+    assert read(log, tmp_path).pid.tolist() == [100, 102], "threads are of their process"
 
 
 LINES = ('openat(AT_FDCWD, "/m", O_RDONLY) = 3', 'read(3, "x", 1) = 1', 'read(3, "x", 1) = 1')
@@ -319,22 +318,6 @@ def test_times_and_processes_in_every_form(
     assert set(loaded.pid.tolist()) == {77 if pid else 0}
 
 
-def test_times_that_go_back_are_refused(tmp_path: Path) -> None:
-    log = "".join(f"{at}.0 {line}\n" for at, line in zip((1700000009, 1700000009, 1700000005), LINES, strict=True))
-    with pytest.raises(DataError, match=r"time: line 3 is 4\.000000 s before the one above"):
-        read(log, tmp_path)
-
-
-def test_threads_are_of_their_process(tmp_path: Path) -> None:
-    log = """100 openat(AT_FDCWD, "/m", O_RDONLY) = 3
-100 clone(child_stack=0x7f, flags=CLONE_VM|CLONE_FILES|CLONE_THREAD) = 101
-101 read(3, "x", 1) = 1
-101 clone(child_stack=NULL, flags=SIGCHLD) = 102
-102 read(3, "x", 1) = 1
-"""
-    assert read(log, tmp_path).pid.tolist() == [100, 102]
-
-
 def test_provenance_counts_what_is_uncertain(tmp_path: Path) -> None:
     log = """execve("/usr/bin/app", ["app", "-m", "/m"], 0x7f /* 3 vars */) = 0
 100 read(9, "x", 1) = 1
@@ -360,17 +343,18 @@ strace: Process 101 attached
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no system call"),
-        ("hello\n\0\xff", "no system call"),
-        ("close(3) = 0\n", "no accesses"),
-        ("close(3) = 0\nread(3, 0, 4) = " + "9" * 5000, "line 2 has a number"),
-        ("close(3) = 0\n" + "9" * 5000 + " close(3) = 0", "line 2 has a number"),
-        ("close(3) = 0\n1 " + "9" * 5000 + ".5 close(3) = 0", "line 2 has a number"),
-        ("close(3) = 0\n" + "9" * (LONGEST_LINE + 2), "line 2 has more"),
+        ("", "rows: .*no system call"),
+        ("hello\n\0\xff", "rows: .*no system call"),
+        ("close(3) = 0\n", "rows: .*no accesses"),
+        ("close(3) = 0\nread(3, 0, 4) = " + "9" * 5000, "rows: .*line 2 has a number"),
+        ("close(3) = 0\n" + "9" * 5000 + " close(3) = 0", "rows: .*line 2 has a number"),
+        ("close(3) = 0\n1 " + "9" * 5000 + ".5 close(3) = 0", "rows: .*line 2 has a number"),
+        ("close(3) = 0\n" + "9" * (LONGEST_LINE + 2), "rows: .*line 2 has more"),
+        ("1700000009.0 close(3) = 0\n1700000005.0 close(3) = 0", r"time: line 2 is 4\.000000 s before the one above"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"rows: .*{message}"):
+    with pytest.raises(DataError, match=message):
         read(text, tmp_path)
 
 
@@ -401,14 +385,6 @@ MEANS = [
 ]  # fmt: skip
 
 
-def test_mapped_ranges_are_counted_because_their_touches_are_not_seen(tmp_path: Path) -> None:
-    """Belady would not be exact on such a log."""
-    log, _ = CASES["mappings"]
-    provenance = read(log, tmp_path).provenance
-    assert provenance.extra["mapped_ranges"] == "2"
-    assert "mapped_ranges" in (why_not_exact(provenance) or "")
-
-
 def strace_problem() -> str | None:
     """Why strace cannot be run here; None if it can."""
     if shutil.which("strace") is None:
@@ -417,7 +393,7 @@ def strace_problem() -> str | None:
     return tried.stderr.strip() or "strace cannot trace" if tried.returncode else None
 
 
-@pytest.mark.parametrize("options", ["-f -ttt -y", "-f -tt -yy -T", "-f -r", "-f", "-f -t -s 0"])
+@pytest.mark.parametrize("options", ["-f -ttt -y", "-f -tt -yy -T", "-f -r", "-f -t -s 0"])
 def test_a_real_log_means_what_the_program_did(options: str, tmp_path: Path) -> None:
     if problem := strace_problem():
         pytest.skip(problem)
