@@ -1,6 +1,6 @@
-"""The accelerator model: sums, groups of steps against single steps, recomputation against a search, work by hand.
+"""The accelerator model: groups of steps against single steps, recomputation against a search, work by hand.
 
-The numbers of the paper are those of 'llmcache reproduce kelle': test_reproduce_kelle.py holds them."""
+The numbers of the paper are those of `llmcache reproduce kelle`: golden_papers.json holds them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.edram.accelerator import LATENCIES, evaluate, point_at, roofline_of
+from llmcache.edram.accelerator import evaluate, point_at, roofline_of
 from llmcache.edram.chip import Access, baseline, evictor_cost, kelle, lifetimes_of
 from llmcache.edram.constants import (
     CHIP,
     PAPER,
     PROFILES,
     PUBLIC,
-    SILICON,
-    Profile,
 )
-from llmcache.edram.energy import COMPONENTS, REFRESH
 from llmcache.edram.latency import (
     DECLARED_SHARE,
     RESOURCES,
@@ -42,7 +39,7 @@ from llmcache.edram.systems import (
     GenerationWorkload,
     LlmShape,
 )
-from tests.unit.accelerator_parts import configuration, mean_gain, outcome, with_hardware
+from tests.unit.edram_parts import configuration, outcome, with_hardware
 
 EVERYTHING = [
     Configuration(model, workload, system.with_recompute(mode), profile)
@@ -54,38 +51,14 @@ EVERYTHING = [
 ]
 
 
-def test_components_sum_to_the_total() -> None:
-    found = evaluate(EVERYTHING)
-    assert set(found.energies_j) == set(COMPONENTS) and set(found.latencies_s) == set(LATENCIES)
-    assert all((values >= 0).all() and np.isfinite(values).all() for values in found.energies_j.values())
-    for one in (found[0], found[-1]):
-        assert sum(one.by_kind().values()) == pytest.approx(one.energy_j, rel=1e-9)
-        assert one.refresh_j == pytest.approx(sum(one.energies_j[name] for name in REFRESH), rel=1e-12)
-
-
 def test_groups_of_steps_agree_with_every_step() -> None:
-    some = EVERYTHING[::7]
+    small = [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)]  # below, above and across the budget
+    shorter = [GenerationWorkload("small", *sizes) for sizes in small]
+    some = EVERYTHING[::7] + [replace(configuration(system=name), workload=w) for name in SYSTEMS for w in shorter]
     grouped, exact = evaluate(some), evaluate(some, groups=None)
     np.testing.assert_allclose(grouped.latency_s, exact.latency_s, rtol=1e-6)
     np.testing.assert_allclose(grouped.energy_j, exact.energy_j, rtol=1e-4)  # refreshes of activations are whole numbers
     np.testing.assert_array_equal(grouped.fits, exact.fits)
-
-
-@pytest.mark.parametrize(("context", "decode_", "budget"), [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)])
-@pytest.mark.parametrize("system", ["Original+SRAM", "AEP+SRAM"])
-def test_steps_are_counted_once_each(context: int, decode_: int, budget: int, system: str) -> None:
-    workload = GenerationWorkload("small", context, decode_, budget)
-    columns = ConfigurationColumns([Configuration(MODELS["llama2-7b"], workload, SYSTEMS[system])])
-    cached = context + 1 + np.arange(decode_)
-    cached = np.minimum(cached, budget) if SYSTEMS[system].policy.evict else cached
-    for groups in (1, 3, 64, None):
-        steps = steps_of(columns, groups)
-        assert steps.count.sum() == decode_ and (steps.count >= 0).all()
-        assert (steps.count * steps.cached).sum() == pytest.approx(cached.sum())
-        tiles = np.ceil(cached / SYSTEMS[system].hardware.array_rows).sum()
-        assert (steps.count * steps.row_tiles).sum() == pytest.approx(tiles)
-    reached = np.minimum(context + 1, budget) if decode_ == 1 else None
-    assert reached is None or reached in steps.cached
 
 
 def test_one_step_by_hand() -> None:
@@ -112,8 +85,8 @@ def _prefill_bytes() -> int:
 
 
 @pytest.mark.parametrize("system", ["AERP+SRAM", "Kelle+eDRAM"])
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("task", ["LA", "TQ", "PG19"])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("task", ["TQ", "PG19"])
 def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str) -> None:
     columns = ConfigurationColumns([configuration("llama2-7b", task, system, batch=batch)])
     steps = steps_of(columns, 4)
@@ -123,7 +96,7 @@ def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str)
         return np.asarray(sum(waits(columns, step_of(columns, steps, share)).values()))
 
     eligible = np.maximum(steps.cached - columns.sinks - columns.window, 0) / steps.cached
-    for share in np.geomspace(1e-5, 1, 300):
+    for share in np.geomspace(1e-5, 1, 100):
         other = np.minimum(share, eligible)
         assert (step_s(best) <= step_s(other) * (1 + 1e-12))[steps.count > 0].all()
 
@@ -229,25 +202,6 @@ def test_eviction_gains_less_than_the_cached_tokens_shrink(task: str) -> None:
         for values in (found.latency_s, found.energy_j):
             assert ((values[::2] / values[1::2]) < bound).all()
     assert WORKLOADS["PG19"].eviction_bound < 3.16  # that table 9 prints for AEP+SRAM: it cannot follow
-
-
-# What the reproduced rows rest on: (changes of every system but the baseline's array, profile) to latency and energy.
-@pytest.mark.parametrize(
-    ("changes", "profile", "speed", "efficiency"),
-    [
-        ({}, PUBLIC, 1.34, 0.25),
-        ({}, SILICON, 1.34, 1.18),
-        ({"macs_per_pe": 1}, PAPER, 1.45, 0.65),
-        ({"exposed_fill": True}, PAPER, 1.31, 0.43),
-        ({"array_rows": 32}, PAPER, 1.00, 0.72),
-    ],
-)
-def test_what_the_gain_of_edram_depends_on(
-    changes: dict[str, float], profile: Profile, speed: float, efficiency: float
-) -> None:
-    systems = [with_hardware(SYSTEMS[name], **changes) for name in ("Original+SRAM", "Original+eDRAM")]
-    found = mean_gain(systems[0], systems[1], profile)
-    assert list(found) == [pytest.approx(speed, rel=0.015), pytest.approx(efficiency, abs=0.015)]
 
 
 LLAMA2 = Access(weight_bytes=4096 * 4096, kv_bytes=2048 * 4096 * 2)
