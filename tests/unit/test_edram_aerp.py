@@ -99,9 +99,10 @@ def test_what_a_layer_needs_is_named() -> None:
         layer.prefill(keys, values, np.ones((1, 3)))
     with pytest.raises(ValueError, match=r"^keys: "):
         layer.prefill(keys[:, :, :2], values, np.ones((1, 3)))
-    layer.prefill(keys, values, np.ones((1, 3)), stream.x)
+    slots = Slots(AerpSettings(6, sinks=2), 1)
+    slots.fill(np.ones((1, 3)))
     with pytest.raises(ValueError, match=r"^sums: "):  # a second prompt
-        layer.prefill(keys, values, np.ones((1, 3)), stream.x)
+        slots.fill(np.ones((1, 3)))
 
 
 LOST = FlipRates.uniform(0.02)
