@@ -59,15 +59,12 @@ def test_model_says_everything_in_base_units() -> None:
         base = rows["Original+SRAM", row["profile"]]
         assert row["speedup"] == pytest.approx(base["latency_s"] / row["latency_s"])
         assert row["efficiency"] == pytest.approx(base["energy_j"] / row["energy_j"])
-        assert row["power_w"] == pytest.approx(row["energy_j"] / row["latency_s"])
         assert (row["mean_interval_ns"] is None) == row["system"].endswith("SRAM")
     assert rows["Kelle+eDRAM", "paper"]["mean_interval_ns"] == pytest.approx(KELLE_INTERVALS.mean_ns)
     assert set(found["rooflines"]) == {"AERP+SRAM", "Kelle+eDRAM"}
     plain, kelle = (found["lifetimes"][name] for name in ("Original+eDRAM", "Kelle+eDRAM"))
     assert kelle["total_ns"] < plain["total_ns"] / 1.5 and kelle["k_ns"] == kelle["v_ns"] == 0
     assert set(found["evictors"]) == {"AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"}
-    for name, evictor in found["evictors"].items():
-        assert evictor["joules"] * found["workload"]["decode"] < rows[name, "paper"]["energies_j"]["evictor"]
     assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
 
 
@@ -112,12 +109,10 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("model", "--profile", "paper,x"), "--profile: there is no profile 'x'"),
         (("model", "--recompute", "x"), "--recompute: there is no mode 'x'"),
         (("model", "--batch", "0"), "--batch: 0 is too small"),
-        (("model", "--context", "many"), "--context: 'many' is not a whole number"),
         (("sweep", "--batch", "1,-2"), "--batch: '-2'"),
         (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
         (("sweep", "--interval-scale", "0"), "--interval-scale: '0'"),
         (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is no bandwidth: it must be above 0"),
-        (("sweep", "--kv-memory", "x"), "--kv-memory: 'x'"),
         (("sweep", "--constants", "/nowhere.toml"), "/nowhere.toml: cannot be read"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
         (("plot", "/nowhere.json", "-o", "x.gif"), "-o: 'x.gif' must end in"),
@@ -132,7 +127,6 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("accuracy", *RECALL, "--flips", "1e-3"), "flips"),
         (("accuracy", *RECALL, "--curve", "45us"), "points"),
         (("accuracy", *RECALL, "--record", "x.json", "--budget", "4"), "--budget"),
-        (("accuracy", *RECALL, "--record", "x.json", "--step", "0ms"), "--step: '0ms'"),
         (("accuracy", *RECALL, "--context", "100", "--pairs", "64"), "--context: 100 tokens"),
     ],
 )
@@ -269,22 +263,16 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
         ("[profiles.mine]\nsfu_w = 1", "there is no constant 'profiles'"),
         ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
         ("[model.x]\ngated = 1", "model.x.gated: '1' is not true or false"),
-        ("[model.x]\nlayers = 0", "model.x.layers: 0"),
         ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
         ("[model.x]\nname = 'y'", "model.x: there is no constant 'name'"),
         ("[workload.x]\nbudget = 3", "workload.x.budget: 3"),
         ("[workload.x]\nbase = 'nothing'", "workload.x.base: there is no workload 'nothing'"),
-        ("[workload.x]\nbase = 3", "workload.x.base: '3' is not a name"),
-        ("[system.x]\nhst_msb_ns = 0", "system.x.hst_msb_ns: 0"),
         ("[system.x]\narray_rows = 0", "system.x.array_rows: 0"),
-        ("[system.x]\nkv_capacity_bytes = -1", "system.x.kv_capacity_bytes: -1"),
-        ("[system.x]\nhst_share = 1.5", "system.x.hst_share: 1.5"),
         ("[system.x]\nrecompute_share = 2", "system.x.recompute_share: 2"),
         ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
         ("[profile.x]\nsfu_w = 1" + "0" * 400, "profile.x.sfu_w: '10"),
         ("[model.x]\nlayers = 1" + "0" * 400, "model.x.layers: '10"),
-        ("[profile.x]\nsfu_w = -1", "profile.x.sfu_w: -1"),
         ("[profile]\nmine = 3", "profile.mine: a table is needed"),
         ("[profile", "not TOML"),
     ],

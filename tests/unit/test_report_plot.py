@@ -12,7 +12,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from llmcache.cache.classify import Classification
-from llmcache.errors import UsageError
 from llmcache.report.plot import (
     CLASSES,
     EDGE,
@@ -142,12 +141,6 @@ def test_classes_cover_their_rows_and_the_later_kind_wins() -> None:
     assert class_rows(places, [Shade(0, 100, 200, "HOT")], 20).max() == -1  # beyond what was accessed
 
 
-def test_classes_are_tinted_behind_and_shown_in_a_strip() -> None:
-    tints, strip, _ = drawn(recorded(), shades=SHADES).axes[0].images
-    assert np.asarray(strip.get_array()).shape[1] == len(CLASSES) and np.asarray(tints.get_array()).shape[1] == 1
-    assert len(drawn(recorded()).axes[0].images) == 1
-
-
 def test_layers_are_named_instead_of_their_file() -> None:
     figure = drawn(recorded(), landmarks=LAYERS)
     labels = right_labels(figure)
@@ -181,27 +174,10 @@ def test_captions_tell_the_conditions() -> None:
     assert ("note", "Ends with a point.") in conditions(picture_of(timeless, "t"), timeless)
 
 
-def test_files_are_chosen_by_path_or_name() -> None:
-    files = recorded().files
-    assert chosen_files(files, None) is None
-    assert chosen_files(files, "*.gguf") == frozenset({0}) and chosen_files(files, "copy.bin") == frozenset({2})
-    assert chosen_files(files, "/models/*") == frozenset({0, 1})
-    with pytest.raises(UsageError, match=r"--files: no file of the trace matches '\*\.safetensors'") as caught:
-        chosen_files(files, "*.safetensors")
-    assert MODEL in str(caught.value.hint)
-
-
 def of_files(rows: list[Row], name: str) -> Trace:
     """A trace of `rows` over as many files as there are, each called `name` with its number."""
     files = [TraceFile(number, name.format(number), 0, 0, 0, 0) for number in range(1 + max(row[0] for row in rows))]
     return Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=files, provenance=Provenance("test"))
-
-
-def test_what_was_left_out_is_told() -> None:
-    trace = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
-    picture = picture_of(trace, "t")
-    assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
-    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, trace)
 
 
 def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
@@ -213,6 +189,10 @@ def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None
     told = caption(picture, trace)
     assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
     assert {shade.file for shade in picture.shades} == {0, 1, 2}
+    many = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
+    picture = picture_of(many, "t")
+    assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
+    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, many)
     everything = picture_of(trace, "t", only=chosen_files(trace.files, "*"))
     assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))
 

@@ -106,6 +106,12 @@ def test_io_caching_has_every_app_policy_size_and_bandwidth(written: Path) -> No
         assert 0 <= row["hit_ratio"] <= best[row["trace"], row["cache_bytes"]] + whole_extents
         assert [latency["bw"] for latency in row["latencies"]] == [10**8, 2 * 10**8, 5 * 10**8, 10**9]
     assert "synthetic" in found["traces"] and found["overhead"]["kind"].startswith("measured")
+    for claim in found["claims"]:
+        for finding in claim["findings"].values():
+            if claim["about"] == "figures 1 and 2":
+                assert finding["verdict"] == "confirmed", claim["name"]
+            if claim["about"] == "loops":
+                assert all(0 <= finding["values"][f"S={size}"] <= size for size in (100, 250, 500, 750, 900))
 
 
 @pytest.mark.parametrize("name", papers_bench.MEASURES)
