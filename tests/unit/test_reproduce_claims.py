@@ -39,25 +39,14 @@ def verdict(paper: str, name: str, measure: Measure) -> Verdict:
 # The judge
 
 
-@pytest.mark.parametrize(
-    ("condition", "true"),
-    [
-        ("a <= 1", True),
-        ("a < 1", False),
-        ("a > 1 and b > 2", False),
-        ("a > 1 or b > 2", True),
-        ("b > a", True),
-        ("b > -1e-3 and a > 5 or a < 2", True),
-    ],
-)
-def test_conditions_mean_what_they_say(condition: str, true: bool) -> None:
-    assert holds(condition, {"a": 1.0, "b": 3.0}) is true
-
-
-@pytest.mark.parametrize("condition", ["a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"])
-def test_conditions_that_are_none_are_refused(condition: str) -> None:
-    with pytest.raises((ValueError, KeyError)):
-        holds(condition, {"a": 1.0})
+def test_conditions_mean_what_they_say_or_are_refused() -> None:
+    values = {"a": 1.0, "b": 3.0}
+    true = ("a <= 1", "a > 1 or b > 2", "b > a", "b > -1e-3 and a > 5 or a < 2")
+    assert all(holds(condition, values) for condition in true)
+    assert not holds("a < 1", values) and not holds("a > 1 and b > 2", values)
+    for condition in ("a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"):
+        with pytest.raises((ValueError, KeyError)):
+            holds(condition, values)
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
@@ -74,13 +63,9 @@ def test_every_claim_is_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "paper", "ours", "expected"),
     [
-        ("close", 2.0, 1.51, PARTLY),
         ("as printed", 1.05, 1.0537, YES),
-        ("equal", 4.0, 4.01, PARTLY),
         ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
-        ("gain", 0.61, 0.75, PARTLY),
         ("at most", 2.67, 2.67, YES),
-        ("at least", 2.0, 1.9, NO),
         ("share", 1.0, 0.67, PARTLY),
         ("bound of aep-bound", 2.39, 2.63, YES),
     ],
@@ -114,6 +99,7 @@ LINE = [0.2, 0.4, 0.6, 0.8, 0.9]
 STEP = [0.0, 0.0, 0.0, 0.0, 0.9]  # what LRU makes of a single long loop
 # Rows: 100, 200, 500, 1000 MB/s; columns: small to large cache.
 BY_BANDWIDTH: list[list[float]] = [[10, 9.5, 9], [8, 7.6, 7.2], [6, 5.7, 5.4], [5.8, 5.5, 5.2]]
+NO_SETUP = [[8.0], [4.0], [2.0], [1.0]]  # every doubling of bandwidth counts
 BY_SIZE: list[list[float]] = [[10, 5, 1], [9, 4.5, 0.9], [8, 4, 0.8], [7.8, 3.9, 0.78]]
 
 
@@ -168,12 +154,7 @@ def test_flat_regions_end_where_a_policy_has_all_it_can_get() -> None:
     ("name", "translate", "confirming", "other"),
     [
         ("latency-falls", BY_BANDWIDTH, BY_BANDWIDTH, BY_BANDWIDTH[::-1]),
-        (
-            "knee-of-bandwidth",
-            BY_SIZE,
-            BY_BANDWIDTH,
-            [[8.0], [4.0], [2.0], [1.0]],
-        ),  # no set-up latency
+        ("knee-of-bandwidth", BY_SIZE, BY_BANDWIDTH, NO_SETUP),
         ("size-counts-less", BY_SIZE, BY_BANDWIDTH, BY_SIZE),
         ("translate-sensitive", BY_SIZE, BY_BANDWIDTH, BY_SIZE),
     ],

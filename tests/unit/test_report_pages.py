@@ -1,10 +1,11 @@
-"""The page of `llmcache simulate --report`, and the curves in it: parsed, compared with the rows, labelled."""
+"""Pages: every block escapes what it is given and loads nothing; that of `llmcache simulate --report`, and its curves."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmcache.cache.plan import plan_of
 from llmcache.cache.policies import POLICIES
 from llmcache.cache.results import Simulation
 from llmcache.cache.simulate import simulate_all
-from llmcache.report.html import Picture
+from llmcache.report.html import Badge, Facts, Fold, HtmlBlock, Picture, Section, Table, Text, html_page, printable
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.simulate_page import report_page
 from llmcache.report.theme import (
@@ -35,6 +36,51 @@ from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.simulation_parts import loop, saved, trace_of
 
 pytestmark = pytest.mark.usefixtures("unlaid")
+
+EVIL = "<script>alert('1')</script> & \"two\"\n\x1b"
+SHOWN = "<script>alert('1')</script> & \"two\"??"
+
+
+def page_of(blocks: Sequence[HtmlBlock], title: str = "Title") -> tuple[Page, str]:
+    source = html_page(title, "lead", [Section("one", blocks)])
+    return Page(source), source
+
+
+def test_blocks_escape_and_a_page_loads_nothing() -> None:
+    table = Table(EVIL, [EVIL], [[EVIL], [Badge(EVIL, "good")]])
+    picture, fold = Picture(b"x", "png", EVIL, EVIL), Fold(EVIL, [Text(EVIL)])
+    page, source = page_of([Text(EVIL), Text(EVIL, note=True), Facts([(EVIL, EVIL)]), table, picture, fold])
+    check_alone(page, source)
+    assert page.text.count(SHOWN) == 11 and page.images[0]["alt"] == SHOWN
+    (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_title_and_headings_escape_and_link_within_the_page() -> None:
+    source = html_page(EVIL, EVIL, [Section(EVIL), Section("two")])
+    page = Page(source)
+    check_alone(page, source)
+    assert page.text.count(SHOWN) == 5  # title, heading, lead, contents, section
+    anchors = {value for tag, name, value in page.attributes if (tag, name) == ("section", "id")}
+    assert {link.removeprefix("#") for link in page.resources()} == anchors
+    assert not page_of([])[0].tags["nav"]
+
+
+def test_tables_show_numbers_by_their_type() -> None:
+    _, source = page_of([Table("t", ["a", "b", "c"], [["x", 1234567, 0.12345]], digits=2)])
+    assert '<td class="number">1,234,567</td><td class="number">0.12</td>' in source
+    _, source = page_of([Table("t", ["", ""], [["", "model.layers.0.self_attn.q_proj.weight"]])])
+    assert '<td class="long">' in source  # broken where a line ends, like paths: a wide table is cut off at the window
+    with pytest.raises(ValueError, match="2 cells under 1 columns"):
+        page_of([Table("t", ["a"], [["x", "y"]])])
+
+
+def test_printable_keeps_all_that_can_be_shown() -> None:
+    assert printable("模型 é $x$ …") == "模型 é $x$ …"
+    assert printable("a\tb\udc80\x00") == "a?b??"
+
+
+# `llmcache simulate --report`
 
 SIZES = np.array([1e6, 2e6, 4e6])
 
