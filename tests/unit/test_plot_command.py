@@ -12,8 +12,6 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 
-from llmcache.fs.layout.modelfile import ModelHeaders
-from llmcache.report.plot import plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
@@ -52,7 +50,8 @@ def test_svg_has_its_caption_as_text_and_pictures_inside(trace: str, tmp_path: P
     assert run(trace, "-o", target).returncode == 0
     root = ET.parse(target).getroot()
     texts = [text for text in root.itertext() if text.strip()]
-    assert any("Source: synthetic" in text for text in texts) and {TOKENIZER, "time (s)", "loop (LOOP)"} <= set(texts)
+    axes = {"time (s)", "block number in its file (4 KiB blocks)", "read", "write", "map", "loop (LOOP)"}
+    assert any("Source: synthetic" in text for text in texts) and {TOKENIZER, MODEL, COPY} | axes <= set(texts)
     images = [node for node in root.iter() if node.tag.endswith("}image")]
     links = [value for node in images for name, value in node.attrib.items() if name.endswith("href")]
     assert len(links) == len(images) > 0 and all(link.startswith("data:image/png;base64,") for link in links)
@@ -132,12 +131,6 @@ def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path) -> No
         told = run(*args)
         assert (told.returncode, told.stdout) == (code, "") and named in told.stderr and "Traceback" not in told.stderr
     assert not png.exists() and not list(tmp_path.glob("new-*"))
-
-
-def test_progress_is_told(trace: str, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    plot(trace, str(tmp_path / "out.png"), lambda files: ModelHeaders((), files), lambda *now: told.append(now))
-    assert told[-1] == (trace, len(recorded()), len(recorded()))
 
 
 def test_a_page_of_a_mixture_has_its_experts(tmp_path: Path) -> None:
