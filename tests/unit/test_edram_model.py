@@ -30,15 +30,28 @@ from tests.unit.edram_parts import configuration, outcome, with_hardware
 LLAMA = MODELS["llama2-7b"]
 
 
+SMALL = [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)]  # below, above and across the budget
+
+
 def test_groups_of_steps_agree_with_every_step() -> None:
-    sizes = [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)]  # below, above and across the budget
-    workloads = [*WORKLOADS.values(), *(GenerationWorkload("small", *size) for size in sizes)]
+    workloads = [*WORKLOADS.values(), *(GenerationWorkload("small", *sizes) for sizes in SMALL)]
     systems = [system.with_recompute(mode) for system in SYSTEMS.values() for mode in RECOMPUTE_MODES]
     some = [Configuration(LLAMA, workload, system) for workload in workloads for system in systems]
     grouped, exact = evaluate(some), evaluate(some, groups=None)
     np.testing.assert_allclose(grouped.latency_s, exact.latency_s, rtol=1e-6)
     np.testing.assert_allclose(grouped.energy_j, exact.energy_j, rtol=1e-4)  # refreshes of activations are whole numbers
     np.testing.assert_array_equal(grouped.fits, exact.fits)
+
+
+@pytest.mark.parametrize(("context", "decode", "budget"), SMALL)
+def test_groups_have_the_tokens_and_tiles_of_their_steps(context: int, decode: int, budget: int) -> None:
+    system = SYSTEMS["AEP+SRAM"]
+    columns = ConfigurationColumns([Configuration(LLAMA, GenerationWorkload("small", context, decode, budget), system)])
+    cached = np.minimum(context + 1 + np.arange(decode), budget)
+    for groups in (1, 3, None):
+        steps = steps_of(columns, groups)
+        found = [(steps.count * of).sum() for of in (1, steps.cached, steps.row_tiles)]
+        assert found == [decode, cached.sum(), pytest.approx(np.ceil(cached / system.hardware.array_rows).sum())]
 
 
 def test_one_step_by_hand() -> None:
