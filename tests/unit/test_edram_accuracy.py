@@ -147,7 +147,7 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
         Decoder(decoder.config, {})
 
 
-SMALL = ["--model", RECALL_MODEL, "--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
+SMALL = ["--model", str(RECALL_MODEL), "--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
 
 
 def test_json_has_what_was_asked_for_and_says_what_is_measured() -> None:
@@ -161,7 +161,7 @@ def test_json_has_what_was_asked_for_and_says_what_is_measured() -> None:
 
 def test_a_run_is_recorded_once(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    command = ["edram", "accuracy", "--flips", "none", "--record", path, "--budget", "40", "--step", "20ms", *SMALL]
+    command = ["edram", "accuracy", "--flips", "none", "--record", str(path), "--budget", "40", "--step", "20ms", *SMALL]
     told = called(*command)
     assert told.returncode == 0 and all(word in told.stdout for word in ("measured", "modelled", "none"))
     run = read_run(path)
@@ -181,8 +181,8 @@ def test_kv_bench_asks_the_same_of_flips(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_kv_bench_records_what_kelle_keeps(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", tmp_path]
-    command = ["kv", "bench", "--policy", "kelle", "--edram-run", path, *options]
+    options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
+    command = ["kv", "bench", "--policy", "kelle", "--edram-run", str(path), *options]
     assert f"written: {path}" in called(*command).stderr
     run = read_run(path)
     assert run.steps == 3 and run.durations_ns is None and run.settings["policy"] == "kelle"

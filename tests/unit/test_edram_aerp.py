@@ -31,16 +31,18 @@ from llmcache.edram.retention import LogNormal, Points, paper_curve, parse_curve
 from llmcache.errors import UsageError
 from tests.unit.edram_parts import Stream, column_sums
 
+UNKNOWN: Any = "unknown"
+
 
 @pytest.mark.parametrize(
     ("name", "make"),
     [
         ("budget", partial(AerpSettings, budget=4, sinks=4)),
         ("sinks", partial(AerpSettings, budget=3, sinks=-1)),
-        ("score", partial(AerpSettings, budget=30, score="rows")),
-        ("recompute", partial(AerpSettings, budget=30, recompute="all")),
+        ("score", lambda: AerpSettings(30, score=UNKNOWN)),
+        ("recompute", lambda: AerpSettings(30, recompute=UNKNOWN)),
         ("heads", partial(LayerShape, 4, 3, 8)),
-        ("format", partial(CellSettings, format="fp8")),
+        ("format", lambda: CellSettings(UNKNOWN)),
         ("rates", partial(CellSettings, "exact", FlipRates.uniform(0.1))),
         ("lst_lsb", partial(FlipRates, 0, 0, 0, 1.5)),
         ("median_ns", partial(LogNormal, math.inf, 1)),

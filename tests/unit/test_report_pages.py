@@ -102,20 +102,7 @@ def texts_of(page: Page) -> list[list[str]]:
     return found
 
 
-def figures_of(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures of the page, as they are handed over to be embedded."""
-    found: list[Figure] = []
-
-    def kept(figure: Figure, alt: str, caption: str) -> Picture:
-        found.append(figure)
-        return embedded(figure, alt, caption)
-
-    monkeypatch.setattr("llmcache.report.simulate_page.embedded", kept)
-    report_page(simulation)
-    return found
-
-
-def test_a_page_has_all_pictures_of_every_trace(simulation: Simulation) -> None:
+def test_a_page_has_pictures_and_rows_of_every_trace_and_says_what_is_modelled(simulation: Simulation) -> None:
     source = report_page(simulation)
     page = Page(source)
     check_alone(page, source)
@@ -129,10 +116,6 @@ def test_a_page_has_all_pictures_of_every_trace(simulation: Simulation) -> None:
     assert {"Fetch latency, LRU", "Fetch latency, llmcache", "100 MB/s", "1000 MB/s"} <= set(one_latency)
     assert "data fetch latency, modelled (s)" in one_latency
     assert {"Miss ratio at all sizes", "miss ratio", "LRU"} <= set(one_curve)
-
-
-def test_the_page_has_the_rows_and_says_what_is_modelled(simulation: Simulation) -> None:
-    page = Page(report_page(simulation))
     row = next(row for row in simulation.results if row.policy == "llmcache" and row.cache_blocks == 100)
     for value in (row.hit_ratio, row.latencies[1].latency_s):
         assert f"{value:,.3f}" in page.text
@@ -151,7 +134,15 @@ def test_the_smallest_simulation_has_a_page(tmp_path: Path) -> None:
 def test_the_line_of_lru_falls_where_its_loop_does_not_fit_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(trace_of(loop(500, 10, 50)), tmp_path)
     drawn = simulate_all([path], plan_of("lru,sieve", "10%,60%,100%", "500", None, False, drawn=True))
-    hits, latency, _ = figures_of(drawn, monkeypatch)
+    figures: list[Figure] = []
+
+    def kept(figure: Figure, *words: str) -> Text:
+        figures.append(figure)
+        return Text("")
+
+    monkeypatch.setattr("llmcache.report.simulate_page.embedded", kept)
+    report_page(drawn)
+    hits, latency, _ = figures
     lines = [line for axes in hits.axes + latency.axes for line in axes.lines if len(np.asarray(line.get_xdata())) > 2]
     assert len(lines) == 4 and {line.get_drawstyle() for line in lines} == {"steps-post"}  # no slope between two points
     line = hits.axes[0].lines[0]
@@ -173,9 +164,7 @@ def test_lines_are_the_values_in_the_unit_of_the_axis_which_is_logarithmic_where
     assert (some.get_xlabel(), some.get_ylabel()) == ("cache size (MB)", "hit ratio")
     assert np.asarray(some.lines[0].get_xdata()).tolist() == [1, 2, 4]
     assert np.asarray(some.lines[0].get_ydata()).tolist() == [0.1, 0.2, 0.9]
-    assert np.asarray(some.lines[1].get_xdata()).tolist() == [3, 3] and [text.get_text() for text in some.texts] == [
-        "footprint"
-    ]
+    assert np.asarray(some.lines[1].get_xdata()).tolist() == [3, 3] and some.texts[0].get_text() == "footprint"
     assert [axes.get_xscale() for axes in (some, log, linear)] == ["linear", "log", "linear"]
     assert log.get_xlabel() == "cache size (GB)"
 

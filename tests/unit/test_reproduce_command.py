@@ -187,7 +187,7 @@ def test_a_table_of_claims_keeps_paper_and_ours_in_columns_of_their_own() -> Non
 def test_files_are_replaced_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = replace(reproduce.reproduce("kelle", True, lambda _: None), blocks=dict)  # without its pictures
     monkeypatch.setattr(reproduce, "reproduce", lambda *_: found)
-    words, file = ["kelle", "--quick", "-o", tmp_path / "new"], tmp_path / "new" / "kelle.json"
+    words, file = ["kelle", "--quick", "-o", str(tmp_path / "new")], tmp_path / "new" / "kelle.json"
     assert run(*words).returncode == 0
     before = file.stat().st_mtime_ns
     told = run(*words)
