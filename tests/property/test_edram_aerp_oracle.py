@@ -1,16 +1,135 @@
-"""AERP against a brute-force oracle that keeps everything and masks, slot by slot, over random streams."""
+"""AERP against an oracle that keeps everything and masks, slot by slot, over random streams."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
 from llmcache.edram.flips import CellSettings
 from tests.conftest import examples
-from tests.property.plain_aerp import PlainAerp
 from tests.unit.edram_parts import Stream, column_sums
+
+Floats = NDArray[np.float32]
+Scores = NDArray[np.float64]
+
+
+class PlainAerp:
+    """AERP by brute force: all keys and values of all tokens are kept, and masks say which of them count.
+
+    One layer: masks `kept` [kv_heads, tokens], scores [kv_heads, tokens], and which tokens are stored as x."""
+
+    def __init__(self, settings: AerpSettings, shape: LayerShape) -> None:
+        self.s, self.shape = settings, shape
+        self.window = min(settings.window, settings.budget - settings.sinks)
+        self.kept: list[set[int]] = [set() for _ in range(shape.kv_heads)]
+        self.slots: list[list[int]] = [[] for _ in range(shape.kv_heads)]
+        self.scores: list[dict[int, float]] = [{} for _ in range(shape.kv_heads)]
+        self.keys: list[Floats] = []
+        self.values: list[Floats] = []
+        self.sums: Scores = np.zeros((shape.kv_heads, 0))
+        self.as_x: set[int] = set()
+        self.waiting: set[int] = set()
+
+    def protected(self, position: int) -> bool:
+        return position < self.s.sinks or position > len(self.keys) - 1 - self.window
+
+    def prefill(self, queries: Floats, keys: Floats, values: Floats) -> None:
+        self.keys, self.values = list(keys), list(values)
+        tokens = len(keys)
+        self.sums = np.zeros((self.shape.kv_heads, tokens))
+        for head in range(self.shape.kv_heads):
+            total = self.sums[head]
+            for query in self.group(head):
+                for row in range(tokens):
+                    weights, products = self.attention(queries[row, query], head, range(row + 1))
+                    total[: row + 1] += weights if self.s.score == "softmax" else products
+            ranks = [self.weighed(float(total[p]), p) for p in range(tokens)]
+            rest = sorted((p for p in range(tokens) if not self.protected(p)), key=lambda p: (-ranks[p], -p))
+            always = [p for p in range(tokens) if self.protected(p)]
+            room = max(0, min(self.s.budget, tokens) - len(always))
+            self.slots[head] = sorted(always + rest[:room])
+            self.kept[head] = set(self.slots[head])
+            self.scores[head] = {p: float(total[p]) for p in self.kept[head]}
+        if self.s.recompute == "none":
+            return
+        free = [p for p in range(tokens) if not self.protected(p) and self.shape.x_pays(self.retaining(p))]
+        free.sort(key=lambda p: (-sum(scores.get(p, 0.0) for scores in self.scores), p))
+        self.as_x = set(free[: self.s.max_x])
+        if self.s.recompute == "decode":
+            self.waiting = {p for p in range(self.s.sinks, tokens) if p > tokens - 1 - self.window}
+
+    def step(self, queries: Floats, key: Floats, value: Floats) -> Floats:
+        self.keys.append(key)
+        self.values.append(value)
+        now = len(self.keys) - 1
+        out = np.zeros(queries.shape, np.float32)
+        for head in range(self.shape.kv_heads):
+            seen = [*self.slots[head], now]
+            gained = np.zeros(len(seen))
+            for query in self.group(head):
+                weights, products = self.attention(queries[query], head, seen)
+                out[query] = sum(w * self.values[p][head].astype(np.float64) for w, p in zip(weights, seen, strict=True))
+                gained += weights if self.s.score == "softmax" else products
+            for position, gain in zip(seen, gained, strict=True):
+                self.scores[head][position] = self.scores[head].get(position, 0.0) + float(gain)
+            self.kept[head].add(now)
+            self.evict(head, now)
+        self.as_x = {p for p in self.as_x if self.retaining(p)}
+        if self.s.recompute == "decode":
+            self.decide(now)
+        return out
+
+    def evict(self, head: int, now: int) -> None:
+        if len(self.kept[head]) <= self.s.budget:
+            self.slots[head].append(now)
+            return
+        free = [p for p in self.kept[head] if not self.protected(p)]
+        victim = min(free, key=lambda p: (self.compared(head, p), p))
+        self.kept[head].remove(victim)
+        del self.scores[head][victim]
+        if victim != now:
+            self.slots[head][self.slots[head].index(victim)] = now
+
+    def compared(self, head: int, position: int) -> float:
+        score = self.weighed(self.scores[head][position], position)
+        largest = max(self.weighed(other, p) for p, other in self.scores[head].items())
+        if not self.s.score_bits:
+            return score
+        return max(0, (2**self.s.score_bits - 1) * (score / largest) // 1) if largest > 0 else 0
+
+    def weighed(self, score: float, position: int) -> float:
+        return score / (len(self.keys) - position) if self.s.per_query else score
+
+    def decide(self, now: int) -> None:
+        if now >= self.s.sinks:
+            self.waiting.add(now)
+        leaving = now - self.window
+        if leaving in self.waiting:
+            self.waiting.remove(leaving)
+            room = self.s.max_x is None or len(self.as_x) < self.s.max_x
+            if room and self.shape.x_pays(self.retaining(leaving)):
+                self.as_x.add(leaving)
+
+    def retaining(self, position: int) -> int:
+        return sum(position in kept for kept in self.kept)
+
+    def group(self, head: int) -> range:
+        size = self.shape.heads // self.shape.kv_heads
+        return range(head * size, (head + 1) * size)
+
+    def attention(self, query: Floats, head: int, seen: range | list[int]) -> tuple[Scores, Scores]:
+        rows = np.array([self.keys[p][head] for p in seen], np.float64)
+        products = rows @ query.astype(np.float64) / np.sqrt(self.shape.head_dim)
+        weights = np.exp(products - products.max())
+        return weights / weights.sum(), products
+
+    def stored_bytes(self) -> int:
+        pairs = sum(p not in self.as_x for kept in self.kept for p in kept)
+        return 2 * (2 * self.shape.head_dim * pairs + self.shape.channels * (len(self.as_x) + len(self.waiting)))
+
 
 EXACT = CellSettings("exact")
 DIM = 4

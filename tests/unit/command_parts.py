@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from llmcache import cli
 
@@ -26,3 +27,12 @@ def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
 def called(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """What `llmcache` with these words prints."""
     return ended(lambda: cli.run(cli.app, "llmcache", [*map(str, words)]))
+
+
+def keys(document: Any) -> Iterator[str]:
+    """Every key of a JSON document, at any depth."""
+    if isinstance(document, dict):
+        yield from document
+    entries = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    for entry in entries:
+        yield from keys(entry)

@@ -1,15 +1,18 @@
-"""Streams that a model would hand to a layer, for the tests of eDRAM."""
+"""What tests of eDRAM share: streams that a model would hand to a layer, a decoder, the accelerator model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.edram.accelerator import Outcome, evaluate
 from llmcache.edram.aerp import LayerShape, Projections, Rope, attend_prompt
+from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.decoder import Config, Decoder
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
 
 Floats = NDArray[np.float32]
 
@@ -64,3 +67,22 @@ def random_decoder(*, heads: int = 4, kv_heads: int = 4, dim: int = 8, layers: i
 
 def _kv_names(layers: int) -> list[str]:
     return [f"model.layers.{layer}.self_attn.{part}" for layer in range(layers) for part in ("k", "v")]
+
+
+def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
+    return replace(system, hardware=replace(system.hardware, **changes))
+
+
+def configuration(
+    model: str = "llama2-7b",
+    task: str = "PG19",
+    system: str | AcceleratorSystem = "Kelle+eDRAM",
+    profile: Profile = PAPER,
+    **workload: Any,
+) -> Configuration:
+    found = SYSTEMS[system] if isinstance(system, str) else system
+    return Configuration(MODELS[model], replace(WORKLOADS[task], **workload), found, profile)
+
+
+def outcome(*args: Any, **kwargs: Any) -> Outcome:
+    return evaluate([configuration(*args, **kwargs)])[0]

@@ -20,8 +20,7 @@ from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.cli.mount import command as mount_command
 from llmcache.cli.types import Range
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
-from tests.unit.command_parts import called
-from tests.unit.document_parts import keys
+from tests.unit.command_parts import called, keys
 from tools.make_man import walk
 
 ROOT = Path(__file__).parents[2]

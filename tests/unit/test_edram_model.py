@@ -1,6 +1,6 @@
-"""The accelerator model: sums, groups of steps against single steps, recomputation against a search, work by hand.
+"""The accelerator model: groups of steps against single steps, recomputation against a search, work by hand.
 
-The numbers of the paper are those of 'llmcache reproduce kelle': test_reproduce_kelle.py holds them."""
+The numbers of the paper are those of `llmcache reproduce kelle`: golden_papers.json holds them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from llmcache.edram.accelerator import LATENCIES, evaluate, point_at, roofline_of
+from llmcache.edram.accelerator import evaluate, point_at, roofline_of
 from llmcache.edram.chip import Access, baseline, evictor_cost, kelle, lifetimes_of
-from llmcache.edram.constants import (
-    CHIP,
-    PAPER,
-    PROFILES,
-    PUBLIC,
-    SILICON,
-    Profile,
-)
-from llmcache.edram.energy import COMPONENTS, REFRESH
+from llmcache.edram.constants import CHIP, PAPER, PUBLIC
 from llmcache.edram.latency import (
     DECLARED_SHARE,
     RESOURCES,
@@ -34,58 +24,34 @@ from llmcache.edram.latency import (
     tiles_of,
     waits,
 )
-from llmcache.edram.systems import (
-    MODELS,
-    SYSTEMS,
-    WORKLOADS,
-    Configuration,
-    GenerationWorkload,
-    LlmShape,
-)
-from tests.unit.accelerator_parts import configuration, mean_gain, outcome, with_hardware
+from llmcache.edram.systems import MODELS, RECOMPUTE_MODES, SYSTEMS, WORKLOADS, Configuration, GenerationWorkload, LlmShape
+from tests.unit.edram_parts import configuration, outcome, with_hardware
 
-EVERYTHING = [
-    Configuration(model, workload, system.with_recompute(mode), profile)
-    for model in MODELS.values()
-    for workload in WORKLOADS.values()
-    for system in SYSTEMS.values()
-    for profile in PROFILES.values()
-    for mode in ("first-principles", "declared")
-]
+LLAMA = MODELS["llama2-7b"]
 
 
-def test_components_sum_to_the_total() -> None:
-    found = evaluate(EVERYTHING)
-    assert set(found.energies_j) == set(COMPONENTS) and set(found.latencies_s) == set(LATENCIES)
-    assert all((values >= 0).all() and np.isfinite(values).all() for values in found.energies_j.values())
-    for one in (found[0], found[-1]):
-        assert sum(one.by_kind().values()) == pytest.approx(one.energy_j, rel=1e-9)
-        assert one.refresh_j == pytest.approx(sum(one.energies_j[name] for name in REFRESH), rel=1e-12)
+SMALL = [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)]  # below, above and across the budget
 
 
 def test_groups_of_steps_agree_with_every_step() -> None:
-    some = EVERYTHING[::7]
+    workloads = [*WORKLOADS.values(), *(GenerationWorkload("small", *sizes) for sizes in SMALL)]
+    systems = [system.with_recompute(mode) for system in SYSTEMS.values() for mode in RECOMPUTE_MODES]
+    some = [Configuration(LLAMA, workload, system) for workload in workloads for system in systems]
     grouped, exact = evaluate(some), evaluate(some, groups=None)
     np.testing.assert_allclose(grouped.latency_s, exact.latency_s, rtol=1e-6)
     np.testing.assert_allclose(grouped.energy_j, exact.energy_j, rtol=1e-4)  # refreshes of activations are whole numbers
     np.testing.assert_array_equal(grouped.fits, exact.fits)
 
 
-@pytest.mark.parametrize(("context", "decode_", "budget"), [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)])
-@pytest.mark.parametrize("system", ["Original+SRAM", "AEP+SRAM"])
-def test_steps_are_counted_once_each(context: int, decode_: int, budget: int, system: str) -> None:
-    workload = GenerationWorkload("small", context, decode_, budget)
-    columns = ConfigurationColumns([Configuration(MODELS["llama2-7b"], workload, SYSTEMS[system])])
-    cached = context + 1 + np.arange(decode_)
-    cached = np.minimum(cached, budget) if SYSTEMS[system].policy.evict else cached
-    for groups in (1, 3, 64, None):
+@pytest.mark.parametrize(("context", "decode", "budget"), SMALL)
+def test_groups_have_the_tokens_and_tiles_of_their_steps(context: int, decode: int, budget: int) -> None:
+    system = SYSTEMS["AEP+SRAM"]
+    columns = ConfigurationColumns([Configuration(LLAMA, GenerationWorkload("small", context, decode, budget), system)])
+    cached = np.minimum(context + 1 + np.arange(decode), budget)
+    for groups in (1, 3, None):
         steps = steps_of(columns, groups)
-        assert steps.count.sum() == decode_ and (steps.count >= 0).all()
-        assert (steps.count * steps.cached).sum() == pytest.approx(cached.sum())
-        tiles = np.ceil(cached / SYSTEMS[system].hardware.array_rows).sum()
-        assert (steps.count * steps.row_tiles).sum() == pytest.approx(tiles)
-    reached = np.minimum(context + 1, budget) if decode_ == 1 else None
-    assert reached is None or reached in steps.cached
+        found = [(steps.count * of).sum() for of in (1, steps.cached, steps.row_tiles)]
+        assert found == [decode, cached.sum(), pytest.approx(np.ceil(cached / system.hardware.array_rows).sum())]
 
 
 def test_one_step_by_hand() -> None:
@@ -112,8 +78,8 @@ def _prefill_bytes() -> int:
 
 
 @pytest.mark.parametrize("system", ["AERP+SRAM", "Kelle+eDRAM"])
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("task", ["LA", "TQ", "PG19"])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("task", ["TQ", "PG19"])
 def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str) -> None:
     columns = ConfigurationColumns([configuration("llama2-7b", task, system, batch=batch)])
     steps = steps_of(columns, 4)
@@ -123,7 +89,7 @@ def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str)
         return np.asarray(sum(waits(columns, step_of(columns, steps, share)).values()))
 
     eligible = np.maximum(steps.cached - columns.sinks - columns.window, 0) / steps.cached
-    for share in np.geomspace(1e-5, 1, 300):
+    for share in np.geomspace(1e-5, 1, 100):
         other = np.minimum(share, eligible)
         assert (step_s(best) <= step_s(other) * (1 + 1e-12))[steps.count > 0].all()
 
@@ -134,14 +100,6 @@ def test_inputs_are_never_stored_under_grouped_queries() -> None:
     for model in grouped:
         assert outcome(model).recompute_share == 0
     assert 0 < outcome("llama2-7b").recompute_share < 0.05
-
-
-def test_the_evictor_saves_time_and_area() -> None:
-    without = with_hardware(SYSTEMS["Kelle+eDRAM"], systolic_evictor=False)
-    slow, fast = outcome(system=without), outcome()
-    assert slow.latencies_s["eviction"] > 1000 * fast.latencies_s["eviction"] > 0
-    assert fast.energies_j["evictor"] == pytest.approx(0.028 * fast.latency_s) and slow.energies_j["evictor"] == 0
-    assert outcome(system="Original+SRAM").latencies_s["eviction"] == 0
 
 
 def test_a_roofline_has_its_points_under_the_roof() -> None:
@@ -160,23 +118,19 @@ def test_a_roofline_has_its_points_under_the_roof() -> None:
 
 def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:
     """Section 8.4.1: 31 layers of LLaMA2-7B reduced to 2048 tokens, the last one with all 16,384."""
-    shape = MODELS["llama2-7b"]
     found = outcome(system="AEP+SRAM", context=16_384, decode=128)
-    assert found.peak_bytes == shape.stored_weights + 16 * (31 * 2048 + 16_384) * shape.kv_layer_bytes
+    assert found.peak_bytes == LLAMA.stored_weights + 16 * (31 * 2048 + 16_384) * LLAMA.kv_layer_bytes
     whole = outcome(system="Original+SRAM", context=16_384, decode=128)
-    assert whole.peak_bytes == shape.stored_weights + 16 * 32 * (16_384 + 128) * shape.kv_layer_bytes
+    assert whole.peak_bytes == LLAMA.stored_weights + 16 * 32 * (16_384 + 128) * LLAMA.kv_layer_bytes
 
 
 def test_stored_inputs_need_memory_however_they_are_declared() -> None:
     """Of LLaMA2-7B an input has half the bytes of keys and values; with declared costs it moves none, but lies somewhere."""
     one = outcome(system=SYSTEMS["AERP+SRAM"].with_recompute("declared"))
     plain = outcome(system="AEP+SRAM")
-    cache = 16 * 2048 * MODELS["llama2-7b"].kv_bytes
+    cache = 16 * 2048 * LLAMA.kv_bytes
     assert plain.peak_bytes - one.peak_bytes == pytest.approx(cache * one.recompute_share / 2)
     assert one.latencies_s["dram_kv"] == pytest.approx(plain.latencies_s["dram_kv"] * (1 - one.recompute_share), rel=1e-3)
-
-
-LLAMA = MODELS["llama2-7b"]
 
 
 def test_the_models_have_their_weights() -> None:
@@ -216,57 +170,14 @@ def test_tiles_take_the_cycles_of_scale_sim(rows: int, cycles: int) -> None:
     assert linear_s(c, tiles, many, many, 0 * many).item() * 1e9 == pytest.approx(cycles, abs=1.01)
 
 
-BOUNDS = {"LA": 3.00, "TQ": 1.60, "QP": 3.50, "PG19": 2.42}
-
-
-@pytest.mark.parametrize("task", BOUNDS)
-def test_eviction_gains_less_than_the_cached_tokens_shrink(task: str) -> None:
-    bound = WORKLOADS[task].eviction_bound
-    assert bound == pytest.approx(BOUNDS[task], abs=0.005)
-    for profile in PROFILES.values():
-        asked = [configuration(model, task, name, profile) for model in MODELS for name in ("Original+SRAM", "AEP+SRAM")]
-        found = evaluate(asked)
-        for values in (found.latency_s, found.energy_j):
-            assert ((values[::2] / values[1::2]) < bound).all()
-    assert WORKLOADS["PG19"].eviction_bound < 3.16  # that table 9 prints for AEP+SRAM: it cannot follow
-
-
-# What the reproduced rows rest on: (changes of every system but the baseline's array, profile) to latency and energy.
-@pytest.mark.parametrize(
-    ("changes", "profile", "speed", "efficiency"),
-    [
-        ({}, PUBLIC, 1.34, 0.25),
-        ({}, SILICON, 1.34, 1.18),
-        ({"macs_per_pe": 1}, PAPER, 1.45, 0.65),
-        ({"exposed_fill": True}, PAPER, 1.31, 0.43),
-        ({"array_rows": 32}, PAPER, 1.00, 0.72),
-    ],
-)
-def test_what_the_gain_of_edram_depends_on(
-    changes: dict[str, float], profile: Profile, speed: float, efficiency: float
-) -> None:
-    systems = [with_hardware(SYSTEMS[name], **changes) for name in ("Original+SRAM", "Original+eDRAM")]
-    found = mean_gain(systems[0], systems[1], profile)
-    assert list(found) == [pytest.approx(speed, rel=0.015), pytest.approx(efficiency, abs=0.015)]
-
-
-LLAMA2 = Access(weight_bytes=4096 * 4096, kv_bytes=2048 * 4096 * 2)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.floats(1, 1e9), st.floats(1, 1e9))
-def test_totals_are_those_of_equations_7_and_8(weight: float, kv: float) -> None:
-    access = Access(weight, kv)
-    sram, edram = access.sram_ns, access.edram_ns
-    assert baseline(access).total_ns == pytest.approx(6 * sram + 4 * edram)
-    assert kelle(access).total_ns == pytest.approx(4 * sram + edram)
-    assert 0.25 < kelle(access).total_ns / baseline(access).total_ns < 2 / 3
-
-
-def test_weights_that_stream_come_no_faster_than_dram_delivers_them() -> None:
-    streamed = Access(LLAMA2.weight_bytes, LLAMA2.kv_bytes, dram_bytes_per_s=64e9)
-    assert streamed.sram_ns == pytest.approx(2 * LLAMA2.sram_ns)
-    assert Access(1, 1, dram_bytes_per_s=1e12).sram_ns == Access(1, 1).sram_ns
+def test_totals_are_those_of_equations_7_and_8() -> None:
+    for weight, kv in ((1e3, 1e9), (3e6, 2e6), (1e9, 1e3)):
+        access = Access(weight, kv)
+        assert baseline(access).total_ns == pytest.approx(6 * access.sram_ns + 4 * access.edram_ns)
+        assert kelle(access).total_ns == pytest.approx(4 * access.sram_ns + access.edram_ns)
+    # weights that stream come no faster than DRAM delivers them
+    assert Access(weight, kv, dram_bytes_per_s=64e9).sram_ns == pytest.approx(2 * access.sram_ns)
+    assert Access(weight, kv, dram_bytes_per_s=1e12).sram_ns == access.sram_ns
 
 
 @pytest.mark.parametrize("name", ["Original+eDRAM", "Kelle+eDRAM"])

@@ -20,9 +20,9 @@ DIM = 64
 HALF = 2 * DIM  # bytes of one half of a key and a value
 
 
-def still(rows: int, steps: int, step_ns: float, *, pair_bytes: int = HALF) -> EdramRun:
+def still(rows: int, steps: int, step_ns: float) -> EdramRun:
     """A run of `rows` pairs, one half of them in each score group, that neither come nor go."""
-    recorder = RunRecorder(pair_bytes)
+    recorder = RunRecorder(HALF)
     for _ in range(steps):
         recorder.observe(0, "kv", np.arange(rows), np.arange(rows) % 2 == 0)
         recorder.end_step(step_ns)
@@ -32,8 +32,7 @@ def still(rows: int, steps: int, step_ns: float, *, pair_bytes: int = HALF) -> E
 @pytest.mark.parametrize("rule", RULES)
 def test_the_mean_interval_of_a_long_run_tends_to_the_harmonic_mean(rule: str) -> None:
     found = account(still(8, 100, 1e8), KELLE_INTERVALS, 1e-12, rule=rule)  # 10 s
-    assert found.mean_interval_ns == pytest.approx(1_053_658.5, rel=1e-3)
-    assert found.mean_interval_ns == pytest.approx(KELLE_INTERVALS.mean_ns, rel=1e-3)
+    assert found.mean_interval_ns == pytest.approx(1_053_658.5, rel=1e-3) == pytest.approx(KELLE_INTERVALS.mean_ns, rel=1e-3)
 
 
 def test_a_full_array_takes_the_power_of_table_1() -> None:
@@ -59,27 +58,6 @@ def changing(steps: int = 60, seed: int = 0) -> EdramRun:
         recorder.observe("a", "x", np.where(np.arange(5) <= at % 5, ids[:5], -1), random.random(5) < 0.5)
         recorder.end_step(float(random.integers(1, 4_000_000)))
     return recorder.finish("changing", "modelled: random")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_bounds_hold(seed: int) -> None:
-    run = changing(seed=seed)
-    found = {rule: account(run, KELLE_INTERVALS, 1e-12, rule=rule) for rule in RULES}
-    assert found["floor"].joules <= found["ceil"].joules and found["expected"].joules <= found["ceil"].joules
-    assert found["ticks"].joules == pytest.approx(found["expected"].joules, rel=0.3)
-    assert {account.seconds for account in found.values()} == {found["floor"].seconds}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_promoted_row_is_refreshed_at_once_and_a_demoted_one_keeps_its_timer(rule: str) -> None:
-    recorder = RunRecorder(HALF)
-    for high in (True, False, True):
-        recorder.observe(0, "kv", np.array([5]), np.array([high]))
-        recorder.end_step(1.0)
-    found = account(recorder.finish("", ""), KELLE_INTERVALS, 1e-12, rule=rule)
-    assert [group.promotions for group in found.groups] == [2, 2, 0, 0]
-    if rule == "floor":
-        assert [group.refreshes for group in found.groups] == [2, 2, 0, 0]
 
 
 def test_only_what_fits_is_pinned_and_refreshed() -> None:
@@ -137,14 +115,11 @@ def test_rules_that_cannot_be_followed() -> None:
         account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=0)
 
 
-def test_places_do_not_vanish() -> None:
+def test_places_do_not_vanish_and_durations_are_for_all_steps_or_none() -> None:
     recorder = RunRecorder(HALF)
     recorder.observe(0, "kv", np.arange(3), np.zeros(3, np.bool_))
     with pytest.raises(ValueError, match=r"^ids: "):
         recorder.observe(0, "kv", np.arange(2), np.zeros(2, np.bool_))
-
-
-def test_durations_are_for_all_steps_or_none() -> None:
     for first, second in ((None, 1.0), (1.0, None), (1.0, -1.0)):
         recorder = RunRecorder(HALF)
         recorder.end_step(first)
@@ -156,34 +131,23 @@ def test_durations_are_for_all_steps_or_none() -> None:
     ("place", "value", "names"),
     [
         (("schema",), "llmcache.edram-run/2", "schema"),
-        (("title",), 3, "title"),
-        (("clock",), None, "clock"),
         (("pair_bytes",), 0, "pair_bytes"),
-        (("pair_bytes",), "x", "pair_bytes"),
         (("pair_bytes",), True, "pair_bytes"),
-        (("x_bytes",), -1, "x_bytes"),
         (("x_bytes",), 0, "x_bytes"),
         (("settings",), [], "settings"),
-        (("steps",), [], "steps"),
         (("steps", "high_kv"), [1], "steps.low_kv"),
-        (("steps", "high_kv", 0), -1, "steps.high_kv"),
         (("steps", "high_kv", 0), 1.5, "steps.high_kv"),
         (("steps", "appended_x", 3), 9999, "steps.high_x"),
-        (("steps", "promoted_kv", 0), 9999, "steps.high_kv"),
         (("steps", "duration_ns"), [1.0], "steps.duration_ns"),
         (("steps", "duration_ns", 0), 0, "steps.duration_ns"),
-        (("steps", "duration_ns", 0), "soon", "steps.duration_ns"),
         (("steps", "duration_ns", 0), float("nan"), "steps.duration_ns"),
-        (("lives",), {}, "lives"),
         (("lives", 0), 1, "lives"),
         (("lives", 0, "kind"), "q", "lives"),
         (("lives", 0, "begin"), -1, "lives.begin"),
         (("lives", 0, "count"), 0, "lives.count"),
         (("lives", 0, "count"), 99, "lives"),
         (("lives", 0, "path"), [], "lives.path"),
-        (("lives", 0, "path"), [[1, 2]], "lives.path"),
         (("lives", 0, "path"), [[True, 10**6]], "lives.path"),
-        (("lives", 0, "path"), [[True]], "lives.path"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(place: tuple[str | int, ...], value: Any, names: str) -> None:

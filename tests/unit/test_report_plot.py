@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,11 +11,12 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from llmcache.errors import DataError, UsageError
+from llmcache.cache.classify import Classification
 from llmcache.report.plot import (
     CLASSES,
     EDGE,
     LEAST_SHARE,
+    MOST_ROWS,
     AccessGrid,
     Band,
     FileSpan,
@@ -25,14 +28,16 @@ from llmcache.report.plot import (
     caption,
     chosen_files,
     class_rows,
+    classes_table,
     conditions,
     picture_of,
     pixels,
+    shades_of,
     survey,
 )
-from llmcache.report.theme import CLASS_COLOURS, OP_COLOURS, embedded, figure_bytes, style
+from llmcache.report.theme import OP_COLOURS, embedded, figure_bytes, style
 from llmcache.trace.record import Provenance, Trace, TraceFile
-from tests.unit.report_parts import COPY, MODEL, TOKENIZER, recorded
+from tests.unit.report_parts import MODEL, recorded
 from tests.unit.simulation_parts import Row, loop, rows, trace_of
 
 
@@ -45,24 +50,11 @@ def filled(trace: Trace, by_time: bool, width: int, height: int, batch: int) -> 
     return grid, places
 
 
-def test_the_survey_tells_what_each_file_has() -> None:
-    trace = recorded()
-    for batch in (7, 10**6):
-        found = survey(trace.batches(batch))
-        assert (found.rows, found.accesses, found.timed) == (len(trace), trace.accesses, True)
-        assert found.spans == (FileSpan(0, 0, 1000, 5000), FileSpan(1, 0, 20, 200), FileSpan(2, 0, 400, 1200))
-    assert [span.file for span in survey(trace.batches(), frozenset({2})).spans] == [2]
-    with pytest.raises(DataError, match="rows"):
-        survey(trace.batches(), frozenset({9}))
-
-
 def test_bands_fill_the_height_and_a_small_file_is_seen() -> None:
     made = bands([FileSpan(4, 0, 10**6, 5), FileSpan(2, 100, 110, 7)])
     assert [(band.file, band.first, band.end) for band in made] == [(2, 100, 110), (4, 0, 10**6)]
     assert made[0].bottom == 0 and made[0].top == made[1].bottom and made[1].top == pytest.approx(1)
     assert made[0].top > 0.9 * LEAST_SHARE
-    assert made[1].height(0) == made[1].bottom and made[1].height(10**6) == pytest.approx(1)
-    assert [band.file for band in bands([FileSpan(number, 0, 9, number) for number in range(5)], most=2)] == [3, 4]
 
 
 @given(rows(), st.booleans(), st.integers(1, 40))
@@ -87,16 +79,7 @@ def test_every_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, 
     assert np.array_equal(grid.counts(), expected)
 
 
-def test_files_without_a_band_are_left_out() -> None:
-    trace = recorded()
-    found = survey(trace.batches())
-    grid = AccessGrid(found, bands(found.spans, most=1), True, 10, 10)
-    grid.add(trace)
-    assert grid.counts()[2].any() and not grid.counts()[:2].any()
-
-
 SHADES = [Shade(0, 0, 1000, "LOOP"), Shade(1, 0, 20, "HOT"), Shade(2, 0, 400, "SEQ"), Shade(2, 0, 200, "LOOP")]
-LAYERS = [Landmark(0, 0, 1, "header"), *(Landmark(0, 1 + 333 * n, 334 + 333 * n, f"blk.{n}") for n in range(3))]
 
 
 def drawn(trace: Trace, **options: object) -> Figure:
@@ -104,37 +87,6 @@ def drawn(trace: Trace, **options: object) -> Figure:
         figure = access_figure(picture_of(trace, "some trace", **options))  # type: ignore[arg-type]
         figure.draw_without_rendering()
     return figure
-
-
-def right_labels(figure: Figure) -> list[str]:
-    return [label.get_text() for label in figure.axes[0].child_axes[0].get_yticklabels()]
-
-
-def test_axes_have_units_and_files_have_names() -> None:
-    figure = drawn(recorded())
-    axes = figure.axes[0]
-    assert (axes.get_xlabel(), axes.get_title(loc="left")) == ("time (s)", "some trace")
-    assert axes.get_ylabel() == "block number in its file (4 KiB blocks)"
-    assert axes.get_xlim() == pytest.approx((0, 3.23))
-    labels = right_labels(figure)
-    assert MODEL in labels and COPY in labels and TOKENIZER in labels
-    ticks = [label.get_text() for label in axes.get_yticklabels()]
-    assert ticks[0] == "0" and "200" in ticks
-
-
-def test_the_legend_has_what_is_there_and_nothing_else() -> None:
-    legend = drawn(recorded(), shades=SHADES).axes[0].get_legend()
-    assert legend is not None
-    texts = [text.get_text() for text in legend.get_texts()]
-    assert texts == ["read", "write", "map", "sequential (SEQ)", "loop (LOOP)", "hot (HOT)"]
-    only_reads = drawn(trace_of(loop(50, 3, 5))).axes[0].get_legend()
-    assert only_reads is not None and [text.get_text() for text in only_reads.get_texts()] == ["read"]
-
-
-def test_a_trace_without_times_is_drawn_over_accesses() -> None:
-    axes = drawn(trace_of(loop(50, 4, 5), step_ns=0)).axes[0]
-    assert axes.get_xlabel() == "accesses so far (4 KiB blocks)" and axes.get_xlim() == (0, 200)
-    assert drawn(recorded(), by_time=False).axes[0].get_xlim() == (0, 6400)
 
 
 def test_pixels_take_the_colour_of_the_most_frequent_op() -> None:
@@ -157,33 +109,14 @@ def test_classes_cover_their_rows_and_the_later_kind_wins() -> None:
     assert class_rows(places, [Shade(0, 100, 200, "HOT")], 20).max() == -1  # beyond what was accessed
 
 
-def test_classes_are_tinted_behind_and_shown_in_a_strip() -> None:
-    tints, strip, _ = drawn(recorded(), shades=SHADES).axes[0].images
-    colours = np.asarray(strip.get_array())
-    assert colours.shape[1] == len(CLASSES) and np.asarray(tints.get_array()).shape[1] == 1
-    widths = {
-        kind: int((colours[np.isclose(colours[:, 0, :3], to_rgb(CLASS_COLOURS[kind])).all(axis=1)][0, :, 3] > 0).sum())
-        for kind in CLASSES
-    }
-    assert widths == {"SEQ": 1, "LOOP": 2, "HOT": 3}
-    assert len(drawn(recorded()).axes[0].images) == 1
-
-
-def test_layers_are_named_instead_of_their_file() -> None:
-    figure = drawn(recorded(), landmarks=LAYERS)
-    labels = right_labels(figure)
-    assert [label for label in labels if label.startswith("blk")] == ["blk.0", "blk.1", "blk.2"]
-    assert MODEL not in labels and COPY in labels
-    assert MODEL in [text.get_text() for text in figure.axes[0].texts]
-
-
 def test_names_do_not_overlap() -> None:
-    many = [Landmark(0, 5 * n, 5 * n + 5, f"blk.{n}") for n in range(200)]
-    figure = drawn(recorded(), landmarks=many)
-    places = figure.axes[0].child_axes[0].get_yticks()
-    assert 15 < len(places) <= 32 and np.diff(places).min() >= 0.032
+    many = drawn(recorded(), landmarks=[Landmark(0, 5 * n, 5 * n + 5, f"blk.{n}") for n in range(200)])
+    crowd = of_files([(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)], "/lib/{}")
+    for figure in (many, drawn(crowd, only=chosen_files(crowd.files, "*"))):
+        places = figure.axes[0].child_axes[0].get_yticks()
+        assert 15 < len(places) <= 32 and np.diff(places).min() >= 0.032
     long = drawn(trace_of(loop(9, 3, 3)), landmarks=[Landmark(0, 0, 9, "x" * 99)])
-    assert len(right_labels(long)[0]) <= 31
+    assert len(long.axes[0].child_axes[0].get_yticklabels()[0].get_text()) <= 31
 
 
 def test_captions_tell_the_conditions() -> None:
@@ -195,35 +128,16 @@ def test_captions_tell_the_conditions() -> None:
     assert "note" not in facts and "not shown" not in facts and "LOOP" in facts["classes"]
     told = caption(picture, trace)
     assert told.startswith("Source: synthetic; 6,400 blocks of 4 KiB (26.2 MB) in 3.23 s; 7 events lost. A cell: ")
-    assert "m.gguf" in told and len(told) < 150
-    told = alt_text(picture)
-    assert f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in told and f"{COPY}: blocks 0 to 399" in told
+    assert f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in alt_text(picture)
     timeless = trace_of(loop(9, 2, 3), step_ns=0, provenance=Provenance("csv", note="Ends with a point."))
     assert " in " not in caption(picture_of(timeless, "t"), timeless).split(". A cell")[0]
     assert ("note", "Ends with a point.") in conditions(picture_of(timeless, "t"), timeless)
-
-
-def test_files_are_chosen_by_path_or_name() -> None:
-    files = recorded().files
-    assert chosen_files(files, None) is None
-    assert chosen_files(files, "*.gguf") == frozenset({0}) and chosen_files(files, "copy.bin") == frozenset({2})
-    assert chosen_files(files, "/models/*") == frozenset({0, 1})
-    with pytest.raises(UsageError, match=r"--files: no file of the trace matches '\*\.safetensors'") as caught:
-        chosen_files(files, "*.safetensors")
-    assert MODEL in str(caught.value.hint)
 
 
 def of_files(rows: list[Row], name: str) -> Trace:
     """A trace of `rows` over as many files as there are, each called `name` with its number."""
     files = [TraceFile(number, name.format(number), 0, 0, 0, 0) for number in range(1 + max(row[0] for row in rows))]
     return Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=files, provenance=Provenance("test"))
-
-
-def test_what_was_left_out_is_told() -> None:
-    trace = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
-    picture = picture_of(trace, "t")
-    assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
-    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, trace)
 
 
 def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
@@ -235,14 +149,30 @@ def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None
     told = caption(picture, trace)
     assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
     assert {shade.file for shade in picture.shades} == {0, 1, 2}
+    many = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
+    picture = picture_of(many, "t")
+    assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
+    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, many)
     everything = picture_of(trace, "t", only=chosen_files(trace.files, "*"))
     assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))
 
 
-def test_names_of_many_files_have_room() -> None:
-    trace = of_files([(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)], "/lib/{}")
-    places = drawn(trace, only=chosen_files(trace.files, "*")).axes[0].child_axes[0].get_yticks()
-    assert len(places) == 16 and np.diff(places).min() >= 0.032
+def row(number: int, share: float, tensors: tuple[str, ...] = ()) -> Classification:
+    pieces = ((0, 9), (20, 29))
+    return Classification(0, f"/f{number}", "read", "LOOP", pieces, 81920, 9, share, 3, 0, 9, 10**9, tensors=tensors)
+
+
+def test_classes_become_shades_and_a_table() -> None:
+    assert shades_of([row(1, 0.5)]) == [Shade(0, 0, 10, "LOOP"), Shade(0, 20, 30, "LOOP")]
+    table = classes_table([row(1, 0.5), replace(row(2, 0.25), file=7)], {0})
+    assert "1 more with 25.0% of the accesses" in table.caption
+    assert list(table.rows[0]) == ["LOOP", "read", "/f1", 0.08192, "0 to 29", 2, 3, 1.0, 50.0]
+    unknown = Classification(0, "/f", "write", "SEQ", (), 4096, 1, 1.0, 1, 0, 0)
+    assert list(classes_table([unknown], {0}).rows[0])[4:8] == ["", 0, 1, ""]
+    table = classes_table([row(1, 0.5, ("blk.0.w", "blk.1.w")), row(2, 0.1)], {0})
+    assert table.columns[-1] == "tensors" and [cells[-1] for cells in table.rows] == ["blk.0-1 (2)", ""]
+    many = classes_table([row(number, 1 / 200) for number in range(200)], {0})
+    assert len(many.rows) == MOST_ROWS and f"{200 - MOST_ROWS} more with 50.0% of the accesses" in many.caption
 
 
 def test_pictures_with_images_are_png_on_pages_and_files_are_the_same_each_time() -> None:

@@ -1,9 +1,12 @@
-"""Claims of papers: each verdict follows from made-up numbers by the rule in the paper's file, whichever way they point."""
+"""Claims of papers: verdicts follow from made-up numbers by the rules in the papers' files, whichever way they point.
+
+What the models of hillinfer and kelle give is held by golden figures (test_reproduce_command).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -14,14 +17,13 @@ import pytest
 from llmcache.cache.classify import classify
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.sizing import PHONE, WATCH
-from llmcache.kv.bench.results import STOCK, Answers, Bench, Marks, Observed, Row, TaskBench
+from llmcache.kv.bench.results import STOCK, Bench, Marks, Observed, Row, TaskBench
 from llmcache.kv.planning import MODELS, SYSTEMS
 from llmcache.report import REPRODUCTIONS
 from llmcache.report import paper_hillinfer as hill
 from llmcache.report import paper_icecache as ice
 from llmcache.report import paper_io_caching as io
 from llmcache.report.judge import Measure, Rule, Verdict, holds, judge, number, read_paper
-from llmcache.trace.shapes import SHAPES
 from tests.unit.simulation_parts import loop, trace_of
 from tests.unit.task_parts import bench, of_policies
 
@@ -37,26 +39,14 @@ def verdict(paper: str, name: str, measure: Measure) -> Verdict:
 # The judge
 
 
-@pytest.mark.parametrize(
-    ("condition", "true"),
-    [
-        ("a <= 1", True),
-        ("a < 1", False),
-        ("a >= 1 and b > 2", True),
-        ("a > 1 and b > 2", False),
-        ("a > 1 or b > 2", True),
-        ("b > a", True),
-        ("b > -1e-3 and a > 5 or a < 2", True),
-    ],
-)
-def test_conditions_mean_what_they_say(condition: str, true: bool) -> None:
-    assert holds(condition, {"a": 1.0, "b": 3.0}) is true
-
-
-@pytest.mark.parametrize("condition", ["a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"])
-def test_conditions_that_are_none_are_refused(condition: str) -> None:
-    with pytest.raises((ValueError, KeyError)):
-        holds(condition, {"a": 1.0})
+def test_conditions_mean_what_they_say_or_are_refused() -> None:
+    values = {"a": 1.0, "b": 3.0}
+    true = ("a <= 1", "a > 1 or b > 2", "b > a", "b > -1e-3 and a > 5 or a < 2")
+    assert all(holds(condition, values) for condition in true)
+    assert not holds("a < 1", values) and not holds("a > 1 and b > 2", values)
+    for condition in ("a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"):
+        with pytest.raises((ValueError, KeyError)):
+            holds(condition, values)
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
@@ -73,24 +63,10 @@ def test_every_claim_is_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "paper", "ours", "expected"),
     [
-        ("close", 2.0, 2.1, YES),
-        ("close", 2.0, 1.51, PARTLY),
-        ("close", 2.0, 2.51, NO),
         ("as printed", 1.05, 1.0537, YES),
-        ("equal", 4.0, 4.0, YES),
-        ("equal", 4.0, 4.01, PARTLY),
-        ("gain", 1.32, 1.34, YES),
         ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
-        ("gain", 0.61, 0.75, PARTLY),
-        ("gain", 0.61, 1.18, NO),
         ("at most", 2.67, 2.67, YES),
-        ("at most", 2.67, 23.8, NO),
-        ("at least", 2.0, 2.28, YES),
-        ("at least", 2.0, 1.9, NO),
-        ("share", 1.0, 1.0, YES),
         ("share", 1.0, 0.67, PARTLY),
-        ("share", 1.0, 0.5, NO),
-        ("bound of aep-bound", 3.16, 2.42, NO),
         ("bound of aep-bound", 2.39, 2.63, YES),
     ],
 )
@@ -111,12 +87,9 @@ def test_a_claim_of_something_measured_needs_a_measure_and_what_is_not_measured_
         Rule("", "share >= 1").verdict({"hits": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(19_456, "19,456"), (0.0302, "0.0302"), (5.2e-5, "5.20e-05"), (2.08, "2.08"), (1054.2, "1,054"), (118.4, "118.4")],
-)
-def test_numbers_have_three_digits_or_all_before_the_point(value: float, text: str) -> None:
-    assert number(value) == text
+def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+    shown = {19_456: "19,456", 0.0302: "0.0302", 5.2e-5: "5.20e-05", 2.08: "2.08", 1054.2: "1,054", 118.4: "118.4"}
+    assert {value: number(value) for value in shown} == shown
 
 
 # io-caching: hit ratios and latencies
@@ -124,109 +97,79 @@ def test_numbers_have_three_digits_or_all_before_the_point(value: float, text: s
 Ratios = Sequence[float]
 LINE = [0.2, 0.4, 0.6, 0.8, 0.9]
 STEP = [0.0, 0.0, 0.0, 0.0, 0.9]  # what LRU makes of a single long loop
-BENT = [0.2, 0.4, 0.3, 0.8, 0.9]
-EVEN = {"llmcache": LINE, "lecar": LINE}
 # Rows: 100, 200, 500, 1000 MB/s; columns: small to large cache.
 BY_BANDWIDTH: list[list[float]] = [[10, 9.5, 9], [8, 7.6, 7.2], [6, 5.7, 5.4], [5.8, 5.5, 5.2]]
+NO_SETUP = [[8.0], [4.0], [2.0], [1.0]]  # every doubling of bandwidth counts
 BY_SIZE: list[list[float]] = [[10, 5, 1], [9, 4.5, 0.9], [8, 4, 0.8], [7.8, 3.9, 0.78]]
-LATE: list[list[float]] = [[10, 9.9, 1], [8, 7.9, 0.8], [6, 5.9, 0.6], [5.8, 5.7, 0.58]]  # once all fits
-RISING: list[list[float]] = [[10, 9, 11], *BY_BANDWIDTH[1:]]
 
 
-def app(name: str, hits: Mapping[str, Ratios], latency: Sequence[Ratios] = ()) -> io.App:
-    """An application of 1000 accesses whose caches are 1, 2, … MB; `latency`: rows by bandwidth, for every policy."""
-    sizes = np.arange(1, 1 + len(next(iter([*hits.values(), *latency])))).astype(np.float64) * 1e6
-    latencies = {policy: np.array(latency, float) for policy in ("algorithm1", "llmcache")}
-    ratios = {policy: np.array(values, float) for policy, values in hits.items()}
-    return io.App(name, name.title(), False, int(sizes[-1]), 1000, sizes, ratios, latencies)
-
-
-def by_hits(name: str, hits: Mapping[str, Ratios], aware: str = "llmcache", **other: Mapping[str, Ratios]) -> Verdict:
-    """The verdict of a claim of figure 4 if every application has `hits`, but those named in `other`."""
-    apps = {key: app(key, other.get(key, hits)) for key in io.ON_DEVICE}
-    return verdict("io-caching", name, io.FIGURE4[name](apps, aware))
+def app(name: str, own: Ratios, rival: Ratios = (), latency: Sequence[Ratios] = ()) -> io.App:
+    """An application of 1000 accesses whose caches are 1, 2, … MB; `rival`: of LRU and LeCaR; `latency`: by bandwidth."""
+    sizes = np.arange(1, 1 + len(own or latency[0])).astype(np.float64) * 1e6
+    ratios = {"llmcache": own, "algorithm1": rival, "lru": rival, "lecar": rival}
+    hits = {policy: np.array(values, float) for policy, values in ratios.items()}
+    return io.App(name, name.title(), False, int(sizes[-1]), 1000, sizes, hits, {"llmcache": np.array(latency, float)})
 
 
 def shifted(by: float) -> list[float]:
     return [value + by for value in LINE]
 
 
-def against(lecar: list[float]) -> dict[str, list[float]]:
-    return {"llmcache": LINE, "lecar": lecar}
+BOTH = ("text_embedder", "text_classification")
 
 
 @pytest.mark.parametrize(
-    ("name", "hits", "other", "expected"),
+    ("name", "names", "confirming", "other"),
     [
-        ("higher-than-lru", {"llmcache": LINE, "lru": STEP}, {}, YES),
-        ("higher-than-lru", {"llmcache": LINE, "lru": LINE}, {}, YES),
-        ("higher-than-lru", {"llmcache": [*LINE[:4], 0.7], "lru": STEP}, {}, PARTLY),  # below at one size of five
-        ("higher-than-lru", {"llmcache": STEP, "lru": LINE}, {}, NO),
-        ("lru-stands-still", {"llmcache": LINE, "lru": STEP}, {}, YES),
-        ("lru-stands-still", {"llmcache": LINE, "lru": STEP}, {"ai_notes": {"llmcache": LINE, "lru": LINE}}, PARTLY),
-        ("lru-stands-still", {"llmcache": LINE, "lru": LINE}, {}, NO),
-        ("lru-stands-still", {"llmcache": STEP, "lru": STEP}, {}, NO),
-        ("lru-near-baseline", {"llmcache": LINE, "lru": STEP}, {}, YES),
-        ("lru-near-baseline", {"llmcache": LINE, "lru": STEP}, {"text_embedder": {"llmcache": LINE, "lru": LINE}}, PARTLY),
-        ("lru-near-baseline", {"llmcache": LINE, "lru": LINE}, {}, NO),
-        ("lru-near-baseline", {"llmcache": STEP, "lru": STEP}, {}, NO),
-        ("lru-near-baseline", {"llmcache": LINE, "lru": [0.1] * 5}, {}, YES),  # it never gains anything
-        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.22, *LINE[1:]])}, YES),
-        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.5, *LINE[1:]])}, PARTLY),  # by more than slightly
-        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against(shifted(0.02))}, PARTLY),  # everywhere
-        ("lecar-sometimes-ai_notes", EVEN, {}, NO),
-        ("lecar-sometimes-text_classification", EVEN, {"text_classification": against([0.22, *LINE[1:]])}, YES),
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(-0.1))}, YES),
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(-0.02))}, PARTLY),
-        ("outperforms-lecar", EVEN, {"ai_translate": against([0.5, 0.0, 0.0, 0.9, 0.9])}, PARTLY),  # below at two sizes
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(0.05))}, NO),
-        ("higher-overall", against(shifted(-0.1)), {"ai_notes": against(shifted(0.1))}, YES),
-        ("higher-overall", against(shifted(-0.1)), {"text_embedder": against(shifted(0.1))}, PARTLY),
-        ("higher-overall", against(shifted(0.1)), {"ai_notes": against(shifted(-0.1))}, NO),
-        ("lecar-fluctuates", against(BENT), {}, YES),
-        ("lecar-fluctuates", {"llmcache": [0.2, 0.4, 0.37, 0.8, 0.9], "lecar": BENT}, {}, PARTLY),
-        ("lecar-fluctuates", EVEN, {}, NO),
-        ("lecar-fluctuates", {"llmcache": BENT, "lecar": LINE}, {}, NO),
+        ("higher-than-lru", io.ON_DEVICE, STEP, shifted(0.05)),
+        ("lru-stands-still", io.ON_DEVICE, STEP, LINE),
+        ("lru-near-baseline", BOTH, STEP, LINE),
+        ("lru-near-baseline", BOTH, [0.1] * 5, LINE),  # it never gains anything
+        ("lecar-sometimes-ai_notes", ["ai_notes"], [0.22, *LINE[1:]], LINE),
+        ("lecar-sometimes-text_classification", ["text_classification"], [0.22, *LINE[1:]], LINE),
+        ("outperforms-lecar", ["ai_translate"], shifted(-0.1), shifted(0.05)),
+        ("higher-overall", BOTH, shifted(-0.1), shifted(0.1)),
+        ("lecar-fluctuates", io.ON_DEVICE, [0.2, 0.4, 0.3, 0.8, 0.9], LINE),
     ],
 )
-def test_hit_ratios(name: str, hits: Any, other: Any, expected: Verdict) -> None:
-    assert by_hits(name, hits, **other) is expected
+def test_hit_ratios(name: str, names: Collection[str], confirming: Ratios, other: Ratios) -> None:
+    """LRU and LeCaR hit as said in the applications `names`; else every policy hits alike."""
+    for rival, expected in ((confirming, YES), (other, NO)):
+        apps = {each: app(each, LINE, rival if each in names else LINE) for each in io.ON_DEVICE}
+        assert verdict("io-caching", name, io.FIGURE4[name](apps, "llmcache")) is expected
+
+
+def test_flat_regions_count_up_to_where_a_policy_has_all_it_can_get() -> None:
+    shares = [io.flat_share(app("a", LINE[:4], [0.1, *rest, 0.9]), "lru") for rest in ([0.9, 0.9], [0.1, 0.1], [0.2, 0.2])]
+    assert shares == pytest.approx([0, 0.5, 0.25])
+    as_flat = {name: app(name, STEP, STEP) for name in io.ON_DEVICE}
+    assert verdict("io-caching", "lru-stands-still", io.FIGURE4["lru-stands-still"](as_flat, "llmcache")) is NO
 
 
 def test_both_readings_of_the_policy_are_judged_apart() -> None:
-    hits = {"llmcache": LINE, "algorithm1": STEP, "lru": LINE}
-    assert [by_hits("higher-than-lru", hits, aware) for aware in ("llmcache", "algorithm1")] == [YES, NO]
-
-
-def test_flat_regions_end_where_a_policy_has_all_it_can_get() -> None:
-    shares = [io.flat_share(app("a", {"lru": [0.1, *rest, 0.9]}), "lru") for rest in ([0.9, 0.9], [0.1, 0.1], [0.2, 0.2])]
-    assert shares == pytest.approx([0, 0.5, 0.25])
+    apps = {name: app(name, [1.0] * 5, LINE) for name in io.ON_DEVICE}
+    gains = [io.FIGURE4["higher-than-lru"](apps, aware).values["mean_gain"] for aware in io.AWARE]
+    assert gains == [0, pytest.approx(1 - np.mean(LINE))]
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "other", "expected"),
+    ("name", "confirming", "other"),
     [
-        ("latency-falls", BY_BANDWIDTH, {}, YES),
-        ("latency-falls", BY_BANDWIDTH, {"ai_notes": RISING}, PARTLY),
-        ("latency-falls", BY_BANDWIDTH[::-1], {}, NO),
-        ("knee-of-bandwidth", BY_BANDWIDTH, {}, YES),
-        ("knee-of-bandwidth", BY_BANDWIDTH, {"text_embedder": [[10.0], [9.5], [9.0], [8.9]]}, PARTLY),
-        ("knee-of-bandwidth", [[8.0], [4.0], [2.0], [1.0]], {}, NO),  # no set-up latency: every doubling counts
-        ("size-counts-less", BY_BANDWIDTH, {}, YES),
-        ("size-counts-less", LATE, {}, PARTLY),
-        ("size-counts-less", BY_SIZE, {}, NO),
-        ("translate-sensitive", BY_BANDWIDTH, {"ai_translate": BY_SIZE}, YES),
-        ("translate-sensitive", BY_SIZE, {"ai_translate": BY_BANDWIDTH}, PARTLY),  # steeper where slow
-        ("translate-sensitive", BY_SIZE, {"ai_translate": [[10.0] * 3] * 4}, NO),
+        ("latency-falls", (BY_BANDWIDTH, BY_SIZE), (BY_BANDWIDTH[::-1], BY_SIZE[::-1])),
+        ("knee-of-bandwidth", (BY_BANDWIDTH, BY_SIZE), (NO_SETUP, BY_SIZE)),
+        ("size-counts-less", (BY_BANDWIDTH, BY_SIZE), (BY_SIZE, BY_BANDWIDTH)),
+        ("translate-sensitive", (BY_BANDWIDTH, BY_SIZE), (BY_SIZE, [[10.0] * 3] * 4)),
     ],
 )
-def test_latencies(name: str, rows: Any, other: Any, expected: Verdict) -> None:
-    apps = {key: app(key, {}, other.get(key, rows)) for key in io.ON_DEVICE}
-    assert verdict("io-caching", name, io.FIGURE5[name](apps, "llmcache")) is expected
+def test_latencies(name: str, confirming: Sequence[Sequence[Ratios]], other: Sequence[Sequence[Ratios]]) -> None:
+    """Latencies of all applications but AI Translate, and those of AI Translate."""
+    for (rows, translate), expected in ((confirming, YES), (other, NO)):
+        apps = {each: app(each, (), latency=translate if each == io.TRANSLATE else rows) for each in io.ON_DEVICE}
+        assert verdict("io-caching", name, io.FIGURE5[name](apps, "llmcache")) is expected
 
 
 def test_writes_that_fetch_count_every_access() -> None:
-    latency = io.writes_fetch_too({"a": app("a", {"llmcache": [0.0, 0.5, 1.0]})})["a"].latency_s["llmcache"]
+    latency = io.writes_fetch_too({"a": app("a", [0.0, 0.5, 1.0])})["a"].latency_s["llmcache"]
     assert latency.shape == (4, 3)
     assert latency[0, 1] == pytest.approx(FetchModel().latency_s(1000, 500, 100_000_000))
     assert latency[3, 2] == pytest.approx(FetchModel().gpu_s(1000))
@@ -235,79 +178,50 @@ def test_writes_that_fetch_count_every_access() -> None:
 # io-caching: patterns, loops, overhead, hardware
 
 
-def test_patterns_are_judged_by_what_the_detector_finds() -> None:
-    scan = classify([trace_of(loop(200, 1, 16))])
-    made = {name: classify([SHAPES[name]()]) for name in (*io.ON_DEVICE, "gemini")}
-
-    def found(loops_in: tuple[str, ...], remote: str = "gemini") -> dict[str, Verdict]:
-        classes = {name: made[name] if name in loops_in else scan for name in io.ON_DEVICE} | {"remote": made[remote]}
-        return {name: verdict("io-caching", name, one) for name, one in io.patterns(classes, ("remote",)).items()}
-
-    everything, some, none = found(io.ON_DEVICE), found(("ai_notes",), "ai_notes"), found(())
-    for name in ("loops-detected", "three-traits"):
-        assert [one[name] for one in (everything, some, none)] == [YES, PARTLY, NO]
-    assert [one["remote-has-no-loops"] for one in (everything, some)] == [YES, NO]
+def test_patterns_that_are_not_found_are_not_confirmed() -> None:
+    """Found they are in the traces of the paper: test_reproduce_command."""
+    scan, looped = (classify([trace_of(loop(200, passes, 16))]) for passes in (1, 20))
+    found = io.patterns(dict.fromkeys(io.ON_DEVICE, scan) | {"remote": looped}, ("remote",))
+    assert {verdict("io-caching", name, one) for name, one in found.items()} == {NO}
 
 
 @pytest.mark.parametrize(
-    ("name", "measure", "expected"),
+    ("name", "confirming", "other"),
     [
-        ("pinned-loop", io.loop_hits({100: 100}), YES),
-        ("pinned-loop", io.loop_hits({100: 99}), PARTLY),
-        ("pinned-loop", io.loop_hits({100: 98}), NO),
-        ("lru-evicts-loops", io.loop_hits({1: 0.0, 2: 0.0}), YES),
-        ("lru-evicts-loops", io.loop_hits({1: 0.0, 2: 7.0}), PARTLY),
-        ("lru-evicts-loops", io.loop_hits({1: 3.0, 2: 7.0}), NO),
-        ("lecar-overhead", io.lecar_costs_more({"lecar": 250, "llmcache": 100}, "llmcache"), YES),
-        ("lecar-overhead", io.lecar_costs_more({"lecar": 150, "llmcache": 100}, "llmcache"), PARTLY),
-        ("lecar-overhead", io.lecar_costs_more({"lecar": 105, "llmcache": 100}, "llmcache"), NO),
+        ("pinned-loop", io.loop_hits({100: 100}), io.loop_hits({100: 98})),
+        ("lru-evicts-loops", io.loop_hits({1: 0, 2: 0}), io.loop_hits({1: 3, 2: 7})),
+        (
+            "lecar-overhead",
+            io.lecar_costs_more({"lecar": 250, "llmcache": 100}, "llmcache"),
+            io.lecar_costs_more({"lecar": 105, "llmcache": 100}, "llmcache"),
+        ),
     ],
 )
-def test_loops_and_overhead(name: str, measure: Measure, expected: Verdict) -> None:
-    assert verdict("io-caching", name, measure) is expected
-
-
-def test_a_replayed_loop_hits_no_more_than_the_cache_holds() -> None:
-    found = io.hits_of_loops()
-    assert all(size - 1 < hits <= size for size, hits in found["belady"].items())
-    assert all(0 <= hits <= size for held in found.values() for size, hits in held.items())
+def test_loops_and_overhead(name: str, confirming: Measure, other: Measure) -> None:
+    assert [verdict("io-caching", name, measure) for measure in (confirming, other)] == [YES, NO]
 
 
 MB = 10**6
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "expected"),
+    ("name", "stated", "changes", "changed"),
     [
-        ("watch-loop", {}, YES),
-        ("watch-loop", {"watch": replace(WATCH, bandwidth=120 * MB)}, PARTLY),
-        ("watch-loop", {"watch": replace(WATCH, cache_bytes=32 * MB)}, NO),
-        ("phone-loops", {}, YES),
-        ("phone-loops", {"phone": replace(PHONE, cache_bytes=600 * MB)}, PARTLY),
-        ("phone-loops", {"phone": replace(PHONE, bandwidth=500 * MB)}, NO),
-        ("apps-fit", {}, YES),
-        ("apps-fit", {"watch": replace(WATCH, cache_bytes=32 * MB)}, PARTLY),
-        ("apps-fit", {"watch": replace(WATCH, bandwidth=MB, cache_bytes=5 * MB)}, NO),
-        ("notes-loop-size", {"notes_blocks": (10_000, 25_000)}, YES),
-        ("notes-loop-size", {"notes_blocks": (0, 30_000)}, PARTLY),
-        ("notes-loop-size", {"notes_blocks": (0, 20_000)}, NO),
-        ("large-does-not-fit", {}, YES),
-        ("large-does-not-fit", {"watch": replace(WATCH, cache_bytes=600 * MB)}, NO),
-        ("parameters", {"phone": replace(PHONE, cache_bytes=1000 * MB)}, YES),
-        ("parameters", {}, PARTLY),
-        ("parameters", {"phone": replace(PHONE, cache_bytes=100 * MB)}, NO),
-        ("insensitive-to-t", {"phone": replace(PHONE, bandwidth=100 * MB)}, YES),
-        ("insensitive-to-t", {}, PARTLY),
-        ("insensitive-to-t", {"watch": replace(WATCH, bandwidth=10**9), "phone": replace(PHONE, bandwidth=4 * 10**9)}, NO),
+        ("watch-loop", YES, {"watch": replace(WATCH, cache_bytes=32 * MB)}, NO),
+        ("phone-loops", YES, {"phone": replace(PHONE, bandwidth=500 * MB)}, NO),
+        ("apps-fit", YES, {"watch": replace(WATCH, bandwidth=MB, cache_bytes=5 * MB)}, NO),
+        ("notes-loop-size", YES, {"notes_blocks": (0, 20_000)}, NO),
+        ("large-does-not-fit", YES, {"watch": replace(WATCH, cache_bytes=600 * MB)}, NO),
+        ("parameters", PARTLY, {"phone": replace(PHONE, cache_bytes=1000 * MB)}, YES),
+        ("insensitive-to-t", PARTLY, {"phone": replace(PHONE, bandwidth=100 * MB)}, YES),
         # Were BW x T one block per loop, the product would be right.
-        ("sign-of-formula", {"watch": replace(WATCH, bandwidth=40_960, cache_bytes=74 * MB)}, YES),
-        ("sign-of-formula", {}, NO),
-        ("floor-of-formula", {"example": (10, Fraction(2))}, YES),
-        ("floor-of-formula", {}, NO),
+        ("sign-of-formula", NO, {"watch": replace(WATCH, bandwidth=40_960, cache_bytes=74 * MB)}, YES),
+        ("floor-of-formula", NO, {"example": (10, Fraction(2))}, YES),
     ],
 )
-def test_hardware(name: str, changes: Any, expected: Verdict) -> None:
-    assert verdict("io-caching", name, io.hardware(**changes)[name]) is expected
+def test_hardware(name: str, stated: Verdict, changes: Any, changed: Verdict) -> None:
+    measures = io.hardware()[name], io.hardware(**changes)[name]
+    assert [verdict("io-caching", name, measure) for measure in measures] == [stated, changed]
 
 
 def test_the_printed_formula_contradicts_the_example_of_the_paper() -> None:
@@ -324,59 +238,15 @@ SHARE = hill.READINGS["share-20"]
 FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
 
 
-def memory(factor: float) -> Measure:
-    """The measure of Qwen-7B's memory if it were `factor` times as large."""
-    by_context, _ = hill.memory_tables()
-    use = by_context["Qwen-7B"][4096]
-    changed = replace(use, weights=use.weights + (factor - 1) * use.total)
-    return hill.memory_measures({**by_context, "Qwen-7B": {4096: changed}})["qwen-30-gb"]
+def points(*rows: Ratios) -> list[hill.ModelledCase]:
+    """Points of one model, by context, at which the systems take as long as each of `rows` says, in their order."""
+    full = replace(SHARE.latency("full", MODELS["Qwen-7B"], 4096), prefill_ns=0)
+    made = [{name: replace(full, token_ns=ns) for name, ns in zip(SYSTEMS, row, strict=True)} for row in rows]
+    return [hill.ModelledCase("Qwen-7B", 1024 << place, latencies) for place, latencies in enumerate(made)]
 
 
-def transfers(low: Ratios, high: Ratios) -> hill.ClaimMeasures:
-    """The measures of seconds for 20 % and 30 % at three contexts."""
-    rows = [
-        {"share": share, "context": 1024 << place, "seconds": seconds}
-        for share, row in ((0.2, low), (0.3, high))
-        for place, seconds in enumerate(row)
-    ]
-    return hill.Transfers.read({"layers": 1, "rows": rows}).measures()
-
-
-def dominating(transfer: float, idle: float) -> Measure:
-    return Measure("", {"transfer_share": transfer, "idle_share": idle})
-
-
-class MadeUp(hill.ModelledCase):
-    """A point whose speed-ups are given."""
-
-    def speedup(self, baseline: str) -> float:
-        given: Any = self.latencies
-        return float(given[baseline])
-
-
-def speedups(*rows: Ratios) -> hill.ClaimMeasures:
-    """The measures of one model whose speed-ups over the four baselines are `rows`, by context."""
-    return hill.speedup_measures(
-        [
-            MadeUp("Qwen-7B", 1024 << place, dict(zip(hill.BASELINES, row, strict=True)))  # type: ignore[arg-type]
-            for place, row in enumerate(rows)
-        ]
-    )
-
-
-def order(*cases: bool) -> Measure:
-    """The measure of points at which the systems come in their order, or with the ends exchanged."""
-    full = SHARE.latency("full", MODELS["Qwen-7B"], 4096)
-    names = list(SYSTEMS)
-    right = {name: replace(full, token_ns=1e9 * (len(names) - place), prefill_ns=0) for place, name in enumerate(names)}
-    wrong = {**right, "full": right["hillinfer"], "hillinfer": right["full"]}
-    return hill.systems_in_order([hill.ModelledCase("Qwen-7B", 4096, right if case else wrong) for case in cases])
-
-
-def parts(*seconds: float) -> Measure:
-    timed = zip(hill.parts_of(SHARE).items(), seconds, strict=True)
-    found = {name: replace(of, token_ns=one * 1e9) for (name, of), one in timed}
-    return hill.part_measures(found, SHARE)["each-part-counts"]
+SHRINKING = hill.Transfers("measured", 1, {0.2: {1024: 1.0, 2048: 0.5}, 0.3: {1024: 2.0, 2048: 0.4}})
+FASTER = points((8, 7, 6, 5, 1), (8.5, 7.5, 6.5, 5.5, 1))
 
 
 def row(name: str, token_ms: float, scored: float = 0.0, beta: float | None = 4.0) -> Row:
@@ -404,34 +274,16 @@ def accuracy(at_02: float, at_005: float) -> hill.ClaimMeasures:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        *[({"qwen-30-gb": memory(f)}, [v]) for f, v in ((1.0, YES), (1.05, PARTLY), (1.2, NO), (0.8, NO))],
-        (transfers((1, 2, 4), (2, 3, 6)), [YES, YES]),
-        (transfers((1, 0.95, 4), (2, 3, 6)), [PARTLY, YES]),
-        (transfers((1, 0.5, 4), (2, 0.4, 6)), [NO, PARTLY]),
-        (transfers((2, 3, 4), (1, 2, 3)), [YES, NO]),
-        *[({"dominates": dominating(*v)}, [e]) for v, e in (((0.6, 0.5), YES), ((0.6, 0.1), PARTLY), ((0.4, 0.1), NO))],
-        # the range, the largest, longer contexts
-        (speedups((8, 7, 6, 5), (8.5, 7.5, 6.5, 5.5)), [YES, YES, YES]),
-        (speedups((8, 7, 6, 1), (8.5, 6, 6.5, 1.5)), [PARTLY, YES, PARTLY]),
-        (speedups((20, 2, 2, 1), (10, 2, 2, 1)), [NO, PARTLY, NO]),
-        (speedups((2, 2, 2, 1), (1, 1, 1, 1)), [NO, NO, NO]),
-        *[({"order": order(*cases)}, [v]) for cases, v in (((True,), YES), ((True, False), PARTLY), ((False,), NO))],
-        *[({"each-part-counts": parts(*s)}, [v]) for s, v in (((3, 2, 1), YES), ((1, 2, 1), PARTLY), ((1, 2, 3), NO))],
-        ({"beta-rule": hill.sweep_measure((6, 5, 1, 2, 3, 4))}, [YES]),
-        ({"beta-rule": hill.sweep_measure((6, 5, 2, 1, 3, 4))}, [YES]),
-        ({"beta-rule": hill.sweep_measure((6, 5, 1.01, 2, 3, 1))}, [PARTLY]),
+        (SHRINKING.measures(), [NO, PARTLY]),
+        (hill.speedup_measures(FASTER), [YES, YES, YES]),
+        ({"order": hill.systems_in_order(FASTER)}, [YES]),
         ({"beta-rule": hill.sweep_measure((1, 2, 3, 4, 5, 6))}, [NO]),
         # what ran here: speed-ups, parts, bytes over the link
         (hill.run_measures(runs()), [YES, YES, YES]),
-        (hill.run_measures(runs(5e4, hillinfer=14.0)), [PARTLY, YES, PARTLY]),
         (hill.run_measures(runs(5e5, hillinfer=19.9)), [NO, PARTLY, NO]),
-        (hill.run_measures(runs(hillinfer=100.0)), [NO, PARTLY, YES]),
-        ({"beta-here": sweep(9, 8, 1, 8, 9)}, [YES]),
         ({"beta-here": sweep(9, 8, 2, 1, 9)}, [YES]),
-        ({"beta-here": sweep(9, 8, 1.01, 9, 1)}, [PARTLY]),
         ({"beta-here": sweep(1, 2, 3, 4, 5)}, [NO]),
         (accuracy(0.95, 0.5), [YES, YES]),
-        (accuracy(0.92, 0.5), [PARTLY, PARTLY]),
         (accuracy(0.5, 0.5), [NO, PARTLY]),
         (accuracy(0.95, 0.95), [YES, PARTLY]),
     ],
@@ -467,54 +319,41 @@ def test_hits_that_were_measured_change_what_is_modelled() -> None:
 ICE, TREE, PAGES = ice.OURS
 
 
-def asked(name: str, measure: Callable[[TaskBench, str], Measure], data: TaskBench, policy: str = ICE) -> Verdict:
-    return verdict("icecache", name, measure(data, policy))
-
-
 def answered(own: Sequence[int], full: Sequence[int], contexts: Sequence[int] = (1024,)) -> TaskBench:
     """Results in which the largest budget of IceCache answers `own`, and a small one nothing, where all answer `full`."""
     return bench({(STOCK, None): full, (ICE, 64): [0] * len(own), (ICE, 256): own}, contexts)
 
 
 FAR = bench({(STOCK, None): [10] * 4, (ICE, 256): [7] * 4}, (4096,))
+EVERY, MOST = (bench({(STOCK, None): [10] * 20, (ICE, 64): [right] * 20}) for right in (10, 9))
+
+
+def replaced(data: TaskBench, policy: str, of: str) -> TaskBench:
+    """Results in which `policy` answers as `of` does."""
+    answers = next(one.answers for one in data.rows if one.policy == of)
+    return replace(data, rows=tuple(replace(one, answers=answers) if one.policy == policy else one for one in data.rows))
+
+
+BETTER, EQUAL, WORSE = (of_policies(own, 5, ice.OURS) for own in (9, 5, 4))
+ALL, FEWER = (answered([right] * 2, [100] * 2) for right in (99, 94))
 
 
 @pytest.mark.parametrize(
-    ("name", "measure", "data", "expected"),
+    ("name", "measure", "policy", "confirming", "other"),
     [
-        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [10] * 20}), YES),
-        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [10] * 19 + [5]}), PARTLY),
-        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [9] * 20}), NO),
-        ("keeps-99", ice.kept, answered([100, 99], [100, 100]), YES),
-        ("keeps-99", ice.kept, answered([98, 94], [100, 100]), PARTLY),
-        ("keeps-99", ice.kept, answered([94, 94], [100, 100]), NO),
-        ("keeps-99", ice.kept, answered([50, 50], [50, 50]), YES),  # it cannot know more than the model
-        ("needles", ice.kept, answered([10] * 4, [10] * 4), YES),
-        ("needles", ice.kept, replace(FAR, rows=(*answered([10] * 4, [10] * 4).rows, *FAR.rows)), NO),  # the worst context
+        ("every-passkey", ice.every_passkey, ICE, EVERY, MOST),
+        ("keeps-99", ice.kept, ICE, ALL, FEWER),
+        ("keeps-99", ice.kept, ICE, answered([50, 50], [50, 50]), FEWER),  # it cannot know more than the model
+        ("needles", ice.kept, ICE, ALL, replace(FAR, rows=(*ALL.rows, *FAR.rows))),  # the worst context counts
+        ("quarter-of-the-budget", ice.quarter, TREE, EQUAL, WORSE),
+        ("outperforms", ice.outperforms, TREE, BETTER, EQUAL),  # as good is not better
+        ("near-top-k", ice.near_exact, PAGES, BETTER, replaced(BETTER, PAGES, "quest")),
     ],
 )
-def test_answers_are_judged_against_the_full_cache(
-    name: str, measure: Callable[[TaskBench, str], Measure], data: TaskBench, expected: Verdict
+def test_answers_are_judged_against_the_full_cache_and_rivals(
+    name: str, measure: Callable[[TaskBench, str], Measure], policy: str, confirming: TaskBench, other: TaskBench
 ) -> None:
-    assert asked(name, measure, data) is expected
-
-
-@pytest.mark.parametrize(("own", "rival", "quarter", "outperforms"), [(9, 5, YES, YES), (5, 5, YES, NO), (4, 5, NO, NO)])
-def test_rivals_are_beaten_or_not(own: int, rival: int, quarter: Verdict, outperforms: Verdict) -> None:
-    data = of_policies(own, rival, ice.OURS)
-    assert asked("quarter-of-the-budget", ice.quarter, data, TREE) is quarter
-    assert asked("outperforms", ice.outperforms, data, TREE) is outperforms
-
-
-def test_one_rival_that_is_as_good_and_a_tree_that_finds_less() -> None:
-    data, fewer = of_policies(9, 5, ice.OURS), of_policies(5, 5, ice.OURS).rows[1].answers
-
-    def changed(policy: str, answers: Answers) -> TaskBench:
-        return replace(data, rows=tuple(replace(one, answers=answers) if one.policy == policy else one for one in data.rows))
-
-    assert asked("outperforms", ice.outperforms, changed("quest", data.rows[1].answers), TREE) is PARTLY
-    assert asked("near-top-k", ice.near_exact, data, PAGES) is YES
-    assert asked("near-top-k", ice.near_exact, changed(PAGES, fewer), PAGES) is NO
+    assert [verdict("icecache", name, measure(data, policy)) for data in (confirming, other)] == [YES, NO]
 
 
 def length(tokens: int, policy: str, ms: float, full_ms: float, loading: float = 0.1, query: float = 0.2) -> dict[str, Any]:
@@ -523,7 +362,10 @@ def length(tokens: int, policy: str, ms: float, full_ms: float, loading: float =
     return {"tokens": tokens, "policy": policy, "title": policy, "speed": speed, "times_stock": ms / full_ms}
 
 
-def by_length(*own: float, kv: float = 0.04, whole: float = 0.54, **parts: float) -> list[dict[str, Any]]:
+Lengths = list[dict[str, Any]]
+
+
+def by_length(*own: float, kv: float = 0.04, whole: float = 0.54, **parts: float) -> Lengths:
     """Lengths at which the full cache takes 10, 20, 40 .. ms and IceCache as said, and what it has in memory."""
     rows = [length(1024 << place, STOCK, 10 << place, 10 << place, 0, 0) for place in range(len(own))]
     rows += [length(1024 << place, ICE, ms, 10 << place, **parts) for place, ms in enumerate(own)]
@@ -531,39 +373,26 @@ def by_length(*own: float, kv: float = 0.04, whole: float = 0.54, **parts: float
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("name", "measure", "confirming", "other"),
     [
-        (by_length(15, 19, 20, whole=0.05), YES),
-        (by_length(15, 19, 20, whole=0.06), PARTLY),
-        (by_length(15, 19, 20), PARTLY),
-        (by_length(15, 19, 50, whole=0.05), PARTLY),
-        (by_length(15, 19, 50), PARTLY),
-        (by_length(15, 19, 20, kv=0.5), PARTLY),
-        (by_length(15, 19, 50, kv=0.5), NO),
+        ("memory-and-time", ice.memory_and_time, by_length(15, 19, 20, whole=0.05), by_length(15, 19, 50, kv=0.5)),
+        ("slower-growth", ice.growth, by_length(5, 10, 15), by_length(5, 10, 60)),
+        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.1, query=0.2), by_length(9, 9, loading=0.6, query=0.1)),
+        (
+            "reuse-is-faster",
+            ice.reuse_faster,
+            [*by_length(10.0), length(1024, ice.REUSE, 8.0, 10)],
+            [*by_length(10.0), length(1024, ice.REUSE, 11.0, 10)],
+        ),
     ],
 )
-def test_memory_and_time_count_together(rows: list[dict[str, Any]], expected: Verdict) -> None:
-    found = ice.memory_and_time(rows)
-    assert verdict("icecache", "memory-and-time", found) is expected
-    assert "with index" in found.words and ("faster from 2,048 tokens on" in found.words) == (found.values["times"] <= 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "measure", "rows", "expected"),
-    [
-        ("slower-growth", ice.growth, by_length(5, 10, 15), YES),
-        ("slower-growth", ice.growth, by_length(5, 10, 30), PARTLY),
-        ("slower-growth", ice.growth, by_length(5, 10, 60), NO),
-        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.1, query=0.2), YES),
-        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.2, query=0.1), PARTLY),
-        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.5, query=0.3), PARTLY),
-        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.6, query=0.1), NO),
-        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 8.0, 10)], YES),
-        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 9.8, 10)], PARTLY),
-        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 11.0, 10)], NO),
-    ],
-)
-def test_times_are_judged_by_length(
-    name: str, measure: Callable[[list[dict[str, Any]]], Measure], rows: list[dict[str, Any]], expected: Verdict
+def test_times_and_memory_are_judged_by_length(
+    name: str, measure: Callable[[Lengths], Measure], confirming: Lengths, other: Lengths
 ) -> None:
-    assert verdict("icecache", name, measure(rows)) is expected
+    assert [verdict("icecache", name, measure(rows)) for rows in (confirming, other)] == [YES, NO]
+
+
+def test_memory_counts_the_index_and_time_from_where_it_is_shorter_on() -> None:
+    found = ice.memory_and_time(by_length(15, 19, 20))
+    assert verdict("icecache", "memory-and-time", found) is PARTLY  # with its index it takes half
+    assert "with index" in found.words and "faster from 2,048 tokens on" in found.words
