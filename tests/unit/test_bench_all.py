@@ -14,6 +14,7 @@ import pytest
 
 from tools.bench import all as suite
 from tools.bench import results
+from tools.bench.__main__ import main
 from tools.bench.all import BENCHMARKS, NAMES, SuiteEntry
 from tools.bench.readme import TABLES
 
@@ -156,8 +157,7 @@ def test_every_benchmark_has_its_module_and_its_table() -> None:
     assert [one.name for one in BENCHMARKS if one.asked] == ["kvmodels", "testtime"]
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [([], 0, "kvpipeline"), (["nothing"], 2, "hint: ")])
-def test_the_launcher_lists_and_runs_them(words: list[str], code: int, said: str) -> None:
-    command = [sys.executable, "tools/bench", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == code and said in result.stdout + result.stderr
+def test_the_launcher_lists_and_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    told = subprocess.run([sys.executable, "tools/bench"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert all(name in told.stdout for name in NAMES)
+    assert main(["nothing"]) == 2 and "hint: " in capsys.readouterr().err
