@@ -44,6 +44,7 @@ EXTRAS = {
     "llmcache.kv.transformers": {"torch", "transformers"},
     "llmcache.kv.bench.subject": {"torch", "transformers"},
     "llmcache.kv.llama": {"llama_cpp"},
+    "llmcache.cache.cluster": {"distributed"},
 }
 
 

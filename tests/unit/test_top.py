@@ -1,0 +1,431 @@
+"""`llmcache top`: rates and the span they are of, mounts that end or are others; how it looks, and that it always fits."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, Group
+
+from llmcache.errors import MountProblem
+from llmcache.fs.client.top import (
+    FREE,
+    HEAT_SHARE,
+    PINNED,
+    WINDOW,
+    HeatFile,
+    HeatLayer,
+    LoopState,
+    Sample,
+    Watcher,
+    fold,
+    lines,
+    merge,
+    quantile_s,
+    strip_bar,
+    waits_between,
+)
+from llmcache.fs.engine.state import BOUNDS_NS
+from tests.fuzz.target import light
+from tests.unit.top_parts import MB, as_layer, cells, file, heat, layer, loop, stats, waits
+
+BEFORE = stats(
+    98.0,
+    read_bytes=800 * MB,
+    hit_bytes=500 * MB,
+    backing_read_bytes=300 * MB,
+    stored_bytes=295 * MB,
+    prefetch={"useful_bytes": 290 * MB, "late_bytes": 0, "wasted_bytes": 10 * MB},
+    waits={"late": waits(), "demand": waits(5_000_000)},
+)
+HEAT = heat(
+    layer("header", 1, 1, age_s=None, cells=cells("9")),
+    layer("token_embd.weight", 19, 0, pages_bytes=MB, cells=cells(pages="55" + "0" * 14, cold="9" * 16)),
+    layer("blk.0"),
+    layer("blk.1", cells=cells(pinned="9999555500000000", window="0" * 10 + "330000")),
+    layer("blk.2", 20, 0, age_s=700.0, cells=cells(cold="9" * 16)),
+)
+NOTHING: dict[str, Any] = {"read_bytes": 0, "hit_bytes": 0, "miss_bytes": 0, "pinned_bytes": 0, "window_bytes": 0}
+NOTHING |= {"pages_bytes": 0, "resident_bytes": 0, "files": [], "waits": {"late": waits(), "demand": waits()}}
+NOTHING |= {"prefetch": {"useful_bytes": 0, "late_bytes": 0, "wasted_bytes": 0}, "limit_bytes": 40 * MB}
+
+WHOLE = """\
+/mnt/models steer, up 1 min 40 s                               every 1 s, q ends
+budget ████████████████████████████████████████▸▸▸▸▸▸▪▪▪▪················ 100 MB
+       █ pinned 60.0 MB   ▸ window 10.0 MB   ▪ pages 5.00 MB   · free 25.0 MB
+
+              since mount   last 2.0 s                  since mount   last 2.0 s
+to readers        1.00 GB     100 MB/s   byte hit ratio      60.0 %       50.0 %
+from storage       400 MB    50.0 MB/s   prefetch late       22.5 %       90.0 %
+fetched            390 MB    47.5 MB/s   prefetch wasted      2.5 %        0.0 %
+waits         since mount  half within   99 % within         in all   last 2.0 s
+late                    3         3 ms         30 ms        24.5 ms        1.2 %
+on demand               1        10 ms         10 ms        5.00 ms        0.0 %
+
+loop                          size   period  pinned  passes   readers
+model.gguf                  100 MB   500 ms    60 %      12   ─────────●────────
+
+model.gguf                    size  pinned        read   ░ streamed  · cold
+header                     1.00 MB   100 %           -   ███████████████████████
+token_embd.weight          19.0 MB     0 %         now   ▪▪▪····················
+blk.0                      20.0 MB    50 %         now   ████████████░░░░░░░░░░░
+blk.1                      20.0 MB    50 %         now   ██████▓▓▓▓▓▓░░▸▸▸▸░░░░░
+blk.2                      20.0 MB     0 %  12 min ago   ·······················
+"""
+FOLDED = """\
+model.gguf                    size  pinned        read   ░ streamed  · cold
+header – blk.0             40.0 MB    28 %         now   ▓▓▪········███████░░░░░
+blk.1 – blk.2              40.0 MB    25 %         now   ███▓▓▓░▸▸░░············
+"""
+NEW = """\
+/mnt/models steer, up 1 s
+budget ·································································· 100 MB
+       █ pinned 0 B   ▸ window 0 B   ▪ pages 0 B   · free 40.0 MB
+       memory pressure: 40.0 MB of 100 MB may be used
+
+              since mount                               since mount
+to readers            0 B            -   byte hit ratio           -            -
+from storage       400 MB            -   prefetch late            -            -
+fetched            390 MB            -   prefetch wasted          -            -
+waits         since mount  half within   99 % within         in all
+late                    0            -             -              -            -
+on demand               0            -             -              -            -
+
+no loop yet: no model is open, and nothing was read twice
+"""
+
+
+def sample(*replies: dict[str, Any], warmth: dict[str, Any] = HEAT) -> Sample:
+    """What a watcher makes of these counters, the last of them."""
+    left = iter(replies)
+    watcher = Watcher("/mnt/models", lambda _mount, question: next(left) if question["op"] == "stats" else warmth)
+    return [watcher.sample() for _ in replies][-1]
+
+
+def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -> str:
+    return "".join(f"{line.plain.rstrip()}\n" for line in lines(of, width, rows, hint))
+
+
+def test_it_looks_like_this() -> None:
+    assert text(sample(BEFORE, stats()), hint="every 1 s, q ends") == WHOLE
+
+
+def test_a_mount_that_nobody_uses_looks_like_this() -> None:
+    assert text(sample(stats(1.0, **NOTHING), warmth=heat() | {"files": []})) == NEW
+
+
+def test_with_few_rows_layers_are_folded() -> None:
+    assert text(sample(BEFORE, stats()), rows=18).endswith(FOLDED)
+
+
+def test_with_more_columns_bars_and_strips_are_longer() -> None:
+    wide = text(sample(BEFORE, stats()), 120).splitlines()
+    assert len(wide[1]) == 120 and wide[1].count("█") == 64
+    assert len(wide[-1]) == 120
+
+
+def test_colours_go_where_they_are_not_wanted() -> None:
+    def shown(**settings: Any) -> str:
+        console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard", **settings)
+        console.print(Group(*lines(sample(BEFORE, stats()), 80)))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert "\x1b[32m" in shown()
+    assert "\x1b[32m" not in shown(no_color=True)
+
+
+def test_names_cannot_command_the_terminal_and_end_with_what_tells_them_apart() -> None:
+    name = "/\x1b[2J[bold]\udcff\n" + "層" * 40 + "-00001-of-00002.gguf"
+    facts = stats()
+    facts["files"][0]["path"] = name
+    shown = text(sample(facts, warmth=heat(layer("\x07blk.0"), path=name)))
+    assert "\x1b" not in shown and "\x07" not in shown and "\udcff" not in shown
+    assert shown.count("-00001-of-00002.gguf") == 2
+
+
+LAYERS = st.builds(
+    lambda name, size, pinned, age, digits: as_layer(
+        layer(name, size, min(size, pinned), age_s=age, cells=cells(digits, window=digits[::-1] * 16))
+    ),
+    name=st.text(max_size=30),
+    size=st.integers(0, 10_000),
+    pinned=st.integers(0, 10_000),
+    age=st.none() | st.floats(0, 1e7),
+    digits=st.sampled_from("0123456789"),
+)
+FILES = st.builds(
+    lambda path, layers, more: HeatFile(f"/{path}", 100 * MB, tuple(layers), more),
+    path=st.text(max_size=60),
+    layers=st.lists(LAYERS, min_size=1, max_size=20),
+    more=st.integers(0, 5),
+)
+LOOPS = st.builds(
+    lambda path, size, period, share, readers: LoopState(
+        f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers)
+    ),
+    path=st.text(max_size=60),
+    size=st.integers(0, 1 << 50),
+    period=st.none() | st.floats(1e-9, 1e6),
+    share=st.integers(0, 9),
+    readers=st.lists(st.floats(0, 1.5), max_size=8),
+)
+
+
+@given(
+    st.lists(FILES, max_size=5),
+    st.lists(LOOPS, max_size=8),
+    st.integers(20, 200),
+    st.none() | st.integers(1, 60),
+    st.integers(0, 3),
+)
+def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows: int | None, more: int) -> None:
+    found = lines(
+        replace(sample(BEFORE, stats()), heat=tuple(files), loops=tuple(loops), left_out_files=more),
+        width,
+        rows,
+        "every 1 s, q ends",
+    )
+    assert rows is None or len(found) <= rows
+    assert all(line.cell_len <= max(60, width) for line in found)
+    assert all(line.plain.isprintable() for line in found)
+    if rows is None or rows > 40:
+        assert sum("░ streamed" in line.plain for line in found) == len(files) or rows is not None
+
+
+@given(st.lists(LAYERS, min_size=1, max_size=40), st.integers(1, 50))
+def test_folding_loses_no_byte_and_keeps_the_order(layers: list[HeatLayer], rows: int) -> None:
+    folded = fold(layers, rows)
+    assert 1 <= len(folded) <= max(rows, 1)
+    for name in ("tensors", "size_bytes", "pinned_bytes", "streamed_bytes"):
+        assert sum(getattr(each, name) for each in folded) == sum(getattr(each, name) for each in layers)
+    assert folded[0].name.startswith(layers[0].name) and folded[-1].name.endswith(layers[-1].name)
+    for each in folded:
+        assert all(len(digits) == 16 and set(digits) <= set("0123456789") for digits in each.cells.values())
+
+
+def test_a_folded_strip_is_by_bytes() -> None:
+    small, large = layer("a", 1, 1, cells=cells("9")), layer("b", 15, 0, cells=cells("0"))
+    assert merge([as_layer(small), as_layer(large)]).cells["pinned"] == "9" + "0" * 15
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([PINNED, WINDOW])), max_size=5))
+def test_a_bar_is_as_long_as_it_should_be(parts: list[tuple[int, str]]) -> None:
+    total = sum(amount for amount, _ in parts)
+    assert len(strip_bar(parts, total, 60)) == 60
+    assert strip_bar(parts, max(1, 2 * total), 60).plain.count(FREE) >= 29
+
+
+# What is made of a mount's replies
+
+
+class Mount:
+    """Replies with the counters that it is given, one after the other; an error is raised."""
+
+    def __init__(self, *replies: dict[str, Any] | Exception) -> None:
+        self.replies = list(replies)
+        self.asked: list[str] = []
+        self.now_s = 0.0
+        self.takes_s = 0.0  # to tell heat
+        self.answers_s = 0.0  # to tell counters
+
+    def __call__(self, _mount: str, question: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(question["op"])
+        if question["op"] == "heat":
+            self.now_s += self.takes_s
+            return heat(layer("blk.0"))
+        self.now_s += self.answers_s
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def watcher(self) -> Watcher:
+        return Watcher("/mnt", self, lambda: self.now_s)
+
+
+def at(uptime_s: float, read_mb: int, **more: Any) -> dict[str, Any]:
+    return stats(uptime_s, read_bytes=read_mb * MB, hit_bytes=read_mb * MB // 2, **more)
+
+
+def test_the_interval_is_what_has_moved_since_the_last_look() -> None:
+    watcher = Mount(at(10, 100), at(12, 500)).watcher()
+    first, second = watcher.sample(), watcher.sample()
+    assert first.interval is None and first.total.read_bytes == 100 * MB
+    assert second.interval is not None and second.interval.seconds == 2
+    assert second.interval.read_bytes == 400 * MB and second.interval.hit_ratio == 0.5
+    assert second.interval.per_s(second.interval.read_bytes) == 200 * MB
+
+
+def test_the_interval_is_a_whole_period_of_the_slowest_loop_in_use() -> None:
+    slow, idle = loop(period_s=5.0), loop(period_s=50.0, readers=[])
+    files = [file("/a", slow), file("/b", idle), file("/c", loop(period_s=None))]
+    watcher = Mount(*(at(10.0 + second, 100 * second, files=files) for second in range(9))).watcher()
+    spans = [None if sample.interval is None else sample.interval.seconds for sample in (watcher.sample() for _ in range(9))]
+    assert spans == [None, 1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_another_mount_on_the_same_path_begins_anew() -> None:
+    watcher = Mount(at(100, 900), at(1, 3), at(2, 5)).watcher()
+    samples = [watcher.sample() for _ in range(3)]
+    assert samples[1].interval is None and samples[1].total.read_bytes == 3 * MB
+    assert samples[2].interval is not None and samples[2].interval.read_bytes == 2 * MB
+
+
+def test_another_mount_is_noticed_also_when_it_is_older_than_the_last_look() -> None:
+    mount = Mount(at(5, 900), at(3000, 3), at(3001, 5))
+    watcher = mount.watcher()
+    watcher.sample()
+    mount.now_s = 7000.0  # Ctrl-Z, a mount ends, another is made; fg
+    assert watcher.sample().interval is None
+    mount.now_s = 7001.0
+    sample = watcher.sample()
+    assert sample.interval is not None and sample.interval.read_bytes == 2 * MB
+
+
+def test_a_daemon_that_hangs_for_a_while_is_no_other() -> None:
+    mount = Mount(at(10, 100), at(35, 500), at(36, 600))
+    watcher = mount.watcher()
+    watcher.sample()
+    mount.answers_s = 25.0
+    second = watcher.sample()
+    assert second.interval is not None and second.interval.seconds == 25
+    mount.answers_s, mount.now_s = 0.0, mount.now_s + 1.0
+    assert watcher.sample().interval is not None
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """Files are not remembered, nor counters for longer than the slowest loop needs."""
+    moment = iter(range(500))
+
+    def reply(_mount: str, question: dict[str, Any]) -> dict[str, Any]:
+        files = [file(f"/{number}", loop()) for number in range(20)]
+        return heat() if question["op"] == "heat" else at(float(next(moment)), 0, files=files)
+
+    watcher = Watcher("/mnt", reply, lambda: 0.0)
+    with light(1 << 20):
+        for _ in range(500):
+            watcher.sample()
+
+
+def test_there_is_no_mount() -> None:
+    with pytest.raises(MountProblem, match=r"^no llmcachefs is mounted on /mnt$"):
+        Mount(MountProblem("no llmcachefs is mounted on /mnt", "hint")).watcher().sample()
+
+
+def test_a_mount_that_ends_is_said_to_have_ended() -> None:
+    watcher = Mount(at(1, 1), MountProblem("no llmcachefs is mounted on /mnt", "hint")).watcher()
+    watcher.sample()
+    with pytest.raises(MountProblem, match="/mnt can no longer be watched: no llmcachefs") as caught:
+        watcher.sample()
+    assert caught.value.hint == "hint" and caught.value.exit_code == 4
+
+
+def without(key: str) -> dict[str, Any]:
+    facts = stats()
+    del facts[key]
+    return facts
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [without("waits"), without("uptime_s"), stats(files=7), stats(files=[{}]), stats(prefetch=None), stats(pages_bytes="x")],
+    ids=lambda foreign: f"{len(foreign)} keys",
+)
+def test_a_mount_of_another_version_is_told_as_such(foreign: dict[str, Any]) -> None:
+    with pytest.raises(MountProblem, match="does not understand") as caught:
+        Mount(foreign).watcher().sample()
+    assert caught.value.hint and "version" in caught.value.hint
+
+
+KEYS = st.sampled_from(["path", "bytes", "cells"])
+NUMBERS = st.integers() | st.floats() | st.sampled_from([1e308, 1e300, 2**63, 10**400])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(document: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Ways to every value of a document."""
+    yield way
+    inner = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    for key, value in inner:
+        yield from places(value, (*way, key))
+
+
+@given(st.data(), VALUES)
+def test_whatever_a_daemon_of_another_tells_is_shown_or_refused(data: st.DataObject, value: Any) -> None:
+    replies = {"stats": stats(), "heat": heat(layer("blk.0"), layer("blk.1"))}
+    *way, last = data.draw(st.sampled_from([way for way in places(replies) if len(way) > 1]))
+    target: Any = replies
+    for key in way:
+        target = target[key]
+    target[last] = value
+    watcher = Watcher("/mnt", lambda _mount, question: replies[question["op"]])
+    try:
+        samples = [watcher.sample(), watcher.sample()]
+    except MountProblem:
+        return
+    for sample in samples:
+        assert all(line.plain.isprintable() for line in lines(sample, 80, 24))
+        json.dumps(sample.document(), allow_nan=False)
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 1.0])
+def test_heat_is_asked_for_the_more_seldom_the_longer_it_takes(takes_s: float) -> None:
+    mount, looks = Mount(), 100
+    mount.takes_s, watcher = takes_s, mount.watcher()
+    for _ in range(looks):
+        mount.replies = [at(mount.now_s, 0)]
+        watcher.sample()
+        mount.now_s += 1.0
+    asked = mount.asked.count("heat")
+    assert 1 < asked * takes_s <= HEAT_SHARE * mount.now_s + 1 if takes_s else asked == looks
+
+
+def test_the_document_is_json_in_base_units() -> None:
+    facts = at(12, 500, waits={"late": waits(10**10), "demand": waits()})
+    watcher = Mount(at(10, 100, waits={"late": waits(), "demand": waits()}), facts).watcher()
+    assert watcher.sample().document()["interval"] is None
+    found = json.loads(json.dumps(watcher.sample().document(), allow_nan=False))
+    assert found["schema"] == "llmcache.top/1" and found["mount"] == "/mnt"
+    budget = {"budget": 100, "limit": 100, "pinned": 60, "window": 10, "other": 5, "free": 25, "daemon": 22}
+    assert found["budget"] == {"mode": "steer", **{f"{name}_bytes": size * MB for name, size in budget.items()}}
+    assert found["interval"]["read_bytes_per_s"] == 200 * MB and found["total"]["late_ratio"] == 0.225
+    assert found["interval"]["late_waits"]["median_s"] is None  # longer than the last bound
+    assert found["loops"][0]["path"] == "/model.gguf" and found["loops"][0]["readers"] == [0.5]
+    assert found["heat"][0]["layers"][0]["name"] == "blk.0"
+
+
+DURATIONS = st.lists(st.integers(0, 20_000_000_000), max_size=50)
+
+
+@given(DURATIONS, DURATIONS)
+def test_what_is_between_two_moments_is_what_came_in_between(before: list[int], later: list[int]) -> None:
+    now = waits(*before, *later)
+    found = waits_between(waits(*before), now)
+    assert found["counts"] == waits(*later)["counts"]
+    assert found["sum_s"] == pytest.approx(sum(later) / 1e9)
+    assert waits_between(None, now) == now
+
+
+@given(DURATIONS, st.sampled_from([0.1, 0.5, 0.99, 1.0]))
+def test_a_quantile_is_the_least_bound_that_enough_do_not_exceed(durations: list[int], share: float) -> None:
+    found = quantile_s(waits(*durations), share)
+    if not durations:
+        assert found is None
+        return
+    assert found is not None
+    within = sum(each <= found * 1e9 for each in durations)
+    assert within >= share * len(durations)
+    lower = [bound / 1e9 for bound in BOUNDS_NS if bound / 1e9 < found]
+    if lower:
+        assert sum(each <= lower[-1] * 1e9 for each in durations) < share * len(durations)
