@@ -145,11 +145,6 @@ def written(document: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-LENGTHS = st.sampled_from([0, 1, 60, 1023, 1024, 1025, 16_384, 65_535, 65_536, 1_000_000])
-"""Of names and strings: as in models, at the limits, and beyond."""
-COUNTS = st.sampled_from([0, 1, 2, 100, 3_000, 65_537, 700_000, 1 << 24])
-"""Of tensors, keys, items and levels."""
-
 Pieces = list[tuple[bytes, int]]
 
 

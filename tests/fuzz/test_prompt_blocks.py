@@ -17,6 +17,7 @@ from llmcache.errors import DataError
 from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
 from llmcache.kv.prefix.store import PART, Block, BlockStore, pack, unpack
 from llmcache.kv.spill.layout import aligned
+from tests.conftest import examples
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 from tests.unit.test_kv_prefix import SHAPES, key, state_bytes
@@ -113,7 +114,7 @@ def test_the_seeds_are_read() -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(with_header(nested(30_000), b""))
 @example(with_header(nested(100_000), b""))
 @example(with_header(b"[]", b""))
@@ -126,7 +127,7 @@ def test_any_block(data: bytes) -> None:
 
 
 @given(STATE.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(struct.pack("<IIII", 0xAF143CD8, 0, 1, 1 << 31))
 def test_any_state(data: bytes) -> None:
     check_state(data)

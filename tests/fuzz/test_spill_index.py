@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llmcache.kv.index.dci import DciIndex, DciSettings, load_indexes, save_indexes
 from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.dci.tree import Tree
+from tests.conftest import examples
 from tests.fuzz.mutations import NUMBERS, documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 
@@ -88,7 +89,7 @@ def test_the_seed_is_read(tmp_path: Path) -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(with_header(nested(100_000), b""))
 @example(with_header(b"[]", b""))
 @example(with_header(written({"identity": IDENTITY, "indexes": [], "bytes": 1 << 62}), b""))

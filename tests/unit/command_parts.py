@@ -1,4 +1,4 @@
-"""A command called in this process: what it prints and its exit code, without the second that a process takes to begin."""
+"""A command in this process, without the second that a process takes to begin: what it prints, or only its words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import click
+
 from llmcache import cli
+from llmcache.cli.mount import command as mount_command
 
 
 def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
@@ -26,3 +29,14 @@ def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
 def called(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """What `llmcache` with these words prints."""
     return ended(lambda: cli.run(cli.app, "llmcache", [*map(str, words)]))
+
+
+def parsed(program: str, *args: str) -> click.Context:
+    """The context of a call; a usage error for words that the command line does not know. Nothing is run."""
+    command: click.Command = mount_command if program == "llmcachefs" else cli.app
+    context, name, left = click.Context(command, info_name=program), program, list(args)
+    while isinstance(command, click.Group) and left and not left[0].startswith("-"):
+        word, below, left = command.resolve_command(context, left)
+        assert word is not None and below is not None
+        command, context, name = below, click.Context(below, parent=context, info_name=word), word
+    return command.make_context(name, left, parent=context.parent)

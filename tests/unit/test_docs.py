@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -22,6 +21,7 @@ from llmcache.cli import app
 from llmcache.cli.types import NameType
 from llmcache.fs.client.settings import NAMES
 from tests.property.contract import clauses, long_case
+from tests.unit.command_parts import parsed
 from tools.bench.readme import TABLES
 from tools.site import BESIDE, linked, manual
 
@@ -82,8 +82,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
 
 
-def test_readme_is_short() -> None:
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 200
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    text = text_of(ROOT / "README.md")
+    assert len(text.splitlines()) <= 200
+    beginning = text.partition("\n## ")[0].splitlines()
+    assert len(beginning) <= 40, "a screen"
+    assert all(any(line.startswith(f"    {command} ") for line in beginning) for command in ("tools/demo", "tools/test"))
 
 
 def test_the_manual_is_listed_and_on_the_site() -> None:
@@ -142,7 +146,11 @@ def words_of(command: str) -> list[str]:
 def test_commands_exist(page: str, command: str) -> None:
     words = words_of(command)
     if words[0] in ("llmcache", "llmcachefs"):
-        parse(["mount", *words[1:]] if words[0] == "llmcachefs" else words[1:])
+        context = parsed(*words)
+        for parameter in context.command.params:
+            value = context.params.get(parameter.name or "")
+            if isinstance(parameter.type, NameType) and isinstance(value, str):
+                assert set(value.split(",")) <= set(parameter.type.known())
     elif words[0].endswith("python") and words[1] == "-m":
         assert words[2] == "venv" or importlib.util.find_spec(words[2]) is not None
     elif words[0].endswith("python") and words[1] == "tools/bench":
@@ -152,24 +160,6 @@ def test_commands_exist(page: str, command: str) -> None:
         assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/"))
     else:
         assert words[0] in OTHERS
-
-
-def parse(words: list[str]) -> None:
-    """Raises a usage error for words that the command line does not know. Nothing is run, no file is looked at."""
-    command: click.Command = app
-    context = click.Context(app, info_name="llmcache")
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words.pop(0))
-        assert found is not None
-        command, context = found, click.Context(found, parent=context, info_name=found.name)
-    values, _, _ = command.make_parser(context).parse_args(list(words))
-    for parameter in command.params:
-        given = values.get(parameter.name or "")
-        for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, str):
-                parameter.type.convert(value, parameter, context)
-                if isinstance(parameter.type, NameType) and not set(value.split(",")) <= set(parameter.type.known()):
-                    raise click.UsageError(f"{parameter.name}: {value}")
 
 
 @pytest.mark.parametrize("command", sorted({command for _, command in SHOWN if QUICK.match(command)}))

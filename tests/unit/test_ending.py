@@ -29,7 +29,8 @@ BENCH = ("bench", "--context", "64k", "--policy", "hillinfer", "--path")
     ("command", "number", "code"),
     [
         (BENCH, signal.SIGTERM, 143),
-        *((("profile",), *end) for end in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0))),
+        (("profile",), signal.SIGHUP, 129),
+        (("profile",), signal.SIGINT, 0),
     ],
 )
 def test_what_is_temporary_goes_when_a_command_is_told_to_end(

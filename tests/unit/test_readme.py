@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import readme, results
-from tools.bench.readme import PICTURE, TABLES, UnknownFigure, caption, dense, drawn, fill, mixture, pages
+from tools.bench.readme import PICTURE, TABLES, UnknownFigure, fill, pages
 from tools.bench.results import Bar, Document, with_bars
 
 TEXT = "".join(page.read_text() for page in pages())
@@ -33,22 +33,6 @@ def test_no_line_begins_with_the_marker_of_a_figure() -> None:
     assert not re.findall(r"^\s*<!-- figure:", TEXT, re.MULTILINE), "Markdown would take the line for HTML"
 
 
-def test_the_picture_draws_the_mixture_as_soon_as_it_is_recorded() -> None:
-    mount = readme.recorded("mount")
-    without = {**mount, "results": [one for one in mount["results"] if one["case"] != "g"]}
-    run = {"side": "kernel", "seconds": [[0.1, 0.3]]}
-    shape = {"case": "g", "name": "8 experts", "file": "m.gguf", "read_bps": None, "loop_bytes": 100, "cache_bytes": 20}
-    mixed = {**shape, "sides": ["kernel", "steer"], "runs": [run, {"side": "steer", "seconds": [[0.1]]}]}
-    with_one = {**without, "results": [*without["results"], mixed]}
-    assert [(line.side, line.shares, line.tokens_per_s) for line in mixture(with_one)] == [
-        ("page cache", [0.2], [5.0]),
-        ("steer", [0.2], [10.0]),
-    ]
-    assert dense(with_one) == dense(without) and dense(without)
-    assert "recorded yet" in caption(without) and "recorded yet" not in caption(with_one)
-    assert "Mixture" in drawn(with_one) and "Mixture" not in drawn(without)
-
-
 def test_what_is_marked_is_replaced_and_nothing_else() -> None:
     text = "a\n<!-- results:kvstore -->\nold\n<!-- /results -->\nb <!-- figure:kvstore.gather -->9<!-- /figure --> c\n"
     text += "<!-- limit:kvstore.m -->8<!-- /limit -->, <!-- limit:kvstore.gather -->7<!-- /limit -->\n"
@@ -61,17 +45,12 @@ def test_what_is_marked_is_replaced_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- results:nothing -->\n<!-- /results -->",
-        "a <!-- figure:nothing.gather -->1<!-- /figure -->",
-        "a <!-- figure:kvstore.nothing -->1<!-- /figure -->",
-        "a <!-- limit:kvstore.nothing -->1<!-- /limit -->",
-    ],
+    "marker", ["results:nothing", "figure:nothing.gather", "figure:kvstore.nothing", "limit:kvstore.nothing"]
 )
-def test_unknown_markers_are_named(text: str) -> None:
+def test_unknown_markers_are_named(marker: str) -> None:
+    kind = marker.partition(":")[0]
     with pytest.raises(UnknownFigure, match="nothing"):
-        fill(text, document)
+        fill(f"<!-- {marker} -->{chr(10) if kind == 'results' else 1}<!-- /{kind} -->", document)
 
 
 def test_the_command_writes_and_checks(tmp_path: Path) -> None:
