@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -143,6 +145,25 @@ def _change(holder: Any, key: Any, how: str, value: Any) -> None:
 def written(document: Any) -> bytes:
     """`document` as JSON; infinities and lone surrogates are written as Python reads them."""
     return json.dumps(document).encode()
+
+
+class Headed:
+    """Files that begin with a magic, a version, a JSON header with its length and checksum, and go on at a boundary."""
+
+    start = struct.Struct("<8sIII")
+
+    def __init__(self, magic: bytes, boundary: int) -> None:
+        self.magic, self.boundary = magic, boundary
+
+    def parts(self, data: bytes) -> tuple[Any, bytes]:
+        """What the header of a good file tells, and what follows."""
+        end = self.start.size + self.start.unpack_from(data)[2]
+        return json.loads(data[self.start.size : end]), data[end + -end % self.boundary :]
+
+    def file(self, header: bytes, rest: bytes) -> bytes:
+        """A file with this header, its checksum right."""
+        begun = self.start.pack(self.magic, 1, len(header), zlib.crc32(header)) + header
+        return begun + bytes(-len(begun) % self.boundary) + rest
 
 
 Pieces = list[tuple[bytes, int]]

@@ -134,13 +134,12 @@ COSTLY: dict[str, Pieces] = {
     "escapes": [(b'"a":' + TENSOR + b',"other":"', 1), (b'\\"', 1_000_000), (b'"},', 1)],
     "a long name": [(b'"', 1), (b"n", 1_000_000), (b'":' + TENSOR + b"},", 1)],
     "many tensors": [(b'"t":' + TENSOR + b"},", 3000)],
+    "a lie": [],  # about its length
 }
 
 
-@pytest.mark.parametrize("told", [None, 30 << 20], ids=["true", "a lie"])
 @pytest.mark.parametrize("what", COSTLY)
-def test_costly_headers(what: str, told: int | None) -> None:
-    """`told`: the length that the file tells of its header, if not the true one."""
+def test_costly_headers(what: str) -> None:
     pieces = [(b"{", 1), *COSTLY[what], (b'"z":' + TENSOR + b"}}", 1)]
-    length = sum(len(piece) * count for piece, count in pieces) if told is None else told
+    length = 30 << 20 if what == "a lie" else sum(len(piece) * count for piece, count in pieces)
     check_cost([(struct.pack("<Q", length), 1), *pieces], "a.safetensors")

@@ -16,7 +16,7 @@ import pytest
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import wait_for
-from tests.unit.document_parts import keys
+from tests.unit.command_parts import keys
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,3 +41,14 @@ def parsed(program: str, *args: str) -> click.Context:
         assert word is not None and below is not None
         command, context, name = below, click.Context(below, parent=context, info_name=word), word
     return command.make_context(name, left, parent=context.parent)
+
+
+def keys(document: Any) -> Iterator[str]:
+    """Every key of a document, at any depth."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield key
+            yield from keys(value)
+    elif isinstance(document, list):
+        for entry in document:
+            yield from keys(entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from llmcache.kv.workload import StreamSpec
 from llmcache.units import BLOCK_BYTES
 from tests.unit.task_parts import of_policies, speed
 from tools.bench import (
-    demotime,
     kv,
     kvanswers,
     kvindex,
@@ -277,10 +275,6 @@ def test_the_command_says_whether_they_agree(monkeypatch: pytest.MonkeyPatch, ca
 def test_every_command_is_timed() -> None:
     found = list(startup.commands())
     assert {(), ("size",), ("kv",), ("kv", "bench"), ("edram", "sweep")} <= set(found) and len(found) == len(set(found))
-    rows = [{"command": "llmcache x --help", "seconds": [0.1, 0.4, 9.0]}, {"command": "llmcache --help", "seconds": [0.1]}]
-    rows.append({"command": "llmcache size --bw 100 --loop 70M", "seconds": [0.2]})
-    slowest, answer = startup.bars({"commands": rows})
-    assert (slowest.value, slowest.passed, answer.value) == (0.4, False, 0.2) and "x --help" in slowest.what
 
 
 @pytest.mark.parametrize(
@@ -303,12 +297,3 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
     log.write_text("collected 6093 items\n")
     with pytest.raises(DataError, match="--log"):
         testtime.of_log(log)
-
-
-def test_the_last_demo_counts() -> None:
-    runs = [{"seconds": 500.0, "exit_code": 0}, {"seconds": 60.0, "exit_code": 0}]
-    assert all(bar.passed for bar in demotime.bars({"runs": runs}))
-    assert [bar.passed for bar in demotime.bars({"runs": runs[:1]})] == [False, True]
-    assert [bar.passed for bar in demotime.bars({"runs": [{**runs[1], "exit_code": 1}]})] == [True, False]
-    done = demotime.timed([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(4)"])
-    assert (done["exit_code"], done["said"]) == (4, "two") and done["seconds"] > 0

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from llmcache import __version__, cli
+from llmcache.cli import base
 from llmcache.cli.mount import command as mount_command
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli
 from tests.unit.command_parts import called, ended
@@ -129,3 +131,51 @@ def test_anything_unexpected_is_a_bug_with_its_traceback() -> None:
     result = ended(lambda: sys.exit(run_cli(lambda: 1 // 0)))
     assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
     assert run_cli(lambda: 7) == 7, "a command's own code is kept"
+
+
+# What is temporary: gigabytes, of some commands
+
+
+def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
+    end = time.monotonic() + 120
+    while not any(path.suffix == ".kv" for path in directory.rglob("*")):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (("bench", "--context", "64k", "--policy", "hillinfer", "--path"), signal.SIGTERM, 143),
+        (("profile",), signal.SIGHUP, 129),
+        (("profile",), signal.SIGINT, 0),
+    ],
+)
+def test_what_is_temporary_goes_when_a_command_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    started = [sys.executable, "-m", "llmcache", "kv", *command, str(spill)]
+    with subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        until_it_spills(process, spill)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == code and b"Traceback" not in told, told
+    assert not list(spill.iterdir())
+
+
+def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end() -> None:
+    before = {number: signal.getsignal(number) for number in base.ENDING_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with base.orderly_end():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(SystemExit, match="143"):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

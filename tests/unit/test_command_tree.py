@@ -19,8 +19,7 @@ from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.cli.types import Range
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
-from tests.unit.command_parts import called, parsed
-from tests.unit.document_parts import keys
+from tests.unit.command_parts import called, keys, parsed
 from tools.make_man import walk
 
 ROOT = Path(__file__).parents[2]
