@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -145,10 +147,24 @@ def written(document: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-LENGTHS = st.sampled_from([0, 1, 60, 1023, 1024, 1025, 16_384, 65_535, 65_536, 1_000_000])
-"""Of names and strings: as in models, at the limits, and beyond."""
-COUNTS = st.sampled_from([0, 1, 2, 100, 3_000, 65_537, 700_000, 1 << 24])
-"""Of tensors, keys, items and levels."""
+class Headed:
+    """Files that begin with a magic, a version, a JSON header with its length and checksum, and go on at a boundary."""
+
+    start = struct.Struct("<8sIII")
+
+    def __init__(self, magic: bytes, boundary: int) -> None:
+        self.magic, self.boundary = magic, boundary
+
+    def parts(self, data: bytes) -> tuple[Any, bytes]:
+        """What the header of a good file tells, and what follows."""
+        end = self.start.size + self.start.unpack_from(data)[2]
+        return json.loads(data[self.start.size : end]), data[end + -end % self.boundary :]
+
+    def file(self, header: bytes, rest: bytes) -> bytes:
+        """A file with this header, its checksum right."""
+        begun = self.start.pack(self.magic, 1, len(header), zlib.crc32(header)) + header
+        return begun + bytes(-len(begun) % self.boundary) + rest
+
 
 Pieces = list[tuple[bytes, int]]
 

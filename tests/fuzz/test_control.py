@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +19,19 @@ from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError, MountProblem
 from llmcache.fs.client import control
+from llmcache.fs.daemon.controlserver import ControlServer, Requests
+from llmcache.fs.engine import warmup
+from llmcache.fs.engine.warmup import Warmer
+from llmcache.fs.vfs.operations import LlmcacheOperations
+from llmcache.fs.vfs.source import SourceTree, WritePolicy
+from tests.conftest import examples
 from tests.fuzz.mutations import ODD, documents, mutated, nested, written
-from tests.fuzz.service import POINT, Service, service
 from tests.fuzz.target import Target, bounded, refusal
+from tests.property.kernel import open_backing
+from tests.property.rig import running
 
+POINT = "/nowhere"
+SMALL = {"a.gguf": 9000, "b.kv": 1, "empty.bin": 0, "é ü.json": 300}
 MIB = 1 << 20
 REQUESTS: list[dict[str, Any]] = [
     {"op": "stats"},
@@ -37,18 +50,56 @@ REPLIES: list[dict[str, Any]] = [
 GLOBS = ["*", "[", "[!", "[z-a]", "*[[]" * 200, "*a" * 2000, "?" * 5000, "\0", "\ud800", "[[:x:]]", "(?P<a>", "\\"]
 
 
+@dataclass
+class Service:
+    """A server of a real engine over real files, and what either logged as an error."""
+
+    directory: Path
+    requests: Requests
+    errors: list[str]
+
+
+class _Errors(logging.Handler):
+    """Collects what is logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
 _running: list[Service] = []
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """A with block in which there is a service that all inputs are sent to."""
-    with service() as one:
-        _running.append(one)
-        try:
-            yield
-        finally:
-            _running.clear()
+    """A with block in which there is a service that all inputs are sent to; its kernel is a modelled one."""
+    errors, log = _Errors(), logging.getLogger("llmcache")
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        directory = Path(name)
+        source = directory / "source"
+        source.mkdir()
+        for file, size in SMALL.items():
+            (source / file).write_bytes(b"x" * size)
+        patch.setattr(control, "directory", lambda _uid: name)
+        patch.setattr(warmup, "ATTACH_S", 0.02)  # the modelled kernel has no page of what nobody reads
+        log.addHandler(errors)
+        with running(source, "arena", patch) as rig:
+            for file in SMALL:
+                rig.kernel.add(open_backing(f"/{file}", source / file))
+            tree = SourceTree(str(source))
+            operations = LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy())
+            requests = Requests(rig.engine, Warmer(rig.engine, operations, tree))
+            server = ControlServer(control.files(POINT), requests.answer)
+            try:
+                _running.append(Service(directory, requests, errors.texts))
+                yield
+            finally:
+                _running.clear()
+                server.close()
+                log.removeHandler(errors)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +117,7 @@ def shared() -> Service:
 def ask(line: bytes, ends: bool = True) -> list[bytes]:
     """Lines that are answered to `line`; `ends`: the client closes its half."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(shared().socket)
+        client.connect(control.files(POINT).socket)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server may refuse before it has read all
             client.sendall(line)
             if ends:
@@ -166,7 +217,7 @@ def test_the_seeds_are_answered() -> None:
 
 
 @given(FIELDS_TARGET.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example({"op": "resize", "cache_bytes": 10**400})
 @example({"op": "resize", "cache_bytes": -1})
 @example({"op": "evict", "globs": ["["]})
@@ -177,7 +228,7 @@ def test_any_fields(document: dict[str, Any]) -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @example(b"")
 @example(b"\n")
 @example(b'{"op": "stats"}')
@@ -192,7 +243,7 @@ def test_any_line(line: bytes) -> None:
 
 
 @given(CLIENT.inputs)
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @example(b"")
 @example(b"5\n")
 @example(b"nonsense\n")

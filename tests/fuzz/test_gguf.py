@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,7 +10,8 @@ from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.gguf import HEADER_LIMIT
 from llmcache.fs.layout.tensors import Anatomy, ModelLayout, order_shards
-from tests.fuzz.mutations import COUNTS, LENGTHS, Pieces, Repeated, mutated
+from tests.conftest import examples
+from tests.fuzz.mutations import Pieces, Repeated, mutated
 from tests.fuzz.target import Target, bounded, is_printable, light, refusal
 from tests.unit import gguf_bytes as gguf
 from tests.unit.gguf_bytes import Gguf, Reads
@@ -97,7 +96,7 @@ def test_the_seeds_are_read() -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @example(b"GGUF")
 @example(_file([("a", [8], 24, 0), ("a", [8], 24, 32)], 128, 32))
 @example(_file([("a", [33], 24, 0), ("b", [8], 24, 32)], 128, 32))
@@ -148,42 +147,29 @@ def _array(kind: int, announced: int) -> bytes:
     return Gguf().array("a", kind, [], count=announced).keys[0]
 
 
-_TEXT = st.tuples(LENGTHS, COUNTS).map(lambda item: [(Gguf().text("x" * item[0]), item[1])])
-_INNER = st.sampled_from([gguf.U8, gguf.STRING, gguf.ARRAY, 99]).map(lambda kind: Gguf().array("", kind, []).keys[0][12:])
-_KEYS = st.one_of(
-    st.builds(lambda length, count: [(_key(length, gguf.U8, b"1"), count)], LENGTHS, COUNTS),
-    st.builds(lambda length: [(_key(1, gguf.STRING, Gguf().text("x" * length)), 1)], LENGTHS),
-    st.builds(lambda announced, items: [(_array(gguf.STRING, announced), 1), *items], COUNTS, _TEXT),
-    st.builds(lambda announced, item, count: [(_array(gguf.ARRAY, announced), 1), (item, count)], COUNTS, _INNER, COUNTS),
-    COUNTS.map(lambda levels: [(_array(gguf.ARRAY, 1), 1), (Gguf().array("", gguf.ARRAY, [], 1).keys[0][12:], levels)]),
-)
-
-
 def _tensors(length: int, dimensions: int, count: int) -> Pieces:
     one = Gguf().tensor("t" * length, [1] * dimensions, 24, 0)
     return [(one.header()[24:], count)]
 
 
-_COSTLY = st.builds(
-    lambda counts, keys, tensors: [(Gguf(counts=counts).header(), 1), *chain(*keys), *tensors],
-    st.tuples(st.sampled_from([0, 1, 2, 100, 3000, 65_537, 1 << 60]), COUNTS),
-    st.lists(_KEYS, max_size=2),
-    st.builds(_tensors, LENGTHS, st.sampled_from([0, 1, 4, 9, 1000]), COUNTS),
-)
+def _header(tensors: int, keys: int) -> tuple[bytes, int]:
+    return Gguf(counts=(tensors, keys)).header(), 1
 
 
-@given(_COSTLY)
-@settings(max_examples=60)
-@example([(Gguf(counts=(2000, 0)).header(), 1), *_tensors(65_536, 1, 2000)])
-@example([(Gguf(counts=(0, 3000)).header(), 1), (_key(65_536, gguf.U8, b"1"), 3000)])
-def test_costly_headers(pieces: Pieces) -> None:
-    check_cost(pieces, "a.gguf")
+COSTLY: dict[str, Pieces] = {
+    "long names of tensors": [_header(2000, 0), *_tensors(65_536, 1, 2000)],
+    "many tensors": [_header(65_537, 0), *_tensors(1, 1, 65_537)],
+    "many dimensions": [_header(3000, 0), *_tensors(1, 1000, 3000)],
+    "long names of keys": [_header(0, 3000), (_key(65_536, gguf.U8, b"1"), 3000)],
+    "many keys": [_header(0, 65_537), (_key(1, gguf.U8, b"1"), 65_537)],
+    "a long text": [_header(0, 1), (_key(1, gguf.STRING, Gguf().text("x" * 1_000_000)), 1)],
+    "many texts": [_header(0, 1), (_array(gguf.STRING, 200_000), 1), (Gguf().text("x" * 60), 200_000)],
+    "many arrays": [_header(0, 1), (_array(gguf.ARRAY, 700_000), 1), (_array(gguf.U8, 0)[13:], 700_000)],
+    "arrays in arrays": [_header(0, 1), (_array(gguf.ARRAY, 1), 1), (_array(gguf.ARRAY, 1)[13:], 700_000)],
+    "more than there is": [_header(1 << 60, 1 << 60), *_tensors(1, 1, 100)],
+}
 
 
-def test_the_tokenizer_of_a_large_model_is_skipped() -> None:
-    """262 144 words and 600 000 merges are as many as real files have."""
-    words = [(_array(gguf.STRING, 262_144), 1), (Gguf().text("word_"), 262_144)]
-    merges = [(_array(gguf.STRING, 600_000), 1), (Gguf().text("left right"), 600_000)]
-    read = Repeated([(Gguf(counts=(1, 2)).header(), 1), *words, *merges, *_tensors(20, 1, 1), (bytes(4096), 1)])
-    layout = read_layout(read, read.size, "a.gguf")
-    assert layout is not None and len(layout.tensors) == 1 and layout.header_bytes > 13 << 20
+@pytest.mark.parametrize("what", COSTLY)
+def test_costly_headers(what: str) -> None:
+    check_cost(COSTLY[what], "a.gguf")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +16,14 @@ from llmcache.errors import DataError
 from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
 from llmcache.kv.prefix.store import PART, Block, BlockStore, pack, unpack
 from llmcache.kv.spill.layout import aligned
-from tests.fuzz.mutations import documents, mutated, nested, written
+from tests.conftest import examples
+from tests.fuzz.mutations import Headed, documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 from tests.unit.test_kv_prefix import SHAPES, key, state_bytes
 
 KEY = key(1, kind=PART)
 STATES = [state_bytes(parts, [2, 0, 1, 3]).tobytes() for parts in SHAPES]
-_START = struct.Struct("<8sIII")
+FILES = Headed(b"llmcKVB1", 4096)
 
 
 def block_of(data: bytes) -> Block:
@@ -36,17 +36,6 @@ def block_of(data: bytes) -> Block:
 
 WHOLE = Block(np.arange(24, dtype=np.uint8), (7,))
 BLOCKS = [b"".join(bytes(part) for part in pack(KEY, block)) for block in (*map(block_of, STATES), WHOLE)]
-
-
-def header_in(data: bytes) -> Any:
-    """What the header tells."""
-    return json.loads(data[_START.size : _START.size + _START.unpack_from(data)[2]])
-
-
-def with_header(text: bytes, payload: bytes) -> bytes:
-    """A block with this header, its checksum right."""
-    start = _START.pack(b"llmcKVB1", 1, len(text), zlib.crc32(text)) + text
-    return start.ljust(-(-len(start) // 4096) * 4096, b"\0") + payload
 
 
 @contextlib.contextmanager
@@ -98,7 +87,13 @@ def check_state(data: bytes) -> None:
         assert len(joined.data) == len(data) and block_of(joined.data.tobytes()).payload.tobytes() == block.payload.tobytes()
 
 
-HEADERS = documents([header_in(data) for data in BLOCKS]).map(lambda told: with_header(written(told), BLOCKS[0][4096:]))
+def changed(**told: Any) -> bytes:
+    """A block whose header tells something else."""
+    header, rest = FILES.parts(BLOCKS[0])
+    return FILES.file(written({**header, **told}), rest)
+
+
+HEADERS = documents([FILES.parts(data)[0] for data in BLOCKS]).map(lambda told: FILES.file(written(told), BLOCKS[0][4096:]))
 TARGET = Target("prefix-block", mutated(BLOCKS) | HEADERS, check)
 STATE = Target("prefix-state", mutated(STATES), check_state)
 
@@ -107,26 +102,26 @@ def test_the_seeds_are_read() -> None:
     for data in BLOCKS:
         assert len(unpack(np.frombuffer(data, np.uint8), KEY, "").payload) == len(data) - 4096
         check(data)
-        check(with_header(written(header_in(data)), data[4096:]))
+        check(FILES.file(written(FILES.parts(data)[0]), data[4096:]))
     for data in STATES:
         check_state(data)
 
 
 @given(TARGET.inputs)
-@settings(max_examples=150)
-@example(with_header(nested(30_000), b""))
-@example(with_header(nested(100_000), b""))
-@example(with_header(b"[]", b""))
-@example(with_header(written({**header_in(BLOCKS[0]), "tokens": [float("inf")]}), BLOCKS[0][4096:]))
-@example(with_header(written({**header_in(BLOCKS[0]), "tokens": [1 << 40] * 4}), BLOCKS[0][4096:]))
-@example(with_header(written({**header_in(BLOCKS[0]), "layout": [[False, [[float("inf"), 1, 1]], []]]}), BLOCKS[0][4096:]))
-@example(with_header(written({**header_in(BLOCKS[-1]), "tokens": [], "layout": None, "bytes": 0}), b""))
+@settings(max_examples=examples(150))
+@example(FILES.file(nested(30_000), b""))
+@example(FILES.file(nested(100_000), b""))
+@example(FILES.file(b"[]", b""))
+@example(changed(tokens=[float("inf")]))
+@example(changed(tokens=[1 << 40] * 4))
+@example(changed(layout=[[False, [[float("inf"), 1, 1]], []]]))
+@example(FILES.file(written({**FILES.parts(BLOCKS[-1])[0], "tokens": [], "layout": None, "bytes": 0}), b""))
 def test_any_block(data: bytes) -> None:
     check(data)
 
 
 @given(STATE.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(struct.pack("<IIII", 0xAF143CD8, 0, 1, 1 << 31))
 def test_any_state(data: bytes) -> None:
     check_state(data)

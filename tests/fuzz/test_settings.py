@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError
 from llmcache.fs.client.settings import KEYS, LIST, PREFIX, SWITCH, mount_options, resolve, split_options
+from tests.conftest import examples
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target, bounded, refusal, scratch
 
@@ -64,7 +65,7 @@ def test_the_seeds_are_read() -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @example(b"a = " + b"[" * 10_000)
 @example(b"a = " + b"{a=" * 4_000)
 @example(b"a" + b".a" * 2_000 + b" = 1")
@@ -76,6 +77,6 @@ def test_any_file(data: bytes) -> None:
 
 
 @given(MOUNT_OPTIONS.inputs)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_options(data: bytes) -> None:
     check_options(data)

@@ -23,6 +23,7 @@ from llmcache.trace.formats.recording import LOST, RecordingWriter
 from llmcache.trace.info import describe, show
 from llmcache.trace.record import COLUMNS, KEY, SCHEMA, Trace, TraceReader, encode
 from llmcache.units import BLOCK_BYTES
+from tests.conftest import examples
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch
 from tests.unit.trace_parts import FILES, PROVENANCE, trace
@@ -157,7 +158,7 @@ def test_the_seeds_are_read() -> None:
 
 
 @given(TARGET.inputs)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(parquet(nested(100_000), ROWS))
 @example(parquet(b"\xff\xfe", ROWS))
 @example(parquet(written(METADATA), ROWS).replace(b"count", b"\x80ount"))  # the name of a column
@@ -174,7 +175,7 @@ def test_any_bytes(data: bytes) -> None:
 
 
 @given(RECORDINGS.inputs)
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @example(recording({NEW_FILES: nested(100_000), LOST: b"0"}))
 @example(recording({NEW_FILES: b"[]", LOST: b"0"}, empty=True))
 @example(recording({NEW_FILES: b"[5]", LOST: b"0"}))

@@ -1,4 +1,4 @@
-"""A command called in this process: what it prints and its exit code, without the second that a process takes to begin."""
+"""A command in this process, without the second that a process takes to begin: what it prints, or only its words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
+
 from llmcache import cli
+from llmcache.cli.mount import command as mount_command
 
 
 def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
@@ -29,10 +32,23 @@ def called(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return ended(lambda: cli.run(cli.app, "llmcache", [*map(str, words)]))
 
 
+def parsed(program: str, *args: str) -> click.Context:
+    """The context of a call; a usage error for words that the command line does not know. Nothing is run."""
+    command: click.Command = mount_command if program == "llmcachefs" else cli.app
+    context, name, left = click.Context(command, info_name=program), program, list(args)
+    while isinstance(command, click.Group) and left and not left[0].startswith("-"):
+        word, below, left = command.resolve_command(context, left)
+        assert word is not None and below is not None
+        command, context, name = below, click.Context(below, parent=context, info_name=word), word
+    return command.make_context(name, left, parent=context.parent)
+
+
 def keys(document: Any) -> Iterator[str]:
-    """Every key of a JSON document, at any depth."""
+    """Every key of a document, at any depth."""
     if isinstance(document, dict):
-        yield from document
-    entries = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
-    for entry in entries:
-        yield from keys(entry)
+        for key, value in document.items():
+            yield key
+            yield from keys(value)
+    elif isinstance(document, list):
+        for entry in document:
+            yield from keys(entry)

@@ -14,6 +14,7 @@ import pytest
 
 from tools.bench import all as suite
 from tools.bench import results
+from tools.bench.__main__ import main
 from tools.bench.all import BENCHMARKS, NAMES, SuiteEntry
 from tools.bench.readme import TABLES
 
@@ -76,20 +77,18 @@ def test_half_of_a_benchmark_is_none(rooted: Path, tmp_path: Path) -> None:
     assert results.read(rooted / "good.partial.json")["bars"]
 
 
-def test_codes_are_of_what_was_asked_for(rooted: Path) -> None:
-    assert suite.main(["-o", str(rooted), "--only", "good"]) == 0
-    assert suite.main(["-o", str(rooted), "--only", "slow"]) == 1, "one bar is not reached"
-    assert suite.main(["-o", str(rooted), "--skip", "broken,good,slow"]) == 1, "the results that are there are shown"
-    assert suite.main(["--from", str(rooted)]) == suite.FAILED, "broken has none"
-
-
-def test_nothing_is_replaced_without_force(rooted: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_codes_are_of_what_was_asked_for_and_nothing_is_replaced_without_force(
+    rooted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert suite.main(["-o", str(rooted), "--only", "good", "--quick"]) == 0
     before = (rooted / "good.json").read_text()
     assert words_of(rooted, "good") == ["--quick"] and "quick look" in (rooted / "all.html").read_text()
     assert suite.main(["-o", str(rooted), "--only", "good"]) == 2 and (rooted / "good.json").read_text() == before
     assert "--force" in capfd.readouterr().err
     assert suite.main(["-o", str(rooted), "--only", "good", "--force"]) == 0 and words_of(rooted, "good") == ["--long"]
+    assert suite.main(["-o", str(rooted), "--only", "slow"]) == 1, "one bar is not reached"
+    assert suite.main(["-o", str(rooted), "--skip", "broken,good,slow"]) == 1, "the results that are there are shown"
+    assert suite.main(["--from", str(rooted)]) == suite.FAILED, "broken has none"
 
 
 def test_a_run_that_was_cut_off_goes_on(rooted: Path) -> None:
@@ -107,9 +106,7 @@ def test_a_run_that_was_cut_off_goes_on(rooted: Path) -> None:
     [
         (["--only", "nothing"], "nothing"),
         (["--only", "good", "--skip", "slow"], "--only and --skip"),
-        (["--resume"], "--resume"),
         (["--resume", "--quick"], "--quick and --resume"),
-        (["--from", "nowhere"], "nowhere"),
         (["--from", "nowhere", "--quick"], "--from"),
         (["--quick", "-o", str(results.DIRECTORY)], "-o"),
     ],
@@ -156,8 +153,7 @@ def test_every_benchmark_has_its_module_and_its_table() -> None:
     assert [one.name for one in BENCHMARKS if one.asked] == ["kvmodels", "testtime"]
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [([], 0, "kvpipeline"), (["nothing"], 2, "hint: ")])
-def test_the_launcher_lists_and_runs_them(words: list[str], code: int, said: str) -> None:
-    command = [sys.executable, "tools/bench", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == code and said in result.stdout + result.stderr
+def test_the_launcher_lists_and_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    told = subprocess.run([sys.executable, "tools/bench"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert all(name in told.stdout for name in NAMES)
+    assert main(["nothing"]) == 2 and "hint: " in capsys.readouterr().err

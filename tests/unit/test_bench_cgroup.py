@@ -84,18 +84,13 @@ def fake_disk(tmp_path: Path) -> None:
         (tmp_path / "sys" / folder / name).symlink_to(target)
 
 
-def test_a_partition_is_resolved_to_its_disk(faked: Path) -> None:
-    fake_disk(faked)
-    for minor in (0, 1):
-        assert disk_from_number(os.makedev(8, minor), faked) == Disk("8:0", "sda")
-
-
-def test_an_anonymous_device_is_found_through_the_mount_table(faked: Path) -> None:
+def test_the_disk_of_a_partition_and_of_a_file_system_on_it_is_found(faked: Path) -> None:
     fake_disk(faked)
     info = faked / "proc/self/mountinfo"
     info.parent.mkdir(parents=True)
     info.write_text("40 1 0:41 / /data rw - btrfs /dev/sda1 rw\n41 1 0:42 / / rw - overlay overlay rw\n")
-    assert disk_from_number(os.makedev(0, 41), faked).number == "8:0"
+    for number in ((8, 0), (8, 1), (0, 41)):
+        assert disk_from_number(os.makedev(*number), faked) == Disk("8:0", "sda")
     for minor, said in ((42, "overlay"), (43, "0:43")):
         with pytest.raises(EnvironmentProblem, match=said):
             disk_from_number(os.makedev(0, minor), faked)
@@ -112,38 +107,37 @@ def test_read_ahead_is_put_back(faked: Path) -> None:
     assert disk.read_ahead_file.read_text() == "8192\n"
 
 
-def filled(directory: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    return directory
+USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
+
+
+def check_files(group: cgroup.V1 | cgroup.V2, limits: dict[str, str], counters: dict[str, str]) -> None:
+    """What a group writes for limits of 1000 bytes and 5 bytes/s, and what it reads from counters."""
+    group.set_memory(1000)
+    group.set_read_bps("8:0", 5)
+    assert {name: (group.path / name).read_text() for name in limits} == limits
+    for name, text in counters.items():
+        (group.path / name).write_text(text)
+    assert group.read_bytes("8:0") == 10 and group.read_bytes("7:0") == 0
+    assert group.memory() == USAGE
 
 
 def test_v1_files(tmp_path: Path) -> None:
-    group = cgroup.V1(tmp_path)
-    group.set_memory(1000)
-    group.set_read_bps("8:0", 5)
-    assert (tmp_path / "memory.limit_in_bytes").read_text() == "1000"
-    assert (tmp_path / "blkio.throttle.read_bps_device").read_text() == "8:0 5"
+    counters = {"blkio.throttle.io_service_bytes": "8:0 Read 10\n8:0 Write 3\n9:0 Read 7\nTotal 20\n"}
+    counters |= {"memory.usage_in_bytes": "5\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}
+    counters |= {"memory.stat": "cache 1\nrss 2\ntotal_cache 3\ntotal_rss 4\n"}
+    limits = {"memory.limit_in_bytes": "1000", "blkio.throttle.read_bps_device": "8:0 5"}
+    check_files(group := cgroup.V1(tmp_path), limits, counters)
     group.set_read_bps("8:0", None)
     assert int((tmp_path / "blkio.throttle.read_bps_device").read_text().split()[1]) > 10**12
-    files = {"blkio.throttle.io_service_bytes": "8:0 Read 10\n8:0 Write 3\n9:0 Read 7\nTotal 20\n"}
-    files |= {"memory.usage_in_bytes": "5\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}
-    filled(tmp_path, files | {"memory.stat": "cache 1\nrss 2\ntotal_cache 3\ntotal_rss 4\n"})
-    assert group.read_bytes("8:0") == 10 and group.read_bytes("7:0") == 0
-    assert group.memory() == {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
 
 
 def test_v2_files(tmp_path: Path) -> None:
-    group = cgroup.V2(tmp_path)
+    counters = {"io.stat": "8:16 rbytes=1 wbytes=2\n8:0 rbytes=10 wbytes=3 rios=1\n", "memory.current": "5\n"}
+    counters |= {"memory.events": "low 0\nmax 2\noom 1\noom_kill 1\n", "memory.stat": "anon 4\nfile 3\n"}
+    check_files(group := cgroup.V2(tmp_path), {"memory.max": "1000", "io.max": "8:0 rbps=5"}, counters)
     group.set_memory(None)
-    group.set_read_bps("8:0", 5)
-    assert (tmp_path / "memory.max").read_text() == "max" and (tmp_path / "io.max").read_text() == "8:0 rbps=5"
     group.set_read_bps("8:0", None)
-    assert (tmp_path / "io.max").read_text() == "8:0 rbps=max"
-    files = {"io.stat": "8:16 rbytes=1 wbytes=2\n8:0 rbytes=10 wbytes=3 rios=1\n", "memory.current": "5\n"}
-    filled(tmp_path, files | {"memory.events": "low 0\nmax 2\noom 1\noom_kill 1\n", "memory.stat": "anon 4\nfile 3\n"})
-    assert group.read_bytes("8:0") == 10 and group.read_bytes("7:0") == 0
-    assert group.memory() == {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
+    assert (tmp_path / "memory.max").read_text() == "max" and (tmp_path / "io.max").read_text() == "8:0 rbps=max"
 
 
 def test_v2_controllers_that_are_there_are_left_alone(tmp_path: Path) -> None:

@@ -31,17 +31,17 @@ def batch(start_ns: int, file: int) -> Columns:
     return columns_from({"t_ns": np.arange(5) + start_ns, "file": file, "first": np.arange(5), "count": 1})
 
 
-def written(path: Path, batches: int = 3) -> Path:
+def written(path: Path) -> RecordingWriter:
     """A journal of three batches, as a recorder that was killed leaves it; each batch brings a file."""
     journal = RecordingWriter(recording_of(path), PROVENANCE, force=False)
-    for number in range(batches):
+    for number in range(3):
         journal.append(batch(10 * number, number), [TraceFile(number, f"/data/{number}", 1, number, 0, 0)], number)
-    return journal.path
+    return journal
 
 
 def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.parquet")
-    whole = path.read_bytes()
+    journal = written(tmp_path / "run.parquet")
+    path, whole = journal.path, journal.path.read_bytes()
     with open_trace(path) as found:
         assert found.rows == 15 and "cut short" in found.provenance.note
         assert [file.path for file in found.files] == ["/data/0", "/data/1", "/data/2"]
@@ -53,28 +53,19 @@ def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
             rows.add(found.rows)
             assert np.array_equal(found.read().t_ns[:5], np.arange(5))
     assert rows <= {5, 10} and 10 in rows
-
-
-def test_a_journal_that_was_closed_was_not_cut_short(tmp_path: Path) -> None:
-    journal = RecordingWriter(recording_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
-    journal.append(batch(0, 0), [TraceFile(0, "/data/0", 1, 0, 0, 0)], 0)
+    path.write_bytes(whole)
     journal.close()
-    with open_trace(journal.path) as found:
-        assert found.provenance == PROVENANCE
+    with open_trace(path) as found:
+        assert found.provenance.note == PROVENANCE.note, "it was not cut short"
 
 
-@pytest.mark.parametrize("contents", [b"", b"not arrow at all", b"PAR1" * 20])
-def test_what_is_no_journal_is_refused(contents: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "run.parquet.recording"
-    path.write_bytes(contents)
+def test_a_journal_that_exists_is_not_overwritten_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.parquet").path
+    with pytest.raises(UsageError, match="exists"):
+        RecordingWriter(path, PROVENANCE, force=False)
+    path.write_bytes(b"not arrow at all")
     with pytest.raises(DataError, match=r"run\.parquet\.recording"):
         open_trace(path)
-
-
-def test_a_journal_that_exists_is_not_overwritten(tmp_path: Path) -> None:
-    written(tmp_path / "run.parquet")
-    with pytest.raises(UsageError, match="exists"):
-        RecordingWriter(recording_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
 
 
 def test_layers_of_an_overlay() -> None:
@@ -187,6 +178,9 @@ def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=f"no process is called '{name}'") as missing:
         target_of((name,))
     assert missing.value.hint is not None and f"llmcache trace -- {name}" in missing.value.hint
+    with pytest.raises(UsageError) as refused:
+        target_of(("sleep", "600"))
+    assert refused.value.hint is not None and "llmcache trace -- sleep 600" in refused.value.hint
     with ExitStack() as stack:
         running = []
         for _ in range(2):
@@ -197,9 +191,3 @@ def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as several:
             target_of((name,))
         assert all(f"{one.pid} ({tmp_path / name}"[:60] in several.value.message for one in running)
-
-
-def test_a_command_without_its_mark_is_no_name() -> None:
-    with pytest.raises(UsageError) as refused:
-        target_of(("sleep", "600"))
-    assert refused.value.hint is not None and "llmcache trace -- sleep 600" in refused.value.hint

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +79,13 @@ def names(found: dict[str, Any]) -> list[list[str]]:
     return [row["tensors"] for row in found["rows"]]
 
 
+def test_tensors_and_the_suggested_command(model: Path, tmp_path: Path) -> None:
+    found = document(recorded(model, tmp_path))
+    assert names(found) == [["header", *(f"blk.{layer}.attn_q.weight" for layer in range(LAYERS))]]
+    done = called(*found["size_command"].split()[1:], "--bw", "100")
+    assert done.returncode == 0, done.stderr
+
+
 def test_table(model: Path, tmp_path: Path) -> None:
     result = classify(recorded(model, tmp_path))
     assert result.returncode == 0, result.stderr
@@ -91,14 +96,6 @@ def test_table(model: Path, tmp_path: Path) -> None:
     assert any(line.startswith("and 1 smaller than 64.0 KB: 12.3 KB") for line in lines)
     assert any("llmcache size --loop 1.6" in line for line in lines)
     assert "small[1].conf" in classify(recorded(model, tmp_path), "--min-bytes", "0").stdout
-
-
-def test_a_process_says_the_same(model: Path, tmp_path: Path) -> None:
-    trace = recorded(model, tmp_path)
-    command = [sys.executable, "-m", "llmcache", "classify", str(trace)]
-    environment = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
-    assert (done.stdout, done.stderr) == (classify(trace).stdout, "")
 
 
 def classes() -> list[Classification]:
@@ -152,17 +149,6 @@ def test_layers_stay_in_their_lines_on_a_narrow_terminal() -> None:
     assert all(line.startswith("model.") and f"layers.{n} " in line for n, line in enumerate(lines[1:]))
 
 
-def test_the_command_it_suggests_works(model: Path, tmp_path: Path) -> None:
-    suggested = document(recorded(model, tmp_path))["size_command"].split()[1:]
-    done = called(*suggested, "--bw", "100")
-    assert done.returncode == 0, done.stderr
-
-
-def test_tensors_of_a_model_that_is_still_there(model: Path, tmp_path: Path) -> None:
-    found = document(recorded(model, tmp_path))
-    assert names(found) == [["header", *(f"blk.{layer}.attn_q.weight" for layer in range(LAYERS))]]
-
-
 def test_a_file_that_has_changed_gives_no_names(model: Path, tmp_path: Path) -> None:
     trace = recorded(model, tmp_path, inode=model.stat().st_ino + 1)
     assert names(document(trace)) == [[]]
@@ -202,27 +188,20 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
     text.write_text("no model")
     other = tmp_path / "other.gguf"
     other.write_bytes(Gguf().tensor("x", [8], 0, 0).file() + bytes(32))
+    empty = tmp_path / "empty.parquet"
+    Trace.build([], [], [], [], files=[], provenance=Provenance("test")).save(empty)
     for args, code, named in (
         ((tmp_path / "none.parquet",), 2, "none.parquet"),
         ((text,), 2, "text.gguf"),
-        ((trace, "--min-bytes", "many"), 2, "many"),
         ((trace, "--model", tmp_path / "none.gguf"), 2, "--model"),
         ((trace, "--model", text), 5, "--model"),
         ((trace, "--model", other), 2, "--model"),
         ((), 2, "TRACE"),
+        ((empty,), 5, "error: rows:"),
     ):
         result = classify(*args)
         assert (result.returncode, result.stdout) == (code, ""), (args, result)
         assert named in result.stderr
-        assert "Traceback" not in result.stderr
-
-
-def test_an_empty_trace(tmp_path: Path) -> None:
-    path = tmp_path / "empty.parquet"
-    Trace.build([], [], [], [], files=[], provenance=Provenance("test")).save(path)
-    result = classify(path)
-    assert result.returncode == 5
-    assert "error: rows:" in result.stderr
 
 
 def test_other_formats(tmp_path: Path) -> None:

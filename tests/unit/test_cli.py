@@ -1,72 +1,63 @@
-"""The command group: help, versions, errors, and that it stays light."""
+"""The command group: help, version, the end of a process; errors become messages and exit codes, the same for all."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from llmcache import __version__, cli
+from llmcache.cli import base
 from llmcache.cli.mount import command as mount_command
+from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli
+from tests.unit.command_parts import called, ended
 
 
-def _run(*args: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "llmcache"]
-    return subprocess.run([*command, *args], capture_output=True, text=True, timeout=120, check=False)
-
-
-def _exit_code(command: click.Command, args: Sequence[str] = ()) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.run(command, "llmcache", args)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+def program(callback: str) -> list[str]:
+    """A process whose command only calls `callback`, a Python expression."""
+    code = "import click, rich, time; from llmcache import cli\n"
+    return [sys.executable, "-c", f"{code}cli.run(click.Command('x', callback=lambda: {callback}), 'x', [])"]
 
 
 def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
-    result = _run("--help")
-    assert result.returncode == 0
+    shown = called("--help").stdout
     for name, (_, summary) in cli.COMMANDS.items():
-        assert name in result.stdout and summary.split(";")[0].split(".")[0] in result.stdout
-    assert "llmcachefs ~/models /mnt/models" in result.stdout
-    assert "Exit codes: 0" in result.stdout
-    assert _run().stdout == result.stdout, "the same without a command"
+        assert name in shown and summary.split(";")[0].split(".")[0] in shown
+    assert "llmcachefs ~/models /mnt/models" in shown and "Exit codes: 0" in shown
+    assert called().stdout == shown, "the same without a command"
 
 
 def test_version() -> None:
-    assert _run("--version").stdout == f"llmcache, version {__version__}\n"
+    command = [sys.executable, "-m", "llmcache", "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout == f"llmcache, version {__version__}\n"
 
 
-@pytest.mark.parametrize("args", [("bogus",), ("--bogus",), ("mount", "--bogus")])
+@pytest.mark.parametrize("args", [("bogus",), ("--bogus",), ("mount", "--bogus"), ("help", "stats", "all")])
 def test_usage_errors_have_code_2_and_name_the_help(args: tuple[str, ...]) -> None:
-    result = _run(*args)
+    result = called(*args)
     assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("llmcache: error: ")
-    assert "\nhint: 'llmcache" in result.stderr
+    assert result.stderr.startswith("llmcache: error: ") and "\nhint: 'llmcache" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
         ("llmcache stat /mnt", "stats"),
-        ("llmcache unmount /mnt", "umount"),
         ("llmcache kv bnch", "bench"),
         ("llmcache help clasify", "classify"),
         ("llmcache stats --jsn", "--json"),
         ("llmcachefs --cach 6G", "--cache"),
     ],
 )
-def test_what_is_mistyped_is_guessed(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program, *args = words.split()
-    with pytest.raises(SystemExit) as caught:
-        cli.run(mount_command if program == "llmcachefs" else cli.app, program, args)
-    said = capsys.readouterr().err.splitlines()[0]
-    assert caught.value.code == 2 and "Did you mean" in said and meant in said.partition("Did you mean")[2]
+def test_what_is_mistyped_is_guessed(words: str, meant: str) -> None:
+    name, *args = words.split()
+    result = ended(lambda: cli.run(mount_command if name == "llmcachefs" else cli.app, name, args))
+    assert result.returncode == 2 and meant in result.stderr.splitlines()[0].partition("Did you mean")[2]
 
 
 @pytest.mark.parametrize("words", ["", "stats", "kv", "kv bench", "help"])
@@ -76,15 +67,9 @@ def test_help_is_a_command_too(words: str) -> None:
     assert result.output == CliRunner().invoke(cli.app, [*words.split(), "--help"], prog_name="llmcache").output
 
 
-def test_help_of_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _exit_code(cli.app, ["help", "stats", "all"]) == 2
-    assert "llmcache stats has no commands below it: 'all'" in capsys.readouterr().err
-
-
 def test_ctrl_c_ends_a_command_with_code_0() -> None:
-    code = "import click, time; from llmcache import cli\n"
-    code += "cli.run(click.Command('x', callback=lambda: (print('ready', flush=True), time.sleep(600))), 'x', [])"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    command = program("(print('ready', flush=True), time.sleep(600))")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
@@ -92,10 +77,9 @@ def test_ctrl_c_ends_a_command_with_code_0() -> None:
 
 @pytest.mark.parametrize("say", ["click.echo", "rich.print"])
 def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
-    code = "import click, rich; from llmcache import cli\n"
-    code += f"cli.run(click.Command('x', callback=lambda: [{say}('line' * 99) for _ in range(9999)]), 'x', [])"
+    command = program(f"[{say}('line' * 99) for _ in range(9999)]")
     read_end, write_end = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
         os.close(write_end)
         time.sleep(0.1)
         os.close(read_end)
@@ -103,20 +87,95 @@ def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:
+    told = subprocess.run(program("(_ for _ in ()).throw(BrokenPipeError('a daemon'))"), stderr=subprocess.PIPE, check=False)
+    assert told.returncode == 1 and b"a daemon" in told.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_terminal_without_our_letters_gets_others(encoding: str) -> None:
-    code = "import click; from llmcache import cli\n"
-    code += "cli.run(click.Command('x', callback=lambda: print('3 \\u2588')), 'x', [])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=True
-    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(program("print('3 \\u2588')"), env=environment, stdout=subprocess.PIPE, check=True)
     assert result.stdout.decode(encoding) == ("3 \u2588\n" if encoding == "utf-8" else "3 ?\n")
 
 
-def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:
-    code = "import click; from llmcache import cli\n"
-    code += "def broken(): raise BrokenPipeError('the socket of a daemon')\n"
-    code += "cli.run(click.Command('x', callback=broken), 'x', [])"
-    result = _run(code=code)
-    assert result.returncode == 1
-    assert "the socket of a daemon" in result.stderr
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("it broke", "mend it"), 2, "llmcache: error: it broke\nhint: mend it\n"),
+        (EnvironmentProblem("it broke", "mend it"), 3, "llmcache: error: it broke\nhint: mend it\n"),
+        (MountProblem("it broke"), 4, "llmcache: error: it broke\n"),
+        (DataError("it broke"), 5, "llmcache: error: it broke\n"),
+        (KeyboardInterrupt(), 0, ""),
+        (SystemExit(9), 9, ""),
+        # Messages quote daemons of other users, names of mount points and of files: they cannot steer the terminal.
+        (
+            MountProblem("\x1b]0;title\x07\nhint: \udcff é", "\r\x9b2J"),
+            4,
+            "llmcache: error: \\x1b]0;title\\x07\\nhint: \\xff é\nhint: \\r\\x9b2J\n",
+        ),
+    ],
+)
+def test_errors_have_their_exit_codes_and_print_message_and_hint(error: BaseException, code: int, said: str) -> None:
+    def command() -> int:
+        raise error
+
+    result = ended(lambda: sys.exit(run_cli(command)))
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
+
+
+def test_anything_unexpected_is_a_bug_with_its_traceback() -> None:
+    result = ended(lambda: sys.exit(run_cli(lambda: 1 // 0)))
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+    assert run_cli(lambda: 7) == 7, "a command's own code is kept"
+
+
+# What is temporary: gigabytes, of some commands
+
+
+def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
+    end = time.monotonic() + 120
+    while not any(path.suffix == ".kv" for path in directory.rglob("*")):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (("bench", "--context", "64k", "--policy", "hillinfer", "--path"), signal.SIGTERM, 143),
+        (("profile",), signal.SIGHUP, 129),
+        (("profile",), signal.SIGINT, 0),
+    ],
+)
+def test_what_is_temporary_goes_when_a_command_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    started = [sys.executable, "-m", "llmcache", "kv", *command, str(spill)]
+    with subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        until_it_spills(process, spill)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == code and b"Traceback" not in told, told
+    assert not list(spill.iterdir())
+
+
+def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end() -> None:
+    before = {number: signal.getsignal(number) for number in base.ENDING_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with base.orderly_end():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(SystemExit, match="143"):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

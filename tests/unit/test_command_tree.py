@@ -17,10 +17,9 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup
-from llmcache.cli.mount import command as mount_command
 from llmcache.cli.types import Range
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
-from tests.unit.command_parts import called, keys
+from tests.unit.command_parts import called, keys, parsed
 from tools.make_man import walk
 
 ROOT = Path(__file__).parents[2]
@@ -97,13 +96,7 @@ def test_examples_can_be_parsed(words: str) -> None:
     found = list(examples(ALL[words]))
     assert found
     for program, *args in found:
-        command: click.Command = mount_command if program == "llmcachefs" else cli.app
-        context, name = click.Context(command, info_name=program), program
-        while isinstance(command, LazyGroup) and args and not args[0].startswith("-"):
-            word, below, args = command.resolve_command(context, args)
-            assert word is not None and below is not None
-            command, context, name = below, click.Context(below, parent=context, info_name=word), word
-        command.make_context(name, args, parent=context.parent)
+        parsed(program, *args)
 
 
 def test_the_same_option_is_the_same_everywhere() -> None:
@@ -178,11 +171,9 @@ def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> Non
     ("args", "named"),
     [
         (("stats", "/nowhere", "soon"), "INTERVAL: 'soon'"),
-        (("resize", "/nowhere", "much"), "SIZE: 'much'"),
         (("trace", "1", "-d", "soon"), "--duration: 'soon'"),
         (("trace", "1", "--mmap-rerefs", "x"), "--mmap-rerefs: 'x'"),
         (("classify", "x.csv", "--min-bytes", "x"), "--min-bytes: 'x'"),
-        (("simulate", "x.csv", "--t", "x"), "--t: 'x'"),
         (("edram", "sweep", "--dram-bw", "x"), "--dram-bw: 'x'"),
         (("size", "--bw", "x", "--loop", "1M"), "--bw: 'x'"),
     ],
@@ -194,7 +185,7 @@ def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str
     assert first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
 
 
-@pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", f"classify {TRACE}", "config --show", "edram sweep", "doctor"])
+@pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", f"classify {TRACE}", "config --show", "doctor"])
 def test_no_color_is_honoured_by_tables(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
     monkeypatch.setenv("NO_COLOR", "1")

@@ -1,4 +1,4 @@
-"""Completion as shells ask for it: real bash, and zsh and fish where they are installed; and that it loads nothing large."""
+"""Completion: the words that fit, in real shells where they are installed, and that it loads nothing large."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from click.shell_completion import ShellComplete
 
 from llmcache.cli import app
 from llmcache.cli.mount import command as mount_command
-from llmcache.cli.types import NameType
-from tools.make_man import walk
 
 HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transformers", "mfusepy", "psutil"}
 # what is typed, with the word to complete last: words that are offered, and whether there are no others
@@ -34,6 +32,17 @@ CASES = [
     (("llmcachefs", "--mode", ""), {"auto", "inplace", "steer", "arena"}, True),
     (("llmcachefs", "--acc"), {"--access-log"}, True),
 ]
+IN_SHELLS = [case for case in CASES if case[0][-1] in ("st", "lru,le", "nothing", "--acc")]
+# bash breaks words at equals signs
+BROKEN = [
+    (("llmcache", "simulate", "x.csv", "--cache", "=", "50%", "--policy", *rest), wanted, alone)
+    for rest, wanted, alone in (
+        (("=", "lru,le"), {"lru,lecar"}, True),
+        (("=",), {"lru", "belady"}, False),
+        (("=", "bela"), {"belady"}, True),
+    )
+]
+Cases = list[tuple[tuple[str, ...], set[str], bool]]
 BASH = """
 eval "$(llmcache completion bash)"
 ask() {
@@ -66,52 +75,44 @@ def programs(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "HOME": str(tmp_path)}
 
 
-def offered(shell: Sequence[str], prologue: str, programs: dict[str, str]) -> list[set[str]]:
-    """What a shell offers for each of CASES."""
-    lines = [" ".join(["ask", *(f"'{word}'" for word in typed)]) for typed, _, _ in CASES]
+def check(told: Sequence[set[str]], cases: Cases) -> None:
+    for (typed, wanted, alone), words in zip(cases, told, strict=True):
+        assert words == wanted if alone else words > wanted, typed
+
+
+def ask(shell: Sequence[str], prologue: str, programs: dict[str, str], cases: Cases = IN_SHELLS) -> None:
+    """Checks what a shell offers."""
+    lines = [" ".join(["ask", *(f"'{word}'" for word in typed)]) for typed, _, _ in cases]
     result = subprocess.run(
         [*shell, "\n".join([prologue, *lines])], env=programs, capture_output=True, text=True, check=True, timeout=120
     )
-    told = [set(line.split()) for line in result.stdout.splitlines()]
-    assert len(told) == len(CASES), result.stdout + result.stderr
-    return told
-
-
-def check(told: list[set[str]]) -> None:
-    for (typed, wanted, alone), words in zip(CASES, told, strict=True):
-        assert words == wanted if alone else words > wanted, typed
+    check([set(line.split()) for line in result.stdout.splitlines()], cases)
 
 
 @pytest.mark.bash
 def test_bash(programs: dict[str, str]) -> None:
-    check(offered(["bash", "--norc", "-c"], BASH, programs))
-
-
-@pytest.mark.bash
-@pytest.mark.parametrize(("word", "wanted"), [("lru,le", "lru,lecar"), ("=", "lru"), ("bela", "belady")])
-def test_bash_breaks_words_at_equals_signs(word: str, wanted: str, programs: dict[str, str]) -> None:
-    typed = ["llmcache", "simulate", "x.csv", "--cache", "=", "50%", "--policy", *(["="] if word != "=" else []), word]
-    script = f"{BASH}\nask {' '.join(typed)}"
-    result = subprocess.run(["bash", "--norc", "-c", script], env=programs, capture_output=True, text=True, check=True)
-    assert wanted in result.stdout.split()
+    ask(["bash", "--norc", "-c"], BASH, programs, IN_SHELLS + BROKEN)
 
 
 @pytest.mark.zsh
 def test_zsh(programs: dict[str, str]) -> None:
-    check(offered(["zsh", "-f", "-c"], ZSH, programs))
+    ask(["zsh", "-f", "-c"], ZSH, programs)
 
 
 @pytest.mark.fish
 def test_fish(programs: dict[str, str]) -> None:
-    check(offered(["fish", "--no-config", "-c"], FISH, programs))
+    ask(["fish", "--no-config", "-c"], FISH, programs)
 
 
 def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> dict[str, str]:
     """Value to type of what is offered, in this process."""
     command = mount_command if program == "llmcachefs" else app
-    return {
-        item.value: item.type for item in ShellComplete(command, {}, program, "X").get_completions(list(args), incomplete)
-    }
+    found = ShellComplete(command, {}, program, "X").get_completions(list(args), incomplete)
+    return {item.value: item.type for item in found}
+
+
+def test_words_that_fit_are_offered() -> None:
+    check([set(words(args, word, program)) for (program, *args, word), _, _ in CASES], CASES)
 
 
 def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPa
     assert words(["stats"], "/home") == {"/home": "dir"}
 
 
-@pytest.mark.parametrize("name", ["a b", "$(reboot)", "a;b", "`id`", "a\nplain,b", "a&", "'", "*"])
+@pytest.mark.parametrize("name", ["a b", "$(reboot)", "`id`", "a\nplain,b", "'", "*"])
 def test_a_mount_point_that_a_shell_would_obey_is_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
     assert words(["umount"], "/tmp/") == {"/tmp/mnt": "plain"}
@@ -153,16 +154,9 @@ def test_nothing_large_is_loaded_for_a_word() -> None:
     assert not HEAVY & set(result.stdout.split())
 
 
-def known(command: str, option: str) -> set[str]:
-    """Names that are offered for an option."""
-    (found,) = (one for one in dict(walk(app, "llmcache"))[f"llmcache {command}"].params if one.name == option)
-    assert isinstance(found.type, NameType)
-    return set(found.type.known())
-
-
 def test_names_are_those_of_the_tables() -> None:
     from llmcache.kv.tasks.recall import TASKS
     from llmcache.trace.sources import AUTO, SOURCES
 
-    assert known("kv bench", "task") == set(TASKS)
-    assert known("trace", "tier") == {AUTO, *SOURCES}
+    assert set(words(["kv", "bench", "--task"], "")) >= set(TASKS)
+    assert set(words(["trace", "--tier"], "")) >= {AUTO, *SOURCES}

@@ -1,4 +1,4 @@
-"""README, docs/ and the pages beside them: what they link to, show and name is there, and examples do what they say."""
+"""README, docs/ and the pages beside them: what they link to, show and name is there; figures are the recorded ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +21,10 @@ from llmcache.cli import app
 from llmcache.cli.types import NameType
 from llmcache.fs.client.settings import NAMES
 from tests.property.contract import clauses, long_case
-from tools.bench.readme import TABLES
+from tests.unit.command_parts import parsed
+from tools.bench import readme, results
+from tools.bench.readme import PICTURE, TABLES, UnknownFigure, fill, pages
+from tools.bench.results import Bar, Document, with_bars
 from tools.site import BESIDE, linked, manual
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -82,8 +84,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
 
 
-def test_readme_is_short() -> None:
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 200
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    text = text_of(ROOT / "README.md")
+    assert len(text.splitlines()) <= 200
+    beginning = text.partition("\n## ")[0].splitlines()
+    assert len(beginning) <= 40, "a screen"
+    assert all(any(line.startswith(f"    {command} ") for line in beginning) for command in ("tools/demo", "tools/test"))
 
 
 def test_the_manual_is_listed_and_on_the_site() -> None:
@@ -142,7 +148,11 @@ def words_of(command: str) -> list[str]:
 def test_commands_exist(page: str, command: str) -> None:
     words = words_of(command)
     if words[0] in ("llmcache", "llmcachefs"):
-        parse(["mount", *words[1:]] if words[0] == "llmcachefs" else words[1:])
+        context = parsed(*words)
+        for parameter in context.command.params:
+            value = context.params.get(parameter.name or "")
+            if isinstance(parameter.type, NameType) and isinstance(value, str):
+                assert set(value.split(",")) <= set(parameter.type.known())
     elif words[0].endswith("python") and words[1] == "-m":
         assert words[2] == "venv" or importlib.util.find_spec(words[2]) is not None
     elif words[0].endswith("python") and words[1] == "tools/bench":
@@ -152,24 +162,6 @@ def test_commands_exist(page: str, command: str) -> None:
         assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/"))
     else:
         assert words[0] in OTHERS
-
-
-def parse(words: list[str]) -> None:
-    """Raises a usage error for words that the command line does not know. Nothing is run, no file is looked at."""
-    command: click.Command = app
-    context = click.Context(app, info_name="llmcache")
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words.pop(0))
-        assert found is not None
-        command, context = found, click.Context(found, parent=context, info_name=found.name)
-    values, _, _ = command.make_parser(context).parse_args(list(words))
-    for parameter in command.params:
-        given = values.get(parameter.name or "")
-        for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, str):
-                parameter.type.convert(value, parameter, context)
-                if isinstance(parameter.type, NameType) and not set(value.split(",")) <= set(parameter.type.known()):
-                    raise click.UsageError(f"{parameter.name}: {value}")
 
 
 @pytest.mark.parametrize("command", sorted({command for _, command in SHOWN if QUICK.match(command)}))
@@ -250,3 +242,58 @@ def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.Monk
     spec.loader.exec_module(module)
     for clause in clauses("fifo"):
         clause("fifo", long_case(20, seed=20))
+
+
+# Tables, figures and the picture: those of the JSON in the tree
+
+TEXT = "".join(map(text_of, pages()))
+
+
+def document(_name: str = "kvstore") -> Document:
+    return with_bars({}, [Bar("gather", "bandwidth", 0.7, ">=", 0.8), Bar("m", "memory", 3, "<", 4, "emulated")])
+
+
+def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
+    assert readme.main([]) == 0, "python -m tools.bench.readme --write"
+
+
+def test_every_recorded_benchmark_has_its_table_once() -> None:
+    shown = re.findall(r"<!-- results:(\w+) -->", TEXT)
+    beside = {"demotime", "startup", "papers", "testtime"}  # of us, not of what users do
+    assert sorted(shown) == sorted({path.stem for path in results.DIRECTORY.glob("*.json")} - beside)
+    assert set(shown) <= set(TABLES)
+
+
+def test_no_line_begins_with_the_marker_of_a_figure() -> None:
+    assert not re.findall(r"^\s*<!-- figure:", TEXT, re.MULTILINE), "Markdown would take the line for HTML"
+
+
+def test_what_is_marked_is_replaced_and_nothing_else() -> None:
+    text = "a\n<!-- results:kvstore -->\nold\n<!-- /results -->\nb <!-- figure:kvstore.gather -->9<!-- /figure --> c\n"
+    text += "<!-- limit:kvstore.m -->8<!-- /limit -->, <!-- limit:kvstore.gather -->7<!-- /limit -->\n"
+    table = "| what | figure | bar |\n|---|---:|---:|\n| bandwidth | 0.7 | >= 0.8: **not reached** |\n"
+    table += "| *emulated*: memory | 3 | < 4 |\n"
+    filled = fill(text, document)
+    limits = text.replace("8", "< 4").replace("7", ">= 0.8: **not reached**")
+    assert filled == limits.replace("old\n", table).replace("9", "0.7")
+    assert fill(filled, document) == filled
+
+
+@pytest.mark.parametrize(
+    "marker", ["results:nothing", "figure:nothing.gather", "figure:kvstore.nothing", "limit:kvstore.nothing"]
+)
+def test_unknown_markers_are_named(marker: str) -> None:
+    kind = marker.partition(":")[0]
+    with pytest.raises(UnknownFigure, match="nothing"):
+        fill(f"<!-- {marker} -->{chr(10) if kind == 'results' else 1}<!-- /{kind} -->", document)
+
+
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    written = [tmp_path / name for name in ("README.md", "docs/page.md", PICTURE)]
+    for page in written[:2]:
+        page.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
+    assert readme.main([], tmp_path) == 1 and "-->1<" in written[0].read_text()
+    assert readme.main(["--write"], tmp_path) == 0 == readme.main([], tmp_path)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(written)
+    assert all("-->1<" not in page.read_text() for page in written[:2])

@@ -77,17 +77,3 @@ def test_groff_warns_of_nothing_and_keeps_to_the_width() -> None:
         assert result.stderr == "", name
         shown = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", result.stdout)
         assert [line for line in shown.splitlines() if len(line) > 80] == [], name
-
-
-def test_marks_become_macros() -> None:
-    text = "first `a-b` of llmcache-x(1)\n\nterm, other\n    meaning\n    goes on\n\n    kept  as is\n\n## More\n.last"
-    assert make_man.section("TITLE", text).splitlines() == [
-        ".SH TITLE",
-        "first \\fBa\\-b\\fP of \\%\\fBllmcache\\-x\\fP(1)",
-        ".TP",
-        "\\fBterm\\fP, \\fBother\\fP",
-        "meaning goes on",
-        ".PP", ".nf", "kept  as is", ".fi",
-        '.SS "More"',
-        "\\&.last",
-    ]  # fmt: skip

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmcache import cli
 from llmcache.cache import cluster
 from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.trace.record import Provenance
+from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
 
 
@@ -83,35 +83,30 @@ def test_a_cluster_gives_the_rows_of_a_local_run(
     assert {(name, in_all) for name, done, in_all in told if done == in_all} == {(traces[0], 3), (traces[1], 3)}
 
 
-def test_the_command_gives_the_same_json(address: str, traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_gives_the_same_json(address: str, traces: list[str]) -> None:
     told = []
     for options in ([], ["--scheduler", address]):
-        with pytest.raises(SystemExit) as caught:
-            cli.run(cli.app, "llmcache", ["simulate", *traces, "--policy", "lru", "--json", "--mrc", *options])
-        assert caught.value.code == 0
-        told.append(json.loads(capsys.readouterr().out))
+        done = called("simulate", *traces, "--policy", "lru", "--json", "--mrc", *options)
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout))
     assert told[0] == told[1]
     assert len(told[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
 
 
-def test_a_worker_that_does_not_see_the_trace_is_named(
-    address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"path": "/elsewhere/t.parquet"}, r"worker tcp://127\.0\.0\.1:\d+ cannot read '/elsewhere/t.parquet'"),
+        ({"digest": "0" * 64}, "another content"),
+    ],
+)
+def test_a_worker_that_does_not_see_the_same_trace_is_named(
+    changed: dict[str, Any], said: str, address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "SENT_BYTES", 0)
-    real = cluster.Remote.of
-    monkeypatch.setattr(
-        cluster.Remote, "of", lambda name: cluster.Remote(name, "/elsewhere/t.parquet", 9, real(name).digest)
-    )
-    with pytest.raises(EnvironmentProblem, match=r"worker tcp://127\.0\.0\.1:\d+ cannot read '/elsewhere/t.parquet'"):
-        cluster.simulate_on(address, traces, PLAN)
-
-
-def test_a_worker_with_another_content_is_named(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SENT_BYTES", 0)
-    real = cluster.Remote.of(traces[0])
-    changed = cluster.Remote(real.name, real.path, real.size_bytes, "0" * 64)
-    monkeypatch.setattr(cluster.Remote, "of", lambda name: changed)
-    with pytest.raises(EnvironmentProblem, match="another content"):
+    other = replace(cluster.Remote.of(traces[0]), **changed)
+    monkeypatch.setattr(cluster.Remote, "of", lambda name: other)
+    with pytest.raises(EnvironmentProblem, match=said):
         cluster.simulate_on(address, traces[:1], PLAN)
 
 
@@ -151,27 +146,10 @@ def test_no_trace(address: str) -> None:
 
 
 def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "distributed":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(EnvironmentProblem) as caught:
         cluster.simulate_on("tcp://127.0.0.1:8786", traces, PLAN)
-    assert caught.value.exit_code == 3 and caught.value.hint is not None
-    assert "llmcache-toolkit[cluster]" in caught.value.hint
-
-
-def test_nothing_but_a_cluster_imports_distributed(traces: list[str]) -> None:
-    import subprocess
-
-    code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print('distributed' in sys.modules)"
-    command = [sys.executable, "-c", code, "simulate", traces[1], "--policy", "lru"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert caught.value.hint is not None and "llmcache-toolkit[cluster]" in caught.value.hint
 
 
 @pytest.mark.parametrize(("threads", "tasks"), [(1, 3), (3, 3), (4, 6), (1000, 30)])

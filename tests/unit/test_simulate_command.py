@@ -1,4 +1,4 @@
-"""`llmcache simulate`: the rows of the issue as JSON, tables, and bad input, whose message names the field."""
+"""`llmcache simulate`: rows as JSON, tables, bad input, Ctrl-C, and memory that does not grow with the trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache import cli
 from llmcache.cache import simulate
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
 from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
 
-ISSUE_KEYS = {"trace", "policy", "cache_bytes", "accesses", "hits", "hit_ratio", "read_bytes", "write_bytes"}
-ISSUE_KEYS |= {"storage_read_bytes", "latency_s"}
+KEYS = {"trace", "policy", "cache_bytes", "accesses", "hits", "hit_ratio", "read_bytes", "write_bytes"}
+KEYS |= {"storage_read_bytes", "latency_s"}
 
 
 @pytest.fixture
@@ -33,29 +32,21 @@ def trace(tmp_path: Path) -> str:
     return saved(trace_of(loop(200, 5, 16) + loop(20, 3, 5, op=1)), tmp_path)
 
 
-def run(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        cli.run(cli.app, "llmcache", ["simulate", *args])
-    assert isinstance(caught.value.code, int)
-    told = capsys.readouterr()
-    return caught.value.code, told.out, told.err
-
-
-def document(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, out, err = run([*args, "--json"], capsys)
-    assert (code, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
+def document(*args: str) -> dict[str, Any]:
+    done = called("simulate", *args, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_json_has_a_row_for_each_trace_policy_and_size(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = document([trace, "--policy", "lru,sieve", "--cache", "40Ki,1M", "--bw", "100,1GB/s"], capsys)
+def test_json_has_a_row_for_each_trace_policy_and_size(trace: str) -> None:
+    found = document(trace, "--policy", "lru,sieve", "--cache", "40Ki,1M", "--bw", "100,1GB/s")
     assert found["schema"] == "llmcache.simulate/1"
     assert [(row["policy"], row["cache_bytes"]) for row in found["results"]] == [
         ("lru", 40960), ("lru", 10**6), ("sieve", 40960), ("sieve", 10**6),
     ]  # fmt: skip
     row = found["results"][1]
-    assert row.keys() >= ISSUE_KEYS
+    assert row.keys() >= KEYS
     assert (row["accesses"], row["hits"], row["reads"], row["writes"]) == (1060, 860, 1000, 60)
     assert (row["read_bytes"], row["write_bytes"], row["storage_read_bytes"]) == (1000 * 4096, 60 * 4096, 200 * 4096)
     assert row["bw"] == 100 * 10**6
@@ -65,25 +56,20 @@ def test_json_has_a_row_for_each_trace_policy_and_size(trace: str, capsys: pytes
     assert found["traces"][0]["footprint_blocks"] == 200
 
 
-def test_sizes_may_be_shares_and_auto_has_ten(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shares = document([trace, "--policy", "lru", "--cache", "2%,12.5%,100%"], capsys)["results"]
+def test_sizes_may_be_shares_and_auto_has_ten(trace: str, tmp_path: Path) -> None:
+    shares = document(trace, "--policy", "lru", "--cache", "2%,12.5%,100%")["results"]
     assert [row["cache_bytes"] for row in shares] == [4 * 4096, 25 * 4096, 200 * 4096]
-    auto = document([trace, "--policy", "lru"], capsys)["results"]
+    auto = document(trace, "--policy", "lru")["results"]
     assert [row["cache_bytes"] for row in auto] == [
         2 * percent * 4096 for percent in (2, 5, 10, 20, 30, 40, 50, 60, 80, 100)
     ]
-    assert len(auto) == 10
-    assert all(isinstance(row["latency_s"], float) for row in auto)
-
-
-def test_auto_works_on_the_smallest_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved(trace_of([(0, 0, 1, 0), (0, 0, 1, 0)]), tmp_path)
-    (row,) = document([path, "--policy", "lru"], capsys)["results"]
+    path = saved(trace_of([(0, 0, 1, 0), (0, 0, 1, 0)]), tmp_path, "smallest.parquet")
+    (row,) = document(path, "--policy", "lru")["results"]
     assert (row["cache_bytes"], row["hits"]) == (4096, 1)
 
 
-def test_the_curve_and_the_stalls_are_in_the_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = document([trace, "--policy", "lru", "--cache", "1M", "--mrc", "--t", "10ms", "--bw", "1"], capsys)
+def test_the_curve_and_the_stalls_are_in_the_json(trace: str) -> None:
+    found = document(trace, "--policy", "lru", "--cache", "1M", "--mrc", "--t", "10ms", "--bw", "1")
     (curve,) = found["curves"]
     assert curve["cache_bytes"][-1] == 200 * 4096
     assert curve["hits"][-1] == found["results"][0]["hits"]
@@ -95,18 +81,19 @@ def test_the_curve_and_the_stalls_are_in_the_json(trace: str, capsys: pytest.Cap
     assert found["period_s"] == 0.01
 
 
-def test_people_get_tables_that_say_what_is_modelled(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run([trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc"], capsys)
-    assert (code, err) == (0, "")
+def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
+    done = called("simulate", trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc")
+    assert (done.returncode, done.stderr) == (0, "")
+    out = done.stdout
     assert "1060 blocks referenced (1000 read, 60 written) of 200 distinct ones" in out
     assert "LRU" in out and "Belady" in out and "0.8113" in out
     assert "latency: modelled" in out and "nothing for each block (--setup)" in out and "Stalls (modelled)" in out
     assert "LRU at all sizes: hit ratio up to 0.8113" in out
 
 
-def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str) -> None:
     args = [trace, "--policy", "lru", "--cache", "40Ki", "--bw", "500"]
-    streamed, one_by_one = document(args, capsys), document([*args, "--setup", "50us"], capsys)
+    streamed, one_by_one = document(*args), document(*args, "--setup", "50us")
     (row,), (slow,) = streamed["results"], one_by_one["results"]
     to_gpu_s = row["read_bytes"] / 20e9
     assert row["latency_s"] == pytest.approx(row["storage_read_bytes"] / 500e6 + to_gpu_s)
@@ -114,72 +101,54 @@ def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str,
     assert (streamed["model"]["setup_ns"], one_by_one["model"]["setup_ns"]) == (0, 50_000)
 
 
-def test_a_report_is_written_and_never_replaced_unasked(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_written_and_never_replaced_unasked(trace: str, tmp_path: Path) -> None:
     page = tmp_path / "out.html"
-    args = [trace, "--policy", "lru", "--cache", "50%", "--report", str(page)]
-    assert run(args, capsys)[0] == 0
-    assert page.read_text().startswith("<!DOCTYPE html>")
-    code, _, err = run(args, capsys)
-    assert code == 2 and "--report" in err and "--force" in err
-    assert run([*args, "--force"], capsys)[0] == 0
+    args = ("simulate", trace, "--policy", "lru", "--cache", "50%", "--report", str(page))
+    assert called(*args).returncode == 0 and page.read_text().startswith("<!DOCTYPE html>")
+    refused = called(*args)
+    assert refused.returncode == 2 and "--report" in refused.stderr and "--force" in refused.stderr
+    assert called(*args, "--force").returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "named"),
+    ("args", "named"),
     [
-        (["--cache", "16"], 2, "--cache: '16' has no unit"),
-        (["--cache", "16M,,4M"], 2, "--cache"),
-        (["--cache", "4095B"], 2, "--cache: 4095 bytes are less than one block"),
-        (["--cache", "0.1%"], 2, "--cache: 0.1% of a footprint of 200 blocks"),
-        (["--cache", "0%"], 2, "--cache: '0%'"),
-        (["--cache", "101%"], 2, "--cache: '101%'"),
-        (["--cache", "-4M"], 2, "--cache"),
-        (["--cache", "lots"], 2, "--cache"),
-        (["--bw", "0"], 2, "--bw: '0'"),
-        (["--bw", "100,-5"], 2, "--bw"),
-        (["--bw", "100,"], 2, "--bw"),
-        (["--setup", "long"], 2, "--setup: 'long'"),
-        (["--t", "0"], 2, "--t: '0'"),
-        (["--t", "soon"], 2, "--t: 'soon'"),
-        (["--policy", "lru,best"], 2, "--policy: there is no policy 'best'"),
-        (["--policy", ""], 2, "--policy"),
-        (["--jobs", "0"], 2, "--jobs"),
-        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], 2, "--jobs and --scheduler"),
-        (["--report", "/nowhere/out.html"], 2, "--report"),
+        (("--cache", "16"), "--cache: '16' has no unit"),
+        (("--cache", "16M,,4M"), "--cache"),
+        (("--cache", "4095B"), "--cache: 4095 bytes are less than one block"),
+        (("--cache", "0.1%"), "--cache: 0.1% of a footprint of 200 blocks"),
+        (("--cache", "0%"), "--cache: '0%'"),
+        (("--cache", "101%"), "--cache: '101%'"),
+        (("--bw", "100,-5"), "--bw"),
+        (("--setup", "long"), "--setup: 'long'"),
+        (("--t", "0"), "--t: '0'"),
+        (("--policy", "lru,best"), "--policy: there is no policy 'best'"),
+        (("--policy", ""), "--policy"),
+        (("--jobs", "0"), "--jobs"),
+        (("--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"), "--jobs and --scheduler"),
+        (("--report", "/nowhere/out.html"), "--report"),
     ],
 )
-def test_bad_options_are_named(
-    args: list[str], code: int, named: str, trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, out, err = run([trace, *args], capsys)
-    assert (found, out) == (code, "")
-    assert named in err and "Traceback" not in err
+def test_bad_options_are_named(args: tuple[str, ...], named: str, trace: str) -> None:
+    done = called("simulate", trace, *args)
+    assert (done.returncode, done.stdout) == (2, "") and named in done.stderr
 
 
-def test_bad_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    foreign, cut, empty = tmp_path / "foreign.parquet", tmp_path / "cut.parquet", tmp_path / "empty.parquet"
+def test_bad_traces_are_named(tmp_path: Path) -> None:
+    foreign, empty = tmp_path / "foreign.parquet", saved(trace_of([]), tmp_path, "empty.parquet")
     foreign.write_text("no Parquet")
-    whole = Path(saved(trace_of(loop(300, 50, 1)), tmp_path)).read_bytes()
-    cut.write_bytes(whole[: len(whole) // 2])
-    saved(trace_of([]), tmp_path, empty.name)
     lost = saved(trace_of(loop(9, 9, 3), provenance=Provenance("ebpf", lost_events=3)), tmp_path, "lost.parquet")
     timeless = saved(trace_of(loop(9, 9, 3), step_ns=0), tmp_path, "timeless.parquet")
     for args, code, named in (
-        ([str(foreign)], 5, "foreign.parquet"),
-        ([str(cut)], 5, "cut.parquet"),
-        ([str(empty)], 5, "rows"),
-        ([str(tmp_path / "none.parquet")], 2, "none.parquet"),
-        ([str(tmp_path)], 2, str(tmp_path)),
-        ([lost, "--policy", "lru,belady"], 5, "lost_events"),
-        ([timeless, "--t", "0.1"], 5, "t_ns"),
-        ([timeless, str(empty)], 5, "rows"),
+        ((foreign,), 5, "foreign.parquet"),
+        ((tmp_path / "none.parquet",), 2, "none.parquet"),
+        ((lost, "--policy", "lru,belady"), 5, "lost_events"),
+        ((timeless, "--t", "0.1"), 5, "t_ns"),
+        ((timeless, empty), 5, "rows"),
     ):
-        found, out, err = run([*args, "--cache", "4Ki"], capsys)
-        assert (found, out) == (code, ""), err
-        assert named in err and "Traceback" not in err
-    assert run([lost, timeless, "--policy", "lru", "--cache", "4Ki"], capsys)[0] == 0
+        done = called("simulate", *args, "--cache", "4Ki")
+        assert (done.returncode, done.stdout) == (code, "") and named in done.stderr
+    assert called("simulate", lost, timeless, "--policy", "lru", "--cache", "4Ki").returncode == 0
 
 
 def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,21 @@
-"""The view of `llmcache top`: as it looks at 80 columns, and that it fits whatever a mount tells."""
+"""`llmcache top`: rates and the span they are of, mounts that end or are others; how it looks, and that it always fits."""
 
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
+from llmcache.errors import MountProblem
 from llmcache.fs.client.top import (
     FREE,
+    HEAT_SHARE,
     PINNED,
     WINDOW,
     HeatFile,
@@ -22,9 +26,14 @@ from llmcache.fs.client.top import (
     fold,
     lines,
     merge,
+    quantile_s,
     strip_bar,
+    waits_between,
 )
-from tests.unit.top_parts import MB, as_layer, cells, heat, layer, stats, waits
+from llmcache.fs.engine.state import BOUNDS_NS
+from tests.fuzz.mutations import documents
+from tests.fuzz.target import light
+from tests.unit.top_parts import MB, as_layer, cells, file, heat, layer, loop, stats, waits
 
 BEFORE = stats(
     98.0,
@@ -92,35 +101,6 @@ no loop yet: no model is open, and nothing was read twice
 """
 
 
-NARROW = """\
-/mnt/models steer, up 1 min 40 s           every 1 s, q ends
-budget ████████████████████████████▸▸▸▸▪▪············ 100 MB
-       █ pinned 60.0 MB   ▸ window 10.0 MB
-       ▪ pages 5.00 MB   · free 25.0 MB
-
-               since mount   last 2.0 s
-to readers         1.00 GB     100 MB/s
-from storage        400 MB    50.0 MB/s
-fetched             390 MB    47.5 MB/s
-byte hit ratio      60.0 %       50.0 %
-prefetch late       22.5 %       90.0 %
-prefetch wasted      2.5 %        0.0 %
-waits         count   half <   99 % <    in all   last 2.0 s
-late              3     3 ms    30 ms   24.5 ms        1.2 %
-on demand         1    10 ms    10 ms   5.00 ms        0.0 %
-
-loop               size  period pinned  passes   readers
-model.gguf       100 MB  500 ms   60 %      12   ─────●─────
-
-model.gguf          size  pinned        read   ░ streamed
-header           1.00 MB   100 %           -   █████████████
-…en_embd.weight  19.0 MB     0 %         now   ▪▪···········
-blk.0            20.0 MB    50 %         now   ███████░░░░░░
-blk.1            20.0 MB    50 %         now   ████▓▓▓░▸▸░░░
-blk.2            20.0 MB     0 %  12 min ago   ·············
-"""
-
-
 def sample(*replies: dict[str, Any], warmth: dict[str, Any] = HEAT) -> Sample:
     """What a watcher makes of these counters, the last of them."""
     left = iter(replies)
@@ -134,10 +114,6 @@ def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -
 
 def test_it_looks_like_this() -> None:
     assert text(sample(BEFORE, stats()), hint="every 1 s, q ends") == WHOLE
-
-
-def test_at_60_columns_it_looks_like_this() -> None:
-    assert text(sample(BEFORE, stats()), 60, hint="every 1 s, q ends") == NARROW
 
 
 def test_a_mount_that_nobody_uses_looks_like_this() -> None:
@@ -244,3 +220,180 @@ def test_a_bar_is_as_long_as_it_should_be(parts: list[tuple[int, str]]) -> None:
     total = sum(amount for amount, _ in parts)
     assert len(strip_bar(parts, total, 60)) == 60
     assert strip_bar(parts, max(1, 2 * total), 60).plain.count(FREE) >= 29
+
+
+# What is made of a mount's replies
+
+
+class Mount:
+    """Replies with the counters that it is given, one after the other; an error is raised."""
+
+    def __init__(self, *replies: dict[str, Any] | Exception) -> None:
+        self.replies = list(replies)
+        self.asked: list[str] = []
+        self.now_s = 0.0
+        self.takes_s = 0.0  # to tell heat
+        self.answers_s = 0.0  # to tell counters
+
+    def __call__(self, _mount: str, question: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(question["op"])
+        if question["op"] == "heat":
+            self.now_s += self.takes_s
+            return heat(layer("blk.0"))
+        self.now_s += self.answers_s
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def watcher(self) -> Watcher:
+        return Watcher("/mnt", self, lambda: self.now_s)
+
+
+def at(uptime_s: float, read_mb: int, **more: Any) -> dict[str, Any]:
+    return stats(uptime_s, read_bytes=read_mb * MB, hit_bytes=read_mb * MB // 2, **more)
+
+
+def test_the_interval_is_a_whole_period_of_the_slowest_loop_in_use() -> None:
+    slow, idle = loop(period_s=5.0), loop(period_s=50.0, readers=[])
+    files = [file("/a", slow), file("/b", idle), file("/c", loop(period_s=None))]
+    watcher = Mount(*(at(10.0 + second, 100 * second, files=files) for second in range(9))).watcher()
+    spans = [None if sample.interval is None else sample.interval.seconds for sample in (watcher.sample() for _ in range(9))]
+    assert spans == [None, 1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_the_interval_is_what_has_moved_since_the_last_look_at_the_same_mount() -> None:
+    watcher = Mount(at(100, 100), at(102, 500), at(1, 3), at(2, 5)).watcher()
+    first, second, other, later = (watcher.sample() for _ in range(4))
+    assert first.interval is None and first.total.read_bytes == 100 * MB
+    assert second.interval is not None and second.interval.seconds == 2
+    assert second.interval.read_bytes == 400 * MB and second.interval.hit_ratio == 0.5
+    assert second.interval.per_s(second.interval.read_bytes) == 200 * MB
+    assert other.interval is None and other.total.read_bytes == 3 * MB
+    assert later.interval is not None and later.interval.read_bytes == 2 * MB
+
+
+def test_another_mount_is_noticed_also_when_it_is_older_than_the_last_look() -> None:
+    mount = Mount(at(5, 900), at(3000, 3), at(3001, 5))
+    watcher = mount.watcher()
+    watcher.sample()
+    mount.now_s = 7000.0  # Ctrl-Z, a mount ends, another is made; fg
+    assert watcher.sample().interval is None
+    mount.now_s = 7001.0
+    sample = watcher.sample()
+    assert sample.interval is not None and sample.interval.read_bytes == 2 * MB
+
+
+def test_a_daemon_that_hangs_for_a_while_is_no_other() -> None:
+    mount = Mount(at(10, 100), at(35, 500), at(36, 600))
+    watcher = mount.watcher()
+    watcher.sample()
+    mount.answers_s = 25.0
+    second = watcher.sample()
+    assert second.interval is not None and second.interval.seconds == 25
+    mount.answers_s, mount.now_s = 0.0, mount.now_s + 1.0
+    assert watcher.sample().interval is not None
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """Files are not remembered, nor counters for longer than the slowest loop needs."""
+    moment = iter(range(500))
+
+    def reply(_mount: str, question: dict[str, Any]) -> dict[str, Any]:
+        files = [file(f"/{number}", loop()) for number in range(20)]
+        return heat() if question["op"] == "heat" else at(float(next(moment)), 0, files=files)
+
+    watcher = Watcher("/mnt", reply, lambda: 0.0)
+    with light(1 << 20):
+        for _ in range(500):
+            watcher.sample()
+
+
+def test_a_mount_that_ends_is_said_to_have_ended_and_not_where_there_was_none() -> None:
+    none = MountProblem("no llmcachefs is mounted on /mnt", "hint")
+    with pytest.raises(MountProblem, match=r"^no llmcachefs is mounted on /mnt$"):
+        Mount(none).watcher().sample()
+    watcher = Mount(at(1, 1), none).watcher()
+    watcher.sample()
+    with pytest.raises(MountProblem, match="/mnt can no longer be watched: no llmcachefs") as caught:
+        watcher.sample()
+    assert caught.value.hint == "hint" and caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [{"uptime_s": 1.0}, stats(files=7), stats(files=[{}]), stats(prefetch=None), stats(pages_bytes="x")],
+)
+def test_a_mount_of_another_version_is_told_as_such(foreign: dict[str, Any]) -> None:
+    with pytest.raises(MountProblem, match="does not understand") as caught:
+        Mount(foreign).watcher().sample()
+    assert caught.value.hint and "version" in caught.value.hint
+
+
+def replies(good: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects that are not quite as they should be."""
+    return documents([good]).map(lambda told: told if isinstance(told, dict) else {**good, "files": told})
+
+
+@given(replies(stats()) | st.just(stats()), replies(heat(layer("blk.0"), layer("blk.1"))))
+def test_whatever_a_daemon_of_another_tells_is_shown_or_refused(counters: dict[str, Any], warmth: dict[str, Any]) -> None:
+    watcher = Watcher("/mnt", lambda _mount, question: counters if question["op"] == "stats" else warmth)
+    try:
+        samples = [watcher.sample(), watcher.sample()]
+    except MountProblem:
+        return
+    for sample in samples:
+        assert all(line.plain.isprintable() for line in lines(sample, 80, 24))
+        json.dumps(sample.document(), allow_nan=False)
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 1.0])
+def test_heat_is_asked_for_the_more_seldom_the_longer_it_takes(takes_s: float) -> None:
+    mount, looks = Mount(), 100
+    mount.takes_s, watcher = takes_s, mount.watcher()
+    for _ in range(looks):
+        mount.replies = [at(mount.now_s, 0)]
+        watcher.sample()
+        mount.now_s += 1.0
+    asked = mount.asked.count("heat")
+    assert 1 < asked * takes_s <= HEAT_SHARE * mount.now_s + 1 if takes_s else asked == looks
+
+
+def test_the_document_is_json_in_base_units() -> None:
+    facts = at(12, 500, waits={"late": waits(10**10), "demand": waits()})
+    watcher = Mount(at(10, 100, waits={"late": waits(), "demand": waits()}), facts).watcher()
+    assert watcher.sample().document()["interval"] is None
+    found = json.loads(json.dumps(watcher.sample().document(), allow_nan=False))
+    assert found["schema"] == "llmcache.top/1" and found["mount"] == "/mnt"
+    budget = {"budget": 100, "limit": 100, "pinned": 60, "window": 10, "other": 5, "free": 25, "daemon": 22}
+    assert found["budget"] == {"mode": "steer", **{f"{name}_bytes": size * MB for name, size in budget.items()}}
+    assert found["interval"]["read_bytes_per_s"] == 200 * MB and found["total"]["late_ratio"] == 0.225
+    assert found["interval"]["late_waits"]["median_s"] is None  # longer than the last bound
+    assert found["loops"][0]["path"] == "/model.gguf" and found["loops"][0]["readers"] == [0.5]
+    assert found["heat"][0]["layers"][0]["name"] == "blk.0"
+
+
+DURATIONS = st.lists(st.integers(0, 20_000_000_000), max_size=50)
+
+
+@given(DURATIONS, DURATIONS)
+def test_what_is_between_two_moments_is_what_came_in_between(before: list[int], later: list[int]) -> None:
+    now = waits(*before, *later)
+    found = waits_between(waits(*before), now)
+    assert found["counts"] == waits(*later)["counts"]
+    assert found["sum_s"] == pytest.approx(sum(later) / 1e9)
+    assert waits_between(None, now) == now
+
+
+@given(DURATIONS, st.sampled_from([0.1, 0.5, 0.99, 1.0]))
+def test_a_quantile_is_the_least_bound_that_enough_do_not_exceed(durations: list[int], share: float) -> None:
+    found = quantile_s(waits(*durations), share)
+    if not durations:
+        assert found is None
+        return
+    assert found is not None
+    within = sum(each <= found * 1e9 for each in durations)
+    assert within >= share * len(durations)
+    lower = [bound / 1e9 for bound in BOUNDS_NS if bound / 1e9 < found]
+    if lower:
+        assert sum(each <= lower[-1] * 1e9 for each in durations) < share * len(durations)

@@ -1,24 +1,47 @@
-"""The benchmarks of the KV manager: their bars follow from what was measured, and a quick run leaves its JSON alone."""
+"""Quick runs of benchmarks, and the arithmetic of bars that recorded results (test_bench_results.py) do not show."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmcache.errors import DataError
+from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.bench.lengths import LengthRow
 from llmcache.kv.bench.results import STOCK, KvMemory, Row
 from llmcache.kv.bench.synthetic import Setup, fixed
 from llmcache.kv.bench.task import Candidate, Told
 from llmcache.kv.workload import StreamSpec
+from llmcache.units import BLOCK_BYTES
 from tests.unit.task_parts import of_policies, speed
-from tools.bench import kv, kvanswers, kvindex, kvmodels, kvpipeline, kvstore, kvtransformers, results
+from tools.bench import (
+    kv,
+    kvanswers,
+    kvindex,
+    kvmodels,
+    kvpipeline,
+    kvstore,
+    kvtransformers,
+    mount,
+    size,
+    startup,
+    testtime,
+    trace,
+)
+from tools.bench.__main__ import main
+from tools.bench.cgroup import Usage
 from tools.bench.clients.spill_file import SHAPE
+from tools.bench.demo import same_answers
+from tools.bench.experiment import Comparison, Experiment, SideRun
 from tools.bench.harness import bars_of, run
+from tools.bench.runner import ClientRun, ClientStep
+from tools.bench.size import LoopCase, find_knee, stalls_begin
 
 
 def quick_run(bench: Any, path: Path, *words: str) -> Any:
@@ -88,12 +111,6 @@ def test_the_model_of_the_pipeline_lets_only_the_first_layer_wait_where_computin
     assert kvpipeline.modelled_idle(longer, SETUP) == pytest.approx(1 - 80 / (40 + 20 + 3 * 40))
 
 
-def test_an_idle_share_that_cannot_be_hidden_reaches_no_bar() -> None:
-    told = results.read(results.DIRECTORY / "kvpipeline.json")
-    (bar,) = kvpipeline.bars({"parts": {"idle": {**told["parts"]["idle"], "applies": False}}})
-    assert not bar.passed and bar.to_json()["value"] is None
-
-
 # kvanswers, kvtransformers
 
 
@@ -155,8 +172,128 @@ def test_answers_count_where_the_full_cache_has_most_of_them() -> None:
         kvmodels.kept([hard], 64)
 
 
-def test_every_bar_of_real_models_is_of_a_part() -> None:
-    assert {name.split(".")[0] for name in kvmodels.BARS} - {"bytes"} == set(kvmodels.PARTS)
-    told = {"parts": {name: {"what": name, "figure": limit} for name, (_, limit) in kvmodels.BARS.items()}}
-    missed = [bar.name for bar in bars_of(kvmodels, told) if not bar.passed]
-    assert missed == ["time.long"], "it has to be faster, not as fast"
+# mount
+
+
+def comparison(times: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """What was measured of some sides: the time of each, and twice that once."""
+    runs = [{"side": side, "seconds": [[each, 2 * each, each]], "storage_bytes_per_step": 1} for side, each in times.items()]
+    about = {"case": "a", "name": "A loop", "loop_bytes": 10**9, "cache_bytes": 75 * 10**7, "read_bps": 10**9}
+    about |= {"clients": 2, "compute_s": 0.1, "bound_s": 0.5, "sides": list(times), "runs": runs}
+    return {**about, "problems": {side: ["hung"] if side == "kernel" else [] for side in times}, **changes}
+
+
+def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
+    measured = {"kernel": 3.0, "kernel-128": 1.0, "mount": 0.4}
+    assert all(bar.passed for bar in mount.bars({"results": [comparison(measured)]})), "the kernel's hang is not its fault"
+    hung = {"problems": {"mount": ["hung", "1 MiB wrong"]}}
+    failed = comparison({"kernel": 1.0}, sides=["kernel", "mount"], **hung)
+    nothing, *others = mount.bars({"results": [failed]})
+    assert nothing.value == 2 and len(others) == 2 and not any(bar.passed for bar in (nothing, *others))
+    assert math.isnan(mount.storage_bytes(failed, "mount"))
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "compared", "failed"),
+    [("a", "mount", "kernel", "kernel"), ("b", "mount", "plain", "kernel-128"), ("c", "mount", "direct", "direct"),
+     ("c", "inplace", "best", "kernel-128"), ("f", "inplace", "kernel", "kernel")],
+)  # fmt: skip
+def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, compared: str, failed: str) -> None:
+    sides = ["direct", "kernel", "kernel-128", mode]
+    measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
+    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
+    assert math.isnan(bars[compared].value) and not bars[compared].passed
+
+
+@pytest.mark.parametrize(
+    ("crcs", "same"), [([[1, 2, 3], [1, 2, 3]], True), ([[1, 2], [1, 2, 3]], True), ([[1, 2, 3], [1, 3]], False)]
+)
+def test_a_run_that_was_cut_off_has_no_wrong_bytes(crcs: list[list[int]], same: bool) -> None:
+    runs = [SideRun("mount", 0, [ClientRun(steps=[ClientStep(1.0, 0, crc) for crc in own])], Usage()) for own in crcs]
+    shape = Experiment("a", "x", Path("x"), 1, 1, lambda _side, _path: [], 3, 1)
+    assert same_answers(Comparison(shape, 1.0, None, runs)) == same
+
+
+# trace
+
+
+def test_chance_of_pairs() -> None:
+    assert trace.chance([2.0] * 5, [1.0] * 5) == 1 / 32
+    assert trace.chance([1.0] * 5, [2.0] * 5) == 1.0
+    assert trace.chance([2.0, 1.0], [1.0, 2.0]) == 0.75
+
+
+# size
+
+BUDGETS = [70.0, 80.0, 88.0, 94.0, 100.0, 106.0, 112.0, 125.0]
+SMALL = LoopCase("small", 2000 * BLOCK_BYTES, 500 * BLOCK_BYTES * 10, 10**8)  # 500 blocks come in time: S = 1500
+
+
+def passes(knee: float, plateau_s: float, slope: float) -> list[tuple[float, float]]:
+    return [(budget, plateau_s + max(0.0, knee - budget) * slope) for budget in BUDGETS]
+
+
+@given(st.floats(85, 110), st.floats(0.1, 10), st.floats(0.001, 1))
+def test_a_clean_knee_is_found_where_it_is(knee: float, plateau_s: float, slope: float) -> None:
+    found = find_knee(passes(knee, plateau_s, slope))
+    assert found.cache_bytes == pytest.approx(knee, rel=1e-6)
+    assert found.plateau_s == pytest.approx(plateau_s)
+
+
+@pytest.mark.parametrize("disturbed", range(len(BUDGETS)))
+def test_one_disturbed_budget_moves_the_knee_little(disturbed: int) -> None:
+    points = passes(100, 1.0, 0.01)
+    points[disturbed] = (points[disturbed][0], points[disturbed][1] * 1.08)
+    assert find_knee(points).cache_bytes == pytest.approx(100, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "points", [[(budget, 1.0) for budget in BUDGETS], [(budget, budget) for budget in BUDGETS], [(1.0, 2.0), (2.0, 1.0)]]
+)
+def test_without_a_falling_line_there_is_no_knee(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(EnvironmentProblem):
+        find_knee(points)
+
+
+def test_the_mounts_policy_pays_its_window() -> None:
+    case = LoopCase("window", 500 * 10**6, 10**9, 4 * 10**8)
+    found = stalls_begin("llmcache", case)
+    assert found["expected_blocks"] > 1.05 * case.formula_blocks and abs(found["difference"]) <= 0.01
+
+
+def test_the_command_says_whether_they_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(size, "CASES", (SMALL,))
+    for policy, code, said in (("belady", 0, "pass"), ("lru", 1, "FAIL")):
+        assert main(["size", "--policies", policy, "--modes", ""]) == code
+        told = capsys.readouterr().out
+        assert said in told and "modelled" in told
+
+
+# papers, startup, demotime, testtime
+
+
+def test_every_command_is_timed() -> None:
+    found = list(startup.commands())
+    assert {(), ("size",), ("kv",), ("kv", "bench"), ("edram", "sweep")} <= set(found) and len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("last", "seconds", "code"),
+    [
+        ("==== 6093 passed in 517.23s (0:08:37) ====", 517.23, 0),
+        ("=== 1 failed, 6092 passed, 3 skipped in 500.00s (0:08:20) ===", 500.0, 1),
+        ("6 passed, 1 error in 2.50s", 2.5, 1),
+    ],
+)
+def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code: int) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(f"tests/unit/test_x.py .... [ 1%]\n==== 2 passed in 1.00s ====\n{last}\n")
+    run = testtime.of_log(log)
+    assert (run["seconds"], run["exit_code"], run["log"]) == (seconds, code, "run.log")
+    suite_bar, flakes = testtime.bars({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
+    assert suite_bar.passed and flakes.passed == (code == 0)
+    assert not testtime.bars({"runs": [run] * 9})[1].passed, "ten runs are asked for"
+    assert not testtime.bars({"runs": [{**run, "exit_code": 0}] * 10 + [{**run, "exit_code": 1}]})[1].passed
+    log.write_text("collected 6093 items\n")
+    with pytest.raises(DataError, match="--log"):
+        testtime.of_log(log)
