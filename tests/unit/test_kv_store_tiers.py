@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import pytest
 
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
-from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.spill.raw import HUGE_PAGE_BYTES
-from llmcache.kv.spill.reader import thread_memory
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
@@ -34,7 +30,6 @@ def chosen(store: KvStore, *tokens: int) -> Selection:
 
 
 def pages(store: KvStore, sequence: int = 0, layer: int = 0) -> list[int]:
-    """Return the pages of a sequence that are in the pool."""
     return [int(page) for page in np.flatnonzero(store.in_cpu(layer, sequence))]
 
 
@@ -169,17 +164,6 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT
 
 
-def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, plain = make(200, ssd="csd")
-    monkeypatch.setattr("llmcache.kv.tiers.store.ASKED_ROWS", 100)
-    report = store.device_report
-    assert report is not None
-    before = replace(report)
-    plain.check_all(store)
-    after = store.device_report
-    assert after is not None and after.commands - before.commands == 2 * 4, "45 pages of each layer, 12 at a time"
-
-
 def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:
     store, plain = make(80, ssd="csd", profile=CsdProfile("slow", 1e9, 1e9, 1e9, 1000))
     blocks = store.score_ssd(0, 0, np.ones((2, 8), np.float32))
@@ -241,12 +225,6 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     plain.check_all(store)
     with SpillReader.open(tmp_path / "a.kv") as file:
         assert file.sequences == [0] and file.pages_by_layer(0) == [2, 2, 2]
-
-
-def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = make(38, batch=2)
-    monkeypatch.setattr(store.table, "choose", None)
-    store.select(np.array([0, 1]))
 
 
 def test_a_step_that_was_given_up(make: Make) -> None:
@@ -395,11 +373,3 @@ def test_selections_of_pages() -> None:
     found = Selection.of_pages(np.array([[[4, 2]]]), 3)
     assert found.positions.tolist() == [[[6, 7, 8, 12, 13, 14]]] and found.count == 6
     assert Selection.of_all(range(2, 4), 1, 2, 3).positions.tolist() == [[[6, 7, 8, 9, 10, 11]] * 2]
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_the_memory_of_a_thread_is_of_its_own(threads: int) -> None:
-    found: list[int] = []
-    run_all([lambda: found.append(thread_memory(4096).ctypes.data) for _ in range(8)], threads)
-    assert all(address % HUGE_PAGE_BYTES == 0 for address in found) and 1 <= len(set(found)) <= threads
-    assert thread_memory(3 * HUGE_PAGE_BYTES).size == 3 * HUGE_PAGE_BYTES
