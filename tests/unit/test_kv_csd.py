@@ -106,7 +106,7 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
 
 
 @FORKED
-@pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7), (3001, 65536)])
+@pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7)])
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
@@ -203,6 +203,7 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     assert not psutil.pid_exists(device.pid)
 
 
+@FORKED
 def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
     device = make()
     filled(device, 100)
@@ -216,6 +217,7 @@ def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
     assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
 
 
+@FORKED
 def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
     device = make()
     filled(device, 3000)
