@@ -1,11 +1,9 @@
-"""Spill files that were cut or changed anywhere, and syncs that fail: what was flushed is there, what is there is right.
-
-Over a system that lets go what it could not write back.
-"""
+"""Spill files after crashes of the machine, damage and failed syncs: what was flushed is there, what is there is right."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -43,10 +41,7 @@ def _no_real_sync() -> Iterator[None]:
 
 
 class Disk:
-    """A disk with a cache: remembers all writes to a file and what of them was synced, and makes what a crash leaves.
-
-    Crashes of the machine at any write follow one another in tests/fuzz/test_spill_operations.py.
-    """
+    """A disk with a cache: remembers all writes to a file and what of them was synced, and makes what a crash leaves."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[int, bytes]] = []
@@ -89,6 +84,43 @@ def recorded(disk: Disk) -> Iterator[None]:
         for name in notes:
             patch.setattr(RawFile, name, noted(name, getattr(RawFile, name)))
         yield
+
+
+STORY = [("append", 8), ("flush", 0), ("append", 5), ("truncate", 2), ("append", 9), ("flush", 0), ("truncate", 1)]
+STORY += [("flush", 0), ("append", 6), ("flush", 0)]
+
+
+def test_after_a_crash_at_any_write_it_is_a_beginning_of_what_it_was_since_the_last_flush(tmp_path: Path) -> None:
+    """And at least as long as what was flushed. Longer stories: tests/fuzz/test_spill_operations.py."""
+    disk, crashed = Disk(), tmp_path / "crashed.kv"
+    tokens: tuple[int, ...] = ()
+    possible, marks = [tokens], []
+    with recorded(disk), SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=2, direct=False) as file:
+        for what, number in STORY:
+            first, before = len(disk.writes), possible
+            if what == "append":
+                new = ids(100 * number, number)
+                append(file, 0, new)
+                tokens = (*tokens, *map(int, new))
+            elif what == "truncate":
+                file.truncate(0, number)
+                tokens = tokens[: 4 * number]
+            else:
+                file.flush()
+            possible = [tokens] if what == "flush" else [*before, tokens]
+            marks += [(at, [*before, tokens]) for at in range(first, len(disk.writes))]
+        marks.append((len(disk.writes), possible))
+    for (at, states), seed in itertools.product(marks, range(3)):
+        disk.image(crashed, at, random.Random(seed))
+        for _ in range(2):  # the second time nothing may come alive that the first has dropped
+            with SpillFile.open(crashed, SHAPE, direct=False) as file:
+                found = restored(file, 0)
+                assert any(tuple(found) == state[: len(found)] for state in states)
+                assert len(found) >= min(map(len, states)) // 4 * 4
+                file.truncate(0, len(found) // 4)
+                append(file, 0, ids(10_000, 5))
+                assert restored(file, 0) == [*found[: len(found) // 4 * 4], *range(10_000, 10_005)]
+                file.truncate(0, len(found) // 4)
 
 
 @pytest.fixture(scope="module")

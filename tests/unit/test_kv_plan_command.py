@@ -163,6 +163,7 @@ def test_storage_that_cannot_be_measured(
     def refused(*_args: object, **_options: object) -> str:
         raise PermissionError(13, "Permission denied")
 
+    monkeypatch.undo()
     monkeypatch.setattr("tempfile.mkdtemp", refused)
     with pytest.raises(EnvironmentProblem, match=r"DIR: cannot measure in .*Permission denied"):
         profile.measure_storage(tmp_path)
