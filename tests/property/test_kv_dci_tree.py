@@ -72,7 +72,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(["add", "add", "add page", "remove"
 
 
 @given(CHANGES, st.integers(0, 60), st.sampled_from([1, 2, 4, 16]), st.integers(0, 5))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_sequence_of_changes_keeps_the_tree_whole(changes: list[Change], count: int, slots: int, seed: int) -> None:
     knobs = replace(SMALL, page_slots=slots, seed=seed)
     index, random = DciIndex(DIM, knobs, 5), np.random.default_rng(seed)

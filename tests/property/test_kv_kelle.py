@@ -114,14 +114,3 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
         energy = account(again, KELLE_INTERVALS, PAPER.refresh_j_per_byte, rule=rule)
         assert energy.joules == pytest.approx(sum(group.joules for group in energy.groups), rel=1e-9)
         assert energy.joules > 0 and energy.seconds == pytest.approx(0.04)
-
-
-def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
-    with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
-        assert isinstance(run.policy, Kelle)
-        recorder = KelleRecorder(run.policy)
-        run.step()
-        run.crop(290)
-        run.step()
-        found = recorder.run()
-    assert found.durations_ns is None and found.clock == "not said" and found.steps == 2

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.policies.base import PolicySettings
@@ -77,14 +77,6 @@ def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, 
         for _ in range(3):
             for layer, (_, out) in enumerate(run.step()):
                 assert np.array_equal(out, run.full(layer))
-
-
-@FORKED
-@pytest.mark.parametrize("name", [name for name in POLICIES if policy_class(name).ssd == "csd"])
-def test_the_same_over_the_emulated_device(name: str, tmp_path: Path) -> None:
-    with running(name, ALL, Case(batch=2, ssd="csd"), tmp_path) as run:
-        for layer, (_, out) in enumerate(run.step()):
-            assert np.array_equal(out, run.full(layer))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -362,18 +354,6 @@ def test_without_hie_they_take_turns(tmp_path: Path) -> None:
 def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
     timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
     assert {span.resource for span in timeline.spans} == {CPU, DEVICE}
-
-
-@FORKED
-@pytest.mark.parametrize("hie", [True, False])
-def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
-    with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:
-        wanted = run.policy.select(0, run.queries(0)).positions
-        run.store.ssd.device.kill()  # type: ignore[union-attr]
-        with pytest.raises(EnvironmentProblem, match="its emulated device is not running"):
-            run.policy.select(0, run.queries(0))
-        run.store.restart_device()
-        np.testing.assert_array_equal(run.policy.select(0, run.queries(0)).positions, wanted)
 
 
 @pytest.mark.parametrize("first", [0, 2 * PAGE])

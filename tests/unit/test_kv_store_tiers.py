@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,39 +251,6 @@ def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
     plain.check(0, store.gather_fast(0, selection, fast))
     assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is another each time"
     assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
-
-
-def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
-    """Layer 1 is scored, staged and moved by a worker while layer 0 of the next step is appended and gathered."""
-    store, plain = make(60, ssd="csd", window_tokens=4, cpu_pages=8)
-    random = np.random.default_rng(0)
-    queries = np.ones((2, 8), np.float32)
-
-    def ahead(results: list[Any]) -> None:
-        found = [block.scores for block in store.score_ssd(1, 0, queries)]
-        tokens = np.sort(random.choice(len(store.middle) * 4, 12, replace=False)) + 4
-        results.append(store.stage(1, chosen(store, *tokens)))
-        down = [page for page in store.middle if store.in_cpu(1, 0)[page]][:1]
-        store.move_down(1, 0, np.array(down, np.int64))
-        store.score_cpu(1, 0, queries)
-        results.append(found)
-
-    for step in range(30):
-        results: list[Any] = []
-        worker = threading.Thread(target=ahead, args=(results,))
-        worker.start()
-        rows = [plain.rows(layer, 1, step) for layer in (0, 1)]
-        store.append(0, *rows[0])
-        mine = store.gather(0, chosen(store, 5, 9, 30))
-        worker.join(240)
-        assert not worker.is_alive() and len(results) == 2
-        store.append(1, *rows[1])
-        for layer in (0, 1):
-            plain.grow(layer, 1, step)
-        plain.check(0, mine)
-        plain.check(1, store.gather(1, staged=results[0]))
-        plain.commit(store, 1, step)
-    plain.check_all(store)
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
