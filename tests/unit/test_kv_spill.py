@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, SpillFile, SpillReader, layout, raw, reader
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, raw, reader
 from llmcache.kv.spill.checksum import _by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
-from tests.unit.kv_parts import append, counted_reads, ids, restored
+from tests.unit.kv_parts import append, counted_reads, flip, ids, restored
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,32 @@ def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, d
         append(file, 0, ids(27, 6))
     with SpillReader.open(tmp_path / "a.kv") as reader:
         assert restored(reader, 0) == list(range(33)) and reader.shape == shape
+
+
+def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8) as file:
+        append(file, 0, ids(0, 80))
+        whole = file.read(0, 1, list(range(20)))
+        order = [19, 2, 3, 4, 0, 15, 16, 3]
+        reads = counted_reads(monkeypatch)
+        part = file.read(0, 1, order, threads=1)
+        assert part.keys.tobytes() == whole.keys[order].tobytes()
+        assert part.values.tobytes() == whole.values[order].tobytes()
+        assert [size // 4096 for size in reads] == [1, 3, 1, 1, 1, 1] * 2, "15 and 16 lie in two extents"
+        taken: list[tuple[int, int, bytes]] = []
+        file.read_through(0, 1, order, lambda *given: taken.append((*given[:2], given[2].tobytes())), threads=1)
+        for side, rows in ((0, part.keys), (1, part.values)):
+            of_side = sorted((first, data) for taken_side, first, data in taken if taken_side == side)
+            assert b"".join(data for _, data in of_side) == rows.tobytes()
+        room = PageBuffer(SHAPE, 8)
+        again = file.read(0, 1, order[:5], room)
+        assert again.values.tobytes() == whole.values[order[:5]].tobytes()
+        assert np.shares_memory(again.keys, room.sides[0])
+        with pytest.raises(ValueError, match="room: for 8 pages"):
+            file.read(0, 1, list(range(9)), room)
+        for wrong in ([20], [-1]):
+            with pytest.raises(ValueError, match="has 20 pages"):
+                file.read(0, 0, wrong)
 
 
 WIDE = KvShape("wide", 1, kv_heads=3, head_dim=600, dtype="float16", page_tokens=8, value_dim=64)
@@ -223,6 +249,27 @@ def test_files_that_are_none_or_newer(tmp_path: Path, place: int, written: bytes
     path.write_bytes(data[:place] + written + data[place + len(written) :] if place else written)
     with pytest.raises(DataError, match=told):
         SpillReader.open(path)
+
+
+@pytest.mark.parametrize("at", [5, SHAPE.key_slot_bytes - 1], ids=["row", "padding"])
+def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "a.kv"
+    with SpillFile.create(path, SHAPE) as file:
+        append(file, 3, ids(0, 40))
+        place = file.key_ranges(3, 1)[0].offset + 2 * SHAPE.key_slot_bytes + at
+    flip(path, place)
+    taken: list[int] = []
+    with SpillReader.open(path, SHAPE) as reader:
+        reader.read(3, 0, [2])
+        reader.read(3, 1, [1, 3])
+        for call in (
+            lambda: reader.read(3, 1, [1, 2]),
+            lambda: reader.read_rows(3, 1, np.array([1, 2]), np.array([0, 1]), np.array([0, 0])),
+            lambda: reader.read_through(3, 1, [2], lambda side, *_: taken.append(side)),
+        ):
+            with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
+                call()
+        assert 0 not in taken, "what is damaged is not handed on"
 
 
 def test_of_many_reads_the_one_that_fails_says_why(tmp_path: Path) -> None:
