@@ -171,14 +171,15 @@ def test_a_fork_has_threads_of_its_own() -> None:
 
 def test_arguments_that_do_not_fit() -> None:
     queries, keys = np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)
-    for message, wrong_queries, wrong_keys, scales in (
+    calls: list[tuple[str, Any, Any, Any]] = [
         ("queries: shape", np.zeros((1, 3, 8), np.float32), keys, None),
         ("queries: type", np.zeros((1, 2, 8)), keys, None),
         ("keys: type", queries, keys.astype(np.float64), None),
         ("keys: shape", queries, keys[0], None),
         ("scales: they belong", queries, keys.astype(np.int8), None),
         ("scales: shape", queries, keys.astype(np.int8), np.zeros((2, 5), np.float32)),
-    ):
+    ]
+    for message, wrong_queries, wrong_keys, scales in calls:
         with pytest.raises(ValueError, match=message):
             score(wrong_queries, wrong_keys, scales)
 
