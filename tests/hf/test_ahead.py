@@ -54,28 +54,17 @@ def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled
     check_same(results[0], results[1])
 
 
-def test_every_layer_but_the_first_is_evaluated_ahead(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpillCache(llama.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
-        asked: list[int] = []
-        generate(llama, cache, single(), max_new_tokens=1)
-        engine = cache.conversation.engine
-        assert engine is not None
-        ahead = engine.ahead
-
-        def asking(layer: int, queries: Any) -> None:
-            asked.append(layer)
-            ahead(layer, queries)
-
-        monkeypatch.setattr(engine, "ahead", asking)
-        llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
-    assert asked == [1, 2]
-
-
-def test_layers_with_another_rotation_are_not(enabled: Enabled) -> None:
+@pytest.mark.parametrize(("family", "layers"), [("llama", [1, 2]), ("gemma3", [])])
+def test_layers_are_evaluated_ahead_but_the_first_and_those_with_another_rotation(
+    enabled: Enabled, family: str, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Gemma 3 a global layer follows a local one, whose rotary embedding is another."""
-    model = enabled("gemma3")
-    with SpillCache(model.config, token_budget=64, lookahead=True, threads=2) as cache:
-        generate(model, cache, single(), max_new_tokens=3)
+    model = enabled(family)
+    with SpillCache(model.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
+        asked: list[int] = []
+        generate(model, cache, single(), max_new_tokens=1)
         engine = cache.conversation.engine
         assert engine is not None
-        assert not engine._ahead
+        monkeypatch.setattr(engine, "ahead", lambda layer, queries: asked.append(layer))
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    assert asked == layers

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from llmcache.kv.policies import POLICIES
 from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
 from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
 from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, prompt, single, tiny, whole
@@ -40,8 +41,8 @@ KINDS: dict[str, Callable[[Path], Caches]] = {
 of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-BATCHES = [(family, kind) for family in FAMILIES for kind in ("full", "hillinfer", "short")]
-BATCHES += [("qwen2", kind) for kind in ("window", "h2o", "prefetch", "leoam", "quest", "icecache", "mass", "oracle")]
+BATCHES = [(family, kind) for family in FAMILIES for kind in ("hillinfer", "short")]
+BATCHES += [("qwen2", kind) for kind in POLICIES if kind not in ("hillinfer", "kelle")]
 
 
 @pytest.mark.parametrize(("family", "kind"), BATCHES)
@@ -50,10 +51,9 @@ def test_a_batch_with_padding(family: str, kind: str) -> None:
     check_same(*both(tiny(family), caches, lambda model, cache: generate(model, cache, prompt())))
 
 
-@pytest.mark.parametrize("ssd", ["file", "csd"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_from_the_ssd(family: str, ssd: str, tmp_path: Path) -> None:
-    caches = spilled("hillinfer", ssd, tmp_path)
+def test_from_an_emulated_device(family: str, tmp_path: Path) -> None:
+    caches = spilled("hillinfer", "csd", tmp_path)
     check_same(*both(tiny(family), caches, lambda model, cache: generate(model, cache, prompt())))
     assert not list(tmp_path.iterdir())
 
@@ -70,7 +70,6 @@ CROPPED = ["llama", "gemma3"] if int(transformers.__version__.split(".")[0]) >= 
 
 MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
     "sampled beams": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
     "chunks": {"prefill_chunk_size": 33},
 }
@@ -187,12 +186,11 @@ def test_a_small_budget_is_no_exact_attention() -> None:
     assert float((expected.logits[1] - got.logits[1]).abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("policy", ["hillinfer", "h2o", "leoam", "mass", "oracle"])
-def test_padding_never_takes_the_place_of_a_token(policy: str) -> None:
+def test_padding_never_takes_the_place_of_a_token() -> None:
     """All tokens that are none fit the budget, so all are chosen; in which order they are added up differs by rounding."""
 
     def enough(model: Any) -> Any:
-        return SpillCache(model.config, policy, token_budget=160, threads=2)
+        return SpillCache(model.config, token_budget=160, threads=2)
 
     inputs = prompt(300, 200)
     expected, got = both(tiny("llama"), enough, lambda model, cache: generate(model, cache, inputs))

@@ -53,7 +53,7 @@ def test_bytes_are_counted_and_bits_kept() -> None:
     assert (as_array(values)[0, 1, 0] == bits[0, 1, 0, :4]).all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(llama: Any) -> None:
     tier = TorchFastTier(2, torch.float32, CPU)
     with pytest.raises(ValueError, match="pages: room for 2, 3 are used"):
         tier.put(0, np.arange(3), pages(0, 3), pages(1, 3))
@@ -63,6 +63,11 @@ def test_what_does_not_fit_is_refused() -> None:
         tier.rows(0, np.array([[[0, 1, 2]]]), np.zeros((1, 1, 3), np.int64))
     with pytest.raises(ValueError, match="pages: 0"):
         TorchFastTier(0, torch.float32, CPU)
+    small = SpillCache(llama.config, token_budget=96, gpu_pages=6, threads=2)
+    with small as cache, pytest.raises(ValueError, match="pages: "):
+        generate(llama, cache, prompt(200))
+    with pytest.raises(UsageError, match="dtype"):
+        dtype_name(torch.float64)
 
 
 def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
@@ -78,12 +83,6 @@ def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
     assert 0 < sent < attended
 
 
-def test_a_gpu_tier_that_is_too_small_says_so(llama: Any) -> None:
-    small = SpillCache(llama.config, token_budget=96, gpu_pages=6, threads=2)
-    with small as cache, pytest.raises(ValueError, match="pages: "):
-        generate(llama, cache, prompt(200))
-
-
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_there_and_back_is_the_same_memory(name: str) -> None:
     dtype = getattr(torch, name)
@@ -96,8 +95,3 @@ def test_there_and_back_is_the_same_memory(name: str) -> None:
     array[0, 0, 0] = 0
     assert tensor[0, 0, 0] == 0
     assert back[0, 0, 0] == 0
-
-
-def test_a_type_without_a_name_is_refused() -> None:
-    with pytest.raises(UsageError, match="dtype"):
-        dtype_name(torch.float64)

@@ -10,14 +10,10 @@ import torch
 
 from llmcache.edram.accuracy import CacheVariant, accuracy, evaluate
 from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings
-from llmcache.edram.kelle import KelleRecorder
-from llmcache.edram.refresh import account
 from llmcache.kv.bench.subject import accuracy as answered
 from llmcache.kv.bench.subject import answer, load_model
-from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache
 
@@ -70,17 +66,3 @@ def test_spilled_tokens_come_back_from_the_ssd_as_they_were(tmp_path: Path) -> N
         moved = engine.store.traffic.to_json()
     assert moved["pages_down"] > 0 and moved["hits_ssd"] > moved["hits_cpu"] > 0
     assert share(256, evicted="spilled") > share(256) - 0.04  # five questions
-
-
-def test_what_it_keeps_is_recorded() -> None:
-    with SpillCache(model().config, "kelle", token_budget=128, threads=2) as cache:
-        task = recall(np.random.default_rng(3), 2, 300, pairs=16, questions=4)
-        first = Questions(task.ids, task.asked[:, :1], task.answers[:, :1])
-        answer(model(), cache, first)
-        engine = cache.conversation.engine
-        assert engine is not None and isinstance(engine.policy, Kelle)
-        recorder = KelleRecorder(engine.policy, step_ns=20e6)
-        later = Questions(task.asked[:, 1:2], task.asked[:, 2:], task.answers[:, 2:])  # a step, no prompt: one token
-        answer(model(), cache, later)
-        found = account(recorder.run(), KELLE_INTERVALS, PAPER.refresh_j_per_byte)
-    assert found.joules > 0 and found.clock == "modelled: 20.0 ms a step"

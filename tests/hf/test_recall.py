@@ -1,6 +1,8 @@
 """What policies leave out, the recall model answers wrongly: HillInfer's choice costs nothing, the window's nearly all."""
 
+import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.subject import accuracy, load_model
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
+from tests.hf.tiny_models import tiny, words
+from tools import long_context
+from tools.train_recall import copying, far_recalling, recalling, train
 
 CONTEXTS = 4
 
@@ -68,3 +74,78 @@ def test_everything_kept_is_the_plain_cache_and_torch_keeps_its_threads() -> Non
     torch.set_num_threads(2)
     assert share("full", 1024) == full(1024)
     assert torch.get_num_threads() == 2
+
+
+# The example `tools/long_context.py`: both caches answer alike, in noise and from a text with a model from a directory
+
+
+def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    monkeypatch.setattr(sys, "argv", ["long_context.py", *arguments])
+    assert long_context.main() == 0
+    return [line.split(": ", 1) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_recall_model_answers_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = lines(monkeypatch, capsys, "--tokens", "700", "--budget", "96", "--dir", str(tmp_path))
+    assert [answer for _, answer in found] == ["100% right", "100% right"]
+    assert " 0 B read" in found[0][0]
+    assert " 0 B read" not in found[1][0] and " 0 B written" not in found[1][0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_from_a_directory_is_asked_about_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, said = words()
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny("llama").save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(said)
+    arguments = [str(tmp_path / "model"), "--text", str(text), "--ask", "w3 w4", "--budget", "512", "--dir", str(tmp_path)]
+    found = lines(monkeypatch, capsys, *arguments)
+    assert found[0][1] == found[1][1] != ""
+    with pytest.raises(UsageError, match="--text, --ask"):
+        lines(monkeypatch, capsys, str(tmp_path / "model"))
+    with pytest.raises(DataError, match="--text: "):
+        lines(monkeypatch, capsys, *(argument + "x" if argument == str(text) else argument for argument in arguments))
+
+
+# The script that trains the model: its lessons say what they should, and a few steps of it go through
+
+
+def test_what_is_to_be_foreseen_can_be() -> None:
+    rng = np.random.default_rng(0)
+    copied = copying(rng, 4, 64)
+    for ids, foreseen in zip(copied.ids, copied.foreseen, strict=True):
+        period = int(np.flatnonzero(ids[1:] == ids[0])[0]) + 1
+        places = np.flatnonzero(foreseen)
+        assert (ids[places] == ids[places - period]).all()
+        assert len(places) == 64 - period - 1
+    lesson = recalling(rng, 4, 256)
+    assert lesson.ids.shape == (4, 256)
+    for ids, foreseen in zip(lesson.ids, lesson.foreseen, strict=True):
+        for place in np.flatnonzero(foreseen):
+            first = np.flatnonzero(ids == ids[place - 1])[0]
+            assert first < place - 1
+            assert ids[first + 1] == ids[place]
+
+
+def test_positions_jump_but_never_back() -> None:
+    lesson = far_recalling(np.random.default_rng(0), 512)
+    assert lesson.positions is not None
+    steps = np.diff(lesson.positions)
+    assert (steps >= 1).all()
+    assert 1 <= (steps > 1).sum() <= 2
+    assert lesson.positions.max() < 8192
+
+
+def test_a_few_steps_write_a_model(tmp_path: Path) -> None:
+    options = argparse.Namespace(out=tmp_path, start=None, short_steps=2, long_steps=1, contexts=1, threads=2, seed=3)
+    result = train(options, lambda line: None)
+    assert set(result["known"]) == {512, 1024, 2048, 4096}
+    assert result["known"][512] < 0.5
+    assert (tmp_path / "model.safetensors").stat().st_size > 1_800_000
+    with pytest.raises(UsageError, match=r"OUT: .* is not empty"):
+        train(options, lambda line: None)

@@ -27,12 +27,9 @@ def linear() -> Any:
     [
         ({"policy": "best"}, "policy"),
         ({"alpha": 0.0}, "alpha"),
-        ({"alpha": 1.5}, "alpha"),
         ({"alpha": 0.5, "token_budget": 100}, "token_budget"),
-        ({"policy": "hillinfer", "token_budget": 40}, "token_budget"),
         ({"colour": "blue"}, "colour"),
         ({"policy": "hillinfer", "beta": 2.0}, "beta"),  # the pool's size is cpu_pages
-        ({"ssd": "tape"}, "ssd"),
         ({"policy": "hillinfer", "cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
         ({"cpu_pages": 20}, "cpu_pages"),
         ({"gpu_pages": 0}, "gpu_pages"),

@@ -60,7 +60,6 @@ def prompt(tokens: int = 150, padding: int = 37) -> dict[str, Any]:
 
 
 def single(tokens: int = 150) -> dict[str, Any]:
-    """Return one prompt."""
     return {"input_ids": prompt(tokens, 0)["input_ids"][1:]}
 
 
@@ -98,7 +97,6 @@ def both(model: Any, spilled: Caches, run: Run) -> tuple[Any, Any]:
 
 
 def generate(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> Any:
-    """Return what `model.generate` says, with the logits of every step."""
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     return model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
 

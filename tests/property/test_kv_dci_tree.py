@@ -72,7 +72,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(["add", "add", "add page", "remove"
 
 
 @given(CHANGES, st.integers(0, 60), st.sampled_from([1, 2, 4, 16]), st.integers(0, 5))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_sequence_of_changes_keeps_the_tree_whole(changes: list[Change], count: int, slots: int, seed: int) -> None:
     knobs = replace(SMALL, page_slots=slots, seed=seed)
     index, random = DciIndex(DIM, knobs, 5), np.random.default_rng(seed)
@@ -91,16 +91,6 @@ def test_any_sequence_of_changes_keeps_the_tree_whole(changes: list[Change], cou
             index.remove(np.array(gone, np.int64))
             tokens -= set(map(int, gone))
         well_formed(index, tokens)
-
-
-def test_everything_can_go_and_come_back() -> None:
-    index, keys = built(300)
-    index.remove(numbers(0, 300))
-    well_formed(index, set())
-    assert index.tree.state[LEVELS] == 1 and index.tree.state[LIVE_PAGES] == 0
-    assert index.query(keys[:2], 5)[0].tokens.size == 0
-    index.insert(keys, numbers(0, 300))
-    well_formed(index, set(range(300)))
 
 
 def test_memory_does_not_grow_with_what_has_gone() -> None:
@@ -141,21 +131,6 @@ def test_parents_are_the_nearest_points_of_the_next_level() -> None:
     assert right > 0.9 * below, "the search for a parent with a bounded field of view finds most of them"
 
 
-def test_an_inserted_key_hangs_under_its_nearest() -> None:
-    index, keys = built(500, replace(SMALL, build_view=0))
-    more = some_keys(540)[500:]
-    for number, key in enumerate(more):
-        index.insert(key[None], numbers(500 + number, 1))
-        all_keys = np.concatenate([keys, more[: number + 1]])
-        level, parent = held(index)[500 + number]
-        if parent >= 0:
-            above = [token for token, (other, _) in held(index).items() if other == level + 1]
-            bound = index.scale.bound
-            lifts = np.sqrt(np.maximum(bound**2 - (all_keys**2).sum(1), 0))
-            products = all_keys[above] @ key + lifts[above] * lifts[500 + number]
-            assert all_keys[parent] @ key + lifts[parent] * lifts[500 + number] >= products.max() * (1 - 2e-3)
-
-
 def test_levels_follow_the_geometric_law() -> None:
     index = DciIndex(DIM, DciSettings(promotion=0.2, first_promotion=0.05, seed=11))
     count = 200_000
@@ -170,47 +145,8 @@ def test_levels_follow_the_geometric_law() -> None:
     assert abs((up & other).mean() - 0.05**2) < 5 * np.sqrt(0.05**2 / count)
 
 
-def test_levels_do_not_depend_on_when_a_key_came() -> None:
-    at_once, keys = built(600)
-    later = DciIndex(DIM, SMALL)
-    for first in range(0, 600, 60):
-        later.insert(keys[first : first + 60], numbers(first, 60))
-    drawn = np.unique(at_once.levels_of(numbers(0, 600)), return_inverse=True)[1] + 1  # empty levels are left out
-    assert (np.array([held(at_once)[token][0] for token in range(600)]) == drawn).all()
-    different = [token for token in range(600) if held(later)[token][0] != held(at_once)[token][0]]
-    assert len(different) < 10, "only what was promoted above all levels there were then"
-
-
 def same(left: Tree, right: Tree) -> bool:
     return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in Tree._fields)
-
-
-def test_the_same_seed_makes_the_same_tree() -> None:
-    for knobs in (SMALL, replace(SMALL, retrieve=0.6, composite=2)):
-        first, second = built(400, knobs)[0], built(400, knobs)[0]
-        for index in (first, second):
-            index.insert(some_keys(80, 9), numbers(400, 80))
-            index.remove(numbers(100, 50))
-        assert same(first.tree, second.tree)
-    assert not same(built(400)[0].tree, built(400, replace(SMALL, seed=4))[0].tree)
-
-
-def test_pages_hold_points_of_one_node_that_are_alike() -> None:
-    index, keys = built(3000, DciSettings(first_promotion=0.02))
-    tree, size = index.tree, 16
-    inside, among = [], []
-    for page in range(int(tree.state[PAGES])):
-        tokens = tree.tokens[page * size : page * size + tree.pages[page, COUNT]]
-        parents = {held_by for token in tokens for held_by in [int(tree.pages[page, HOME])]}
-        assert len(parents) == 1
-        if len(tokens) > 4:
-            inside.append(np.var(keys[tokens], axis=0).sum())
-            node = tree.pages[page, HOME]
-            own = np.flatnonzero(tree.pages[: tree.state[PAGES], HOME] == node)
-            slots = np.concatenate([np.arange(p * size, p * size + tree.pages[p, COUNT]) for p in own])
-            among.append(np.var(keys[tree.tokens[slots]], axis=0).sum())
-    assert np.mean(inside) < 0.95 * np.mean(among)
-    assert tree.nodes[ROOT, SIZE] == tree.population[tree.state[LEVELS]]
 
 
 def test_keys_come_back_as_halves_on_a_scale() -> None:
@@ -268,54 +204,40 @@ def test_what_is_damaged_or_of_another_file_is_refused(tmp_path: Path) -> None:
         save_indexes(tmp_path / "no" / "such", {}, identity)
 
 
-def damaged(index: DciIndex, name: str, at: Any, value: int) -> str | None:
-    array = getattr(index.tree, name).copy()
-    array[at] = value
-    return fault_of(index.tree._replace(**{name: array}))
-
-
 def test_the_check_of_a_tree_sees_what_is_wrong() -> None:
-    index, _ = built(200)
-    parent = int(np.flatnonzero(index.tree.children[: index.tree.state[PAGES] * 4] > 0)[0])
+    tree = built(200)[0].tree
     for name, at, value in (
         ("pages", (0, COUNT), 5),
         ("pages", (3, HOME), 10_000),
-        ("pages", (2, 1), 2),
         ("nodes", (ROOT, SIZE), 99),
         ("nodes", (1, 0), 9999),
-        ("where", 7, 3),
         ("where", 150, -1),
-        ("children", parent, 0),
+        ("children", int(np.flatnonzero(tree.children[: tree.state[PAGES] * 4] > 0)[0]), 0),
         ("population", 1, 3),
         ("state", LEVELS, 1),
-        ("state", NODES, 1),
     ):
-        assert damaged(index, name, at, value), (name, at)
+        array = getattr(tree, name).copy()
+        array[at] = value
+        assert fault_of(tree._replace(**{name: array})), (name, at)
 
 
-@pytest.mark.parametrize(
-    ("message", "keys", "tokens"),
-    [
-        ("keys: float64", np.zeros((2, DIM)), [3000, 3001]),
-        ("keys: float32 \\(2, 3\\)", np.zeros((2, 3), np.float32), [3000, 3001]),
-        ("tokens: 1 numbers", np.zeros((2, DIM), np.float32), [3000]),
-        ("tokens: 2 numbers", np.zeros((2, DIM), np.float32), [3001, 3000]),
-        ("tokens: 4", np.zeros((2, DIM), np.float32), [4, 3001]),
-        ("tokens: some", np.zeros((2, DIM), np.float32), [20, 3001]),
-        ("keys: key 1", np.array([[0.0] * DIM, [np.nan] * DIM], np.float32), [3000, 3001]),
-    ],
-)
-def test_arguments_that_do_not_fit(message: str, keys: Any, tokens: list[int]) -> None:
+def test_arguments_that_do_not_fit() -> None:
     index, _ = built(50, SMALL, 10)
-    before = index.tree
-    with pytest.raises(ValueError, match=message):
-        index.insert(keys, np.array(tokens))
+    before, good = index.tree, np.zeros((2, DIM), np.float32)
+    calls: list[tuple[str, Any, list[int]]] = [
+        ("keys: float64", good.astype(np.float64), [3000, 3001]),
+        ("keys: float32 \\(2, 3\\)", good[:, :3], [3000, 3001]),
+        ("tokens: 1 numbers", good, [3000]),
+        ("tokens: 2 numbers", good, [3001, 3000]),
+        ("tokens: 4", good, [4, 3001]),
+        ("tokens: some", good, [20, 3001]),
+        ("keys: key 1", np.array([[0.0] * DIM, [np.nan] * DIM], np.float32), [3000, 3001]),
+    ]
+    for message, keys, tokens in calls:
+        with pytest.raises(ValueError, match=message):
+            index.insert(keys, np.array(tokens))
     assert same(before, index.tree) and int(index.tree.state[BASE]) == 10
-
-
-def test_other_arguments_that_do_not_fit() -> None:
-    index, _ = built(50)
-    for gone in ([50], [-1], [3, 3], [10**9]):
+    for gone in ([60], [-1], [13, 13], [10**9]):
         with pytest.raises(ValueError, match="tokens: some"):
             index.remove(np.array(gone))
     assert len(index) == 50

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from llmcache.kv.index.dci import DciSettings
-from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, Scorer
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import KvStore
-from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running
+from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Case, Run, running
 
 CASE = Case(batch=2)
 BUDGET = IceCacheSettings(token_budget=128, scorer="dci", dci=DciSettings(visit=1.0))
-SMALL_TREES = DciSettings(first_promotion=0.2, promotion=0.3)
 
 
 def policy_of(run: Run) -> IndexedPolicy:
@@ -48,51 +46,6 @@ def test_a_prefill_is_indexed_before_its_step_is_over_and_pages_follow_as_they_l
             ends.append(scorer_of(run, 0, 0).end)
         assert ends == [256] * 3 + [272] * 16 + [288] * 5
         assert policy_of(run).indexes.size_bytes > 0
-
-
-def test_the_index_holds_the_keys_that_were_appended(tmp_path: Path) -> None:
-    with running("icecache", replace(BUDGET, dci=SMALL_TREES), CASE, tmp_path) as run:
-        for _ in range(20):
-            run.step()
-        tree = scorer_of(run, 1, 1)
-        assert isinstance(tree, DciScorer)
-        for head, index in enumerate(tree.indexes):
-            wanted = run.keys[1][1, head, 16 : tree.end]
-            assert fault_of(index.tree) is None
-            assert np.abs(index.keys(np.arange(16, tree.end)) - wanted).max() <= 2.0**-10 * np.abs(wanted).max()
-
-
-def test_int8_is_indexed_once_its_step_is_over(tmp_path: Path) -> None:
-    case = replace(CASE, pool=None, dtype="int8")
-    keys = np.random.default_rng(0).integers(-127, 128, (2, KV_HEADS, 320, 16)).astype(np.int8)
-    scales = np.random.default_rng(1).uniform(0.01, 0.02, (2, KV_HEADS, 320)).astype(np.float32)
-    with KvStore(case.config(tmp_path)) as store:
-        policy = IceCache(store, BUDGET)
-        for layer in range(LAYERS):
-            store.append(layer, keys, keys, scales, scales)
-            policy.prefilled(layer, np.zeros((2, 4, 320, 16), np.float32), 0)
-        ids = np.zeros((2, 320), np.int64)
-        store.commit(ids, ids)
-        queries = case.queries(0, 0)
-        found = policy.select(0, queries).positions
-        scores = np.einsum("bhgd,bhtd->bhgt", queries.reshape(2, KV_HEADS, 2, 16), keys * scales[..., None])
-        short = (scores - scores[..., 16:288].max(axis=3, keepdims=True)).max(axis=2)
-        for b in range(2):
-            for h in range(KV_HEADS):
-                wanted = 16 + np.argsort(-short[b, h, 16:288])[: found.shape[2]]
-                assert len(np.intersect1d(found[b, h], wanted)) >= found.shape[2] - 2
-
-
-def test_the_tree_chooses_nearly_what_a_scan_does(tmp_path: Path) -> None:
-    """One query a head, so that nothing is to be united; in a small context a tree is looked through whole."""
-    found: dict[str, list[Array]] = {}
-    for scorer in ("dci", "exact"):
-        settings = replace(BUDGET, scorer=scorer)
-        with running("icecache", settings, replace(CASE, heads=KV_HEADS), tmp_path / scorer) as run:
-            found[scorer] = [selection.positions for _ in range(4) for selection, _ in run.step()]
-    for one, other in zip(found["dci"], found["exact"], strict=True):
-        same = [len(np.intersect1d(one[b, h], other[b, h])) for b in range(2) for h in range(KV_HEADS)]
-        assert np.mean(same) > 0.98 * one.shape[2]
 
 
 def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_chose(tmp_path: Path) -> None:

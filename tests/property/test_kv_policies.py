@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.policies.base import KvPolicy, PolicySettings
+from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.baselines import RULES, LeoAM, LeoAMSettings, OracleSettings, largest_channels
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.mass import MassSettings
@@ -59,16 +59,6 @@ def selections(name: str, settings: PolicySettings, case: Case, path: Path, step
 # The contract
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policy_introduces_itself(name: str) -> None:
-    policy = policy_class(name)
-    assert issubclass(policy, KvPolicy)
-    assert policy.name == name
-    assert policy.title
-    assert "Source:" in (policy.__doc__ or "")
-    assert policy.ssd in ("file", "csd")
-
-
 @pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
 @pytest.mark.parametrize("name", POLICIES)
 def test_selections_are_in_order_in_the_middle_and_of_the_right_size(name: str, case: Case, tmp_path: Path) -> None:
@@ -89,21 +79,6 @@ def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, 
                 assert np.array_equal(out, run.full(layer))
 
 
-@FORKED
-@pytest.mark.parametrize("name", [name for name in POLICIES if policy_class(name).ssd == "csd"])
-def test_the_same_over_the_emulated_device(name: str, tmp_path: Path) -> None:
-    with running(name, ALL, Case(batch=2, ssd="csd"), tmp_path) as run:
-        for layer, (_, out) in enumerate(run.step()):
-            assert np.array_equal(out, run.full(layer))
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_deterministic(name: str, tmp_path: Path) -> None:
-    first, again = (selections(name, QUARTER, CASE, tmp_path / part) for part in ("a", "b"))
-    for one, other in zip(first, again, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_selecting_changes_nothing(name: str, tmp_path: Path) -> None:
     with running(name, QUARTER, CASE, tmp_path) as run:
@@ -116,17 +91,19 @@ def test_selecting_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_selects_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
+def test_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
+    """Reordered, each sequence chooses what it would have chosen in its old place."""
     with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
         run.step()
         run.crop(201)
-        for selection, _ in run.step():
-            assert selection.count > 0
+        assert all(selection.count > 0 for selection, _ in run.step())
+        queries = run.queries(0)
+        before = run.policy.select(0, queries).positions
         run.reorder([1, 0])
+        np.testing.assert_array_equal(run.policy.select(0, queries[[1, 0]]).positions, before[[1, 0]])
         run.reorder([1, 1, 0])
         for layer in range(LAYERS):
-            queries = run.case.queries(layer, run.steps)[[0, 1, 0]]
-            check_selection(run, run.policy.select(layer, queries))
+            check_selection(run, run.policy.select(layer, run.case.queries(layer, run.steps)[[0, 1, 0]]))
 
 
 @pytest.mark.parametrize("name", FORGETFUL)
@@ -137,17 +114,6 @@ def test_after_a_crop_it_is_as_if_there_had_never_been_more(name: str, tmp_path:
         found = long.policy.select(0, long.queries(0))
     with running(name, QUARTER, short, tmp_path / "short") as run:
         np.testing.assert_array_equal(found.positions, run.policy.select(0, run.queries(0)).positions)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_sequences_do_not_mix(name: str, tmp_path: Path) -> None:
-    """Reordered, each sequence chooses what it would have chosen in its old place."""
-    with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
-        run.step()
-        queries = run.queries(0)
-        before = run.policy.select(0, queries).positions
-        run.reorder([1, 0])
-        np.testing.assert_array_equal(run.policy.select(0, queries[[1, 0]]).positions, before[[1, 0]])
 
 
 @pytest.mark.parametrize("name", ["window", "h2o", "prefetch", "leoam", "hillinfer"])
@@ -166,10 +132,11 @@ def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("shape", [(1, 4, 8), (1, 3, 16), (2, 4, 16), (4, 16)])
-def test_queries_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(ValueError, match=r"^queries: "):
-        policy_class(name)(store).select(0, np.zeros(shape, np.float32))
+def test_queries_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store:
+        for shape in ((1, 4, 8), (1, 3, 16), (2, 4, 16), (4, 16)):
+            with pytest.raises(ValueError, match=r"^queries: "):
+                policy_class(name)(store).select(0, np.zeros(shape, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -185,18 +152,22 @@ def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, dtype:
 # Settings
 
 
-def test_unknown_policy_is_a_usage_error() -> None:
+def test_what_does_not_go_together_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy: there is no policy 'lru'") as error:
         policy_class("lru")
     assert "hillinfer" in (error.value.hint or "")
+    with pytest.raises(UsageError, match=r"^token_budget: given together with alpha"):
+        PolicySettings(alpha=0.2, token_budget=100)
+    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(UsageError, match=r"^settings: "):
+        policy_class("hillinfer")(store, LeoAMSettings())
 
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        *(("full", "alpha", value) for value in (0.0, -0.1, 1.01, float("nan"), float("inf"))),
-        *(("full", "token_budget", value) for value in (0, -5)),
-        *(("full", "score_block_tokens", value) for value in (0, 1 << 17)),
+        *(("full", "alpha", value) for value in (0.0, 1.01, float("nan"))),
+        ("full", "token_budget", 0),
+        ("full", "score_block_tokens", 1 << 17),
         ("full", "combine", "mean"),
         ("full", "scale", 0.0),
         ("leoam", "chunk_pages", 0),
@@ -217,22 +188,12 @@ def test_settings_out_of_range_are_named(name: str, field: str, value: object) -
     assert error.value.hint
 
 
-def test_a_share_and_a_number_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match=r"^token_budget: given together with alpha"):
-        PolicySettings(alpha=0.2, token_budget=100)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_budget_below_sink_and_window_is_refused(name: str, tmp_path: Path) -> None:
     with KvStore(replace(CASE, pool=None).config(tmp_path)) as store:
         with pytest.raises(UsageError, match=r"^token_budget: 47, sink and window alone take 48"):
             policy_class(name)(store, policy_class(name).settings_class(token_budget=47))
         policy_class(name)(store, policy_class(name).settings_class(token_budget=48))
-
-
-def test_settings_of_another_policy_are_refused(tmp_path: Path) -> None:
-    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(UsageError, match=r"^settings: "):
-        policy_class("hillinfer")(store, LeoAMSettings())
 
 
 def test_sizes_of_budgets() -> None:
@@ -307,15 +268,12 @@ def test_h2o_chooses_what_drew_the_most_attention(tmp_path: Path) -> None:
         assert len(np.setdiff1d(found, wanted)) <= 1
 
 
-def test_h2o_needs_the_weights(tmp_path: Path) -> None:
-    with running("h2o", QUARTER, CASE, tmp_path) as run, pytest.raises(ValueError, match=r"^weights: None"):
-        run.policy.attended(0, run.policy.select(0, run.queries(0)))
-
-
 def test_h2o_adds_the_attention_of_a_step_to_what_was_attended(tmp_path: Path) -> None:
     """Attention of 1000 to one token of the middle makes it the heaviest hitter."""
     with running("h2o", PolicySettings(token_budget=64), CASE, tmp_path) as run:
         selection = run.policy.select(0, run.queries(0))
+        with pytest.raises(ValueError, match=r"^weights: None"):
+            run.policy.attended(0, selection)
         unlike = Selection(np.full((1, KV_HEADS, 1), 77, np.int64))
         positions = run.policy.store.attended_positions(0, unlike)
         run.policy.attended(0, unlike, np.where(positions == 77, 1000, 0).repeat(2, axis=1).astype(np.float32))
@@ -396,18 +354,6 @@ def test_without_hie_they_take_turns(tmp_path: Path) -> None:
 def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
     timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
     assert {span.resource for span in timeline.spans} == {CPU, DEVICE}
-
-
-@FORKED
-@pytest.mark.parametrize("hie", [True, False])
-def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
-    with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:
-        wanted = run.policy.select(0, run.queries(0)).positions
-        run.store.ssd.device.kill()  # type: ignore[union-attr]
-        with pytest.raises(EnvironmentProblem, match="its emulated device is not running"):
-            run.policy.select(0, run.queries(0))
-        run.store.restart_device()
-        np.testing.assert_array_equal(run.policy.select(0, run.queries(0)).positions, wanted)
 
 
 @pytest.mark.parametrize("first", [0, 2 * PAGE])

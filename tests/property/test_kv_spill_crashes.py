@@ -1,7 +1,9 @@
-"""Spill files against a dictionary, with crashes of the machine: what was flushed is there, what is there is right."""
+"""Spill files after crashes of the machine, damage and failed syncs: what was flushed is there, what is there is right."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import shutil
@@ -15,9 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmcache.errors import DataError
+from llmcache.arrays import Bytes
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
-from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.raw import RawFile, problem
 from tests.conftest import examples
 from tests.unit.kv_parts import append, flip, ids, restored
 
@@ -27,17 +30,6 @@ SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SHAPE = KvShape("tiny", layers=2, kv_heads=1, head_dim=4, page_tokens=4)
 ONE_LAYER = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
 State = dict[int, tuple[int, ...]]
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(0, 2), st.integers(1, 14)),
-        st.tuples(st.just("half"), st.integers(0, 2), st.integers(1, 9)),
-        st.tuples(st.just("truncate"), st.integers(0, 2), st.integers(0, 5)),
-        st.tuples(st.just("flush"), st.just(0), st.just(0)),
-        st.tuples(st.just("reopen"), st.just(0), st.just(0)),
-    ),
-    max_size=14,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,92 +86,41 @@ def recorded(disk: Disk) -> Iterator[None]:
         yield
 
 
-class Model:
-    """The dictionary: tokens of each sequence, and all states that a crash may bring back."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = SpillFile.create(path, SHAPE, extent_pages=2, direct=False)
-        self.state: State = {}
-        self.possible: list[State] = [{}]
-        self.next_id = 0
-
-    def do(self, operation: str, sequence: int, number: int) -> None:
-        """Do one operation to both."""
-        own = self.state.get(sequence, ())
-        if operation in ("append", "half"):
-            whole = len(own) // 4
-            if len(own) % 4 or self.file.pages(sequence, 0) > whole:
-                self.truncate(sequence, whole)
-            new = ids(self.next_id, number)
-            self.next_id += number
-            if operation == "half":  # one layer alone: never to be seen after a restart
-                append(self.file, sequence, new, range(1))
-                return
-            append(self.file, sequence, new)
-            self.now({**self.state, sequence: (*self.state.get(sequence, ()), *map(int, new))})
-        elif operation == "truncate":
-            self.truncate(sequence, number)
-        elif operation == "flush":
-            self.file.flush()
-            self.possible = [self.state]
-        else:
-            self.file.close()
-            self.possible = [self.state]
-            self.file = SpillFile.open(self.file.path, SHAPE, direct=False)
-            self.check(self.file)
-
-    def truncate(self, sequence: int, pages: int) -> None:
-        """Cut a sequence."""
-        self.file.truncate(sequence, pages)
-        self.now({**self.state, sequence: self.state.get(sequence, ())[: 4 * pages]})
-
-    def now(self, state: State) -> None:
-        """Note a state that a crash from now on may bring back."""
-        self.state = state
-        self.possible.append(state)
-
-    def check(self, file: SpillReader) -> None:
-        """Compare everything with what must be there."""
-        for sequence in range(3):
-            assert tuple(restored(file, sequence)) == self.state.get(sequence, ())
+STORY = [("append", 8), ("flush", 0), ("append", 5), ("truncate", 2), ("append", 9), ("flush", 0), ("truncate", 1)]
+STORY += [("flush", 0), ("append", 6), ("flush", 0)]
 
 
-@given(OPERATIONS, st.randoms(use_true_random=False))
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
-def test_it_is_a_dictionary_of_which_a_crash_of_the_machine_leaves_a_beginning(
-    tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
-) -> None:
-    """A dictionary without one; after a crash anywhere each sequence is a beginning of a state it was in.
-
-    It is at least as long as what was flushed.
-    """
-    path, disk = tmp_path / "a.kv", Disk()
-    path.unlink(missing_ok=True)
-    marks: list[tuple[int, list[State]]] = []
-    with recorded(disk):
-        model = Model(path)
-        for operation in operations:
-            first, before = len(disk.writes), list(model.possible)
-            model.do(*operation)
-            marks.append((chance.randint(first, len(disk.writes)), [*before, *model.possible]))
-            if operation[0] != "half":
-                model.check(model.file)
-        model.do("reopen", 0, 0)
-        model.file.close()
-    for at, possible in marks:
-        crashed = tmp_path / "crashed.kv"
-        disk.image(crashed, at, chance)
+def test_after_a_crash_at_any_write_it_is_a_beginning_of_what_it_was_since_the_last_flush(tmp_path: Path) -> None:
+    """And at least as long as what was flushed. Longer stories: tests/fuzz/test_spill_operations.py."""
+    disk, crashed = Disk(), tmp_path / "crashed.kv"
+    tokens: tuple[int, ...] = ()
+    possible, marks = [tokens], []
+    with recorded(disk), SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=2, direct=False) as file:
+        for what, number in STORY:
+            first, before = len(disk.writes), possible
+            if what == "append":
+                new = ids(100 * number, number)
+                append(file, 0, new)
+                tokens = (*tokens, *map(int, new))
+            elif what == "truncate":
+                file.truncate(0, number)
+                tokens = tokens[: 4 * number]
+            else:
+                file.flush()
+            possible = [tokens] if what == "flush" else [*before, tokens]
+            marks += [(at, [*before, tokens]) for at in range(first, len(disk.writes))]
+        marks.append((len(disk.writes), possible))
+    for (at, states), seed in itertools.product(marks, range(3)):
+        disk.image(crashed, at, random.Random(seed))
         for _ in range(2):  # the second time nothing may come alive that the first has dropped
             with SpillFile.open(crashed, SHAPE, direct=False) as file:
-                for sequence in range(3):
-                    found = tuple(restored(file, sequence))
-                    states = [state.get(sequence, ()) for state in possible]
-                    assert any(found == state[: len(found)] for state in states)
-                    assert len(found) >= min(map(len, states)) // 4 * 4
-                    file.truncate(sequence, len(found) // 4)
-                    append(file, sequence, ids(10_000, 5))
-                    assert restored(file, sequence) == [*found[: len(found) // 4 * 4], *range(10_000, 10_005)]
-                    file.truncate(sequence, len(found) // 4)
+                found = restored(file, 0)
+                assert any(tuple(found) == state[: len(found)] for state in states)
+                assert len(found) >= min(map(len, states)) // 4 * 4
+                file.truncate(0, len(found) // 4)
+                append(file, 0, ids(10_000, 5))
+                assert restored(file, 0) == [*found[: len(found) // 4 * 4], *range(10_000, 10_005)]
+                file.truncate(0, len(found) // 4)
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +203,173 @@ def test_no_flipped_bit_is_served(small: Path, tmp_path: Path) -> None:
         refused += found is None
         flip(path, int(place))
     assert refused > len(interesting) // 2
+
+
+# Syncs that fail
+
+
+class Cache:
+    """What the system keeps of a file in memory, on a disk that fails when told to: it lets go what it could not write."""
+
+    def __init__(self, chance: random.Random, share: float = 0.5) -> None:
+        self.fails = False
+        self.lasts = 0  # syncs that go well before one fails
+        self._chance, self._share = chance, share
+        self._before: list[tuple[int, bytes]] = []  # what each write since the last sync has replaced
+
+    def let_go(self, fd: int) -> None:
+        """Make any sectors of what was not synced what they were before."""
+        size = os.fstat(fd).st_size
+        for offset, data in reversed(self._before):
+            for start in range(offset // SECTOR * SECTOR, offset + len(data), SECTOR):
+                first, end = max(start, offset), min(start + SECTOR, offset + len(data), size)
+                if first < end and self._chance.random() < self._share:
+                    os.pwrite(fd, data[first - offset : end - offset], first)
+        self._before = []
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Have all writes and syncs of the body go through it."""
+        write = RawFile.write
+
+        def writing(file: RawFile, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
+            self._before.append((offset, os.pread(file.fd, len(data), offset).ljust(len(data), b"\0")))
+            write(file, data, offset, direct)
+
+        def syncing(file: RawFile) -> None:
+            if self.fails and not self.lasts:
+                self.let_go(file.fd)
+                raise problem(file.path, "writing back", OSError(errno.EIO, "failed"))
+            self._before, self.lasts = [], max(0, self.lasts - 1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RawFile, "write", writing)
+            patch.setattr(RawFile, "sync", syncing)
+            yield
+
+
+class Doubtful:
+    """A file on a disk that fails now and then, and what must be in it: beginnings of `state`, with all of `flushed`."""
+
+    def __init__(self, path: Path, cache: Cache) -> None:
+        self.file, self.cache = SpillFile.create(path, SHAPE, extent_pages=2, direct=False), cache
+        self.state: State = {}
+        self.flushed: State = {}
+        self.next_id = 0
+
+    def do(self, operation: str, sequence: int, number: int) -> None:
+        """Do one operation; what has failed is done again once the disk works, or told to be lost."""
+        if operation == "fail":
+            self.cache.fails, self.cache.lasts = True, number
+        elif operation == "crash":
+            self.cache.fails = False
+            self.cache.let_go(self.file._raw.fd)
+            self.file._raw.close()
+            self.file = SpillFile.open(self.file.path, SHAPE, direct=False)
+            self.adopt()
+        else:
+            self.attempt(lambda: getattr(self, operation)(sequence, number))
+        self.check()
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Call until there is no error; one may come of the disk, and one tell what that has cost."""
+        for expected in (EnvironmentProblem, DataError, None):
+            try:
+                call()
+                return
+            except LlmcacheError as error:
+                assert expected is not None, error.message
+                assert isinstance(error, DataError) or (self.cache.fails and expected is EnvironmentProblem)
+                self.cache.fails = False
+                if isinstance(error, DataError):
+                    self.adopt()
+
+    def append(self, sequence: int, number: int) -> None:
+        whole = len(self.state.get(sequence, ())) // 4
+        if set(self.file.pages_by_layer(sequence)) != {whole} or len(self.state.get(sequence, ())) % 4:
+            self.truncate(sequence, whole)
+        new = ids(self.next_id, number)
+        self.next_id += number
+        append(self.file, sequence, new)
+        self.state = {**self.state, sequence: (*self.state.get(sequence, ()), *map(int, new))}
+
+    def truncate(self, sequence: int, number: int) -> None:
+        own = self.state.get(sequence, ())[: 4 * number]
+        # Whatever becomes of it.
+        self.flushed = {**self.flushed, sequence: self.flushed.get(sequence, ())[: len(own)]}
+        self.file.truncate(sequence, number)
+        self.state = {**self.state, sequence: own}
+
+    def flush(self, _sequence: int = 0, _number: int = 0) -> None:
+        self.file.flush()
+        self.flushed = self.state
+
+    def adopt(self) -> None:
+        """Take what the file has for what must be there, if it may be."""
+        for sequence in range(3):
+            found, state = tuple(restored(self.file, sequence)), self.state.get(sequence, ())
+            assert found == state[: len(found)] and len(found) >= len(self.flushed.get(sequence, ())) // 4 * 4
+            self.state = {**self.state, sequence: found}
+
+    def check(self) -> None:
+        """Compare everything; what an error of the disk may have broken off in the middle, or lost, is not told yet."""
+        for sequence in range(3):
+            found, state = tuple(restored(self.file, sequence)), self.state.get(sequence, ())
+            assert found == state
+
+
+FAILING = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["append", "truncate"]), st.integers(0, 2), st.integers(1, 14)),
+        st.tuples(st.sampled_from(["fail", "flush", "flush", "crash"]), st.just(0), st.integers(0, 2)),
+    ),
+    max_size=14,
+)
+
+
+@given(FAILING, st.randoms(use_true_random=False))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
+def test_what_a_failed_sync_has_lost_is_told(
+    tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
+) -> None:
+    """Never a success after which something is missing, and never a file that is refused."""
+    path, cache = tmp_path / "a.kv", Cache(chance)
+    path.unlink(missing_ok=True)
+    with cache.used():
+        model = Doubtful(path, cache)
+        for operation in operations:
+            model.do(*operation)
+        model.do("flush", 0, 0)
+        for _ in range(2):
+            model.do("crash", 0, 0)
+        assert model.state == {**model.state, **model.flushed}
+        model.file.close()
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_commit_that_failed_may_be_on_the_disk_or_not(tmp_path: Path, reached: bool) -> None:
+    """What is appended behind it is no part of it, whichever it is, and the next one counts all."""
+    path, cache = tmp_path / "a.kv", Cache(random.Random(1), share=0 if reached else 1)
+    file = SpillFile.create(path, SHAPE, extent_pages=2, direct=False)
+    with cache.used():
+        append(file, 0, ids(0, 4))
+        cache.fails, cache.lasts = True, 1
+        with pytest.raises(EnvironmentProblem, match="writing back"):
+            file.flush()
+    append(file, 0, ids(4, 8))
+    file._raw.close()
+    for _ in range(2):
+        with SpillFile.open(path, SHAPE, direct=False) as file:
+            assert restored(file, 0) == list(range(12))
+    with SpillFile.open(path, SHAPE, direct=False) as file:
+        torn = file.key_ranges(0, 1, [1])[0].offset
+        file.truncate(0, 1)
+        cache = Cache(random.Random(1), share=0)
+        cache.fails, cache.lasts = True, 1
+        with cache.used(), pytest.raises(EnvironmentProblem, match="writing back"):
+            file.flush()
+        append(file, 0, ids(4, 8))
+        flip(path, torn)
+        file._raw.close()
+    with SpillFile.open(path, SHAPE, direct=False) as file:
+        assert restored(file, 0) == list(range(4))

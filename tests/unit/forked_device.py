@@ -38,14 +38,12 @@ class Fork:
             os._exit(code)
 
     def poll(self) -> int | None:
-        """As Popen."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen."""
         end = time.monotonic() + (timeout or 600)
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -54,7 +52,6 @@ class Fork:
         return code
 
     def kill(self) -> None:
-        """As Popen."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 

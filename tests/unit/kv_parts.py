@@ -26,7 +26,6 @@ Rows = NDArray[Any]
 
 
 def ids(first: int, count: int) -> NDArray[np.int64]:
-    """Return `count` token ids from `first` on."""
     return np.arange(first, first + count, dtype=np.int64)
 
 

@@ -86,7 +86,6 @@ class Run:
         self.steps = 0
 
     def prefill(self) -> None:
-        """Feeds the prompt."""
         for layer in range(LAYERS):
             rows = [self.case.rows(layer, range(self.case.context), side) for side in (0, 1)]
             self.keys.append(rows[0])
@@ -122,7 +121,6 @@ class Run:
         return selection, out
 
     def queries(self, layer: int) -> Array:
-        """Queries of this step."""
         return self.case.queries(layer, self.steps)[: self.store.batch]
 
     def full(self, layer: int) -> Array:
@@ -131,7 +129,6 @@ class Run:
         return attention(queries, self.keys[layer], self.values[layer])[0]
 
     def crop(self, tokens: int) -> None:
-        """Cuts the store and all that goes with it."""
         self.store.crop(tokens)
         self.policy.cropped(tokens)
         self.keys, self.values = ([rows[:, :, :tokens] for rows in side] for side in (self.keys, self.values))
@@ -182,7 +179,6 @@ class Best(KvPolicy):
         self.before_update: Callable[[int], None] = lambda layer: None
 
     def choose(self, layer: int, queries: Array, tokens: int) -> Selection:
-        """Return the `tokens` best of each head."""
         self.before_select(layer)
         self.calls.append(("select", layer))
         rows = []
@@ -193,10 +189,8 @@ class Best(KvPolicy):
         return Selection(np.array(rows, np.int64))
 
     def prefilled(self, layer: int, queries: Array, start: int) -> None:
-        """Note it."""
         self.calls.append((f"prefilled {queries.shape[2]} from {start}", layer))
 
     def attended(self, layer: int, selection: Selection, weights: Array | None = None) -> None:
-        """Note it."""
         self.before_update(layer)
         self.calls.append(("attended" if weights is None else f"attended {weights.shape}", layer))

@@ -35,7 +35,6 @@ def noise(shape: KvShape, size: tuple[int, ...], seed: int) -> Rows:
 
 
 def scales(size: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    """Return positive scales."""
     found: NDArray[np.float32] = np.random.default_rng(seed).random(size, dtype=np.float32) / 30 + np.float32(0.001)
     return found
 
@@ -127,7 +126,6 @@ class Plain:
         return rows
 
     def commit(self, store: KvStore, tokens: int, seed: int) -> None:
-        """End the step of both."""
         ids = self.grow_ids(tokens, seed)
         store.commit(ids, ids + 7)
 
@@ -138,12 +136,10 @@ class Plain:
         return ids
 
     def step(self, store: KvStore, tokens: int, seed: int = 0) -> None:
-        """Append and commit."""
         self.append(store, tokens, seed)
         self.commit(store, tokens, seed)
 
     def crop(self, tokens: int) -> None:
-        """Forget what is behind."""
         self.ids = self.ids[:, :tokens]
         self.layers = [[array[:, :, :tokens] for array in arrays] for arrays in self.layers]
 
@@ -161,7 +157,6 @@ class Plain:
         return found
 
     def wide(self, layer: int, sequence: int) -> NDArray[np.float32]:
-        """Return the keys of a sequence as float32."""
         keys = self.side(layer, 0)[sequence]
         is_bits = self.shape.dtype == "bfloat16"
         found: NDArray[np.float32] = (keys.astype(np.uint32) << 16).view(np.float32) if is_bits else keys.astype(np.float32)

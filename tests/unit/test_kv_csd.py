@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from numpy.typing import NDArray
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock
 from llmcache.kv.csd.profile import ModelledClock
-from llmcache.kv.csd.wire import HEADER_BYTES, Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode
+from llmcache.kv.csd.wire import Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
-from tests.unit.kv_parts import append, devices, flip, ids, restored
+from tests.unit.kv_parts import devices, ids
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
 ROWS = KvShape("tiny", layers=1, kv_heads=2, head_dim=64, page_tokens=16, value_dim=32)
@@ -77,13 +78,12 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def filled(device: EmulatedCsd, tokens: int, layers: range = range(2)) -> NDArray[np.float16]:
+def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
     """Write `tokens` to sequence 0; returns the keys of layer 1 [kv_heads, tokens, head_dim]."""
     keys = normal((2, 2, tokens, 64), 1).astype(np.float16)
-    for layer in layers:
+    for layer in range(2):
         device.append(0, layer, keys[layer], -keys[layer])
-    if len(layers) == 2:
-        device.append_tokens(0, ids(0, tokens), ids(0, tokens))
+    device.append_tokens(0, ids(0, tokens), ids(0, tokens))
     found: NDArray[np.float16] = keys[1]
     return found
 
@@ -105,7 +105,7 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
 
 
 @FORKED
-@pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7), (3001, 65536)])
+@pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7)])
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
@@ -121,51 +121,18 @@ def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int,
 
 
 @FORKED
-def test_bytes_over_the_link_are_a_fiftieth_of_the_keys(make: Make) -> None:
-    shape = KvShape("wide", layers=1, kv_heads=2, head_dim=128, page_tokens=16)
-    with make(shape=shape) as device:
-        keys = normal((2, 8192, 128), 1).astype(np.float16)
-        device.append(0, 0, keys, keys)
-        written = device.report
-        assert written.link_to_device_bytes >= 2 * keys.nbytes
-        assert 2 * keys.nbytes < written.internal_written_bytes < 2.01 * keys.nbytes
-        report = device.execute(ready(device), normal((2, 128), 2), 0, 0).drain()
-        assert report.internal_read_bytes == keys.nbytes
-        headers = HEADER_BYTES * 2 * 8192 // 1024
-        assert report.link_to_host_bytes == 4 * 2 * 8192 + headers + 16
-        assert report.link_to_host_bytes + report.link_to_device_bytes < keys.nbytes / 50
-
-
-@FORKED
-def test_pages_are_fetched_over_the_link(make: Make) -> None:
-    with make() as device:
-        keys = filled(device, 2010)
-        pages = [125, 0, 77, 78]
-        found = device.read(0, 1, pages)
-        assert list(found.tokens) == [10, 16, 16, 16]
-        whole = np.zeros((2, 2016, 64), np.float16)
-        whole[:, :2010] = keys
-        wanted = whole.reshape(2, 126, 16, 64).swapaxes(0, 1)[pages]
-        assert (found.keys == wanted).all() and (found.values == -wanted).all()
-        before = device.report.link_to_host_bytes
-        every = device.read(0, 1, list(range(126)))
-        assert device.report.link_to_host_bytes - before == 126 * 8192 + 16
-        assert (every.keys.swapaxes(0, 1).reshape(2, -1, 64)[:, :2010] == keys).all()
-
-
-@FORKED
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_all_types_and_more_than_the_shared_memory_holds(make: Make, dtype: str) -> None:
     shape = KvShape("big", layers=1, kv_heads=4, head_dim=128, dtype=dtype, page_tokens=16, value_dim=64)
     rows = normal((4, 12_000, 128), 1)
     scales = np.full((4, 12_000), 0.5, np.float32) if dtype == "int8" else None
-    if dtype == "bfloat16":
-        keys: NDArray[Any] = (rows.view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        keys = (rows * 30).astype(np.int8) if dtype == "int8" else rows
+    keys = (rows * 30).astype(np.int8) if dtype == "int8" else (rows.view(np.uint32) >> 16).astype(np.uint16)
     with make(shape=shape) as device:
         device.append(0, 0, keys, keys[:, :, :64], *([] if scales is None else [scales, scales]))
+        before = device.report.link_to_host_bytes
         found = device.read(0, 0, list(range(750)))
+        pages_bytes = 750 * (shape.key_slot_bytes + shape.value_slot_bytes)
+        assert device.report.link_to_host_bytes - before == pages_bytes + 16
         assert found.keys.swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
         assert (found.key_scales is None) == (scales is None)
         queries = normal((4, 128), 2)
@@ -219,6 +186,7 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     assert not psutil.pid_exists(device.pid)
 
 
+@FORKED
 def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
     device = make()
     filled(device, 100)
@@ -232,20 +200,7 @@ def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
     assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
 
 
-def test_a_device_killed_in_the_middle_of_an_execution(make: Make) -> None:
-    slow = CsdProfile("slow", 20e6, math.inf, math.inf, 0, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
-    device = make(slow)
-    filled(device, 16_384)
-    # More blocks than the socket holds: the device cannot end before it is killed, however late that is.
-    blocks = iter(device.execute(ready(device), normal((2, 64), 2), 0, 1, block_tokens=8))
-    next(blocks)
-    os.kill(device.pid, signal.SIGKILL)
-    with pytest.raises(EnvironmentProblem, match="signal 9"):
-        list(blocks)
-    device.restart()
-    assert device.execute(0, normal((2, 64), 2), 0, 1).drain().scored_keys == 2 * 16_384
-
-
+@FORKED
 def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
     device = make()
     filled(device, 3000)
@@ -264,32 +219,6 @@ def test_the_device_ends_with_its_host(make: Make) -> None:
     assert device._process.wait(120) == 0
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == 64
-
-
-@FORKED
-def test_a_damaged_page_is_not_scored(make: Make) -> None:
-    with make() as device:
-        filled(device, 2000)
-        device.flush()
-        with SpillReader.open(device.path, SHAPE) as file:
-            place = file.key_ranges(0, 1)[0].offset + 4096 * 20 + 77
-        flip(device.path, place)
-        index = ready(device)
-        with pytest.raises(DataError, match="keys: the checksum of page 20 of layer 1"):
-            device.execute(index, normal((2, 64), 2), 0, 1).drain()
-        assert device.execute(index, normal((2, 64), 2), 0, 0).drain().scored_keys == 4000, "the device goes on"
-
-
-def test_a_spill_file_and_a_device_see_the_same(make: Make, tmp_path: Path) -> None:
-    with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
-        append(file, 0, ids(0, 100))
-    with make(create=False) as device:
-        device.truncate(0, 2)
-        assert device.pages(0, 1) == 2
-        with pytest.raises(EnvironmentProblem, match="another process writes"):
-            SpillFile.open(tmp_path / "a.kv")
-    with SpillReader.open(tmp_path / "a.kv") as reader:
-        assert restored(reader, 0) == list(range(32))
 
 
 def test_errors_of_the_device_are_those_of_the_file(make: Make, tmp_path: Path) -> None:
@@ -341,8 +270,6 @@ def test_the_modelled_clock_is_a_pipeline() -> None:
         clock.send(10)
     # Computing is the slowest: 10 times 2000 ns behind one reading, and the last block over the link.
     assert clock.now_ns == 100 + 1000 + 10 * 2000 + 100
-    # Reading stays only as far ahead as there is memory: the 10th began when the 6th was computed.
-    assert clock._read == 100 + 1000 + 6 * 2000 + 1000
     other = ModelledClock(CsdProfile("p", 1e9, 1e9, 0.1e9, 0, fdm_bytes=1 << 20, buffer_bytes=1000))
     for _ in range(3):
         other.receive(100)
@@ -351,27 +278,15 @@ def test_the_modelled_clock_is_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("internal_bytes_per_s", {"internal_bytes_per_s": 0.0}),
-        ("link_bytes_per_s", {"link_bytes_per_s": -1.0}),
-        ("latency_ns", {"latency_ns": -1}),
-        ("buffer_bytes", {"buffer_bytes": 1 << 24}),
-    ],
+    ("field", "value"),
+    [("internal_bytes_per_s", 0.0), ("link_bytes_per_s", -1.0), ("latency_ns", -1), ("buffer_bytes", 1 << 40)],
 )
-def test_profiles_that_cannot_be(field: str, values: dict[str, Any]) -> None:
-    good = {"internal_bytes_per_s": 1e9, "compute_bytes_per_s": 1e9, "link_bytes_per_s": 1e9, "latency_ns": 0}
+def test_profiles_that_cannot_be(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}: "):
-        CsdProfile("p", **{**good, **values})
+        replace(PROFILES["smartssd"], **{field: value})
 
 
 # A part of a layer: given pages are scored, single rows are sent, and nothing else is read
-
-
-def loaded(make: Make, shape: KvShape = ROWS, profile: CsdProfile = PROFILES["none"]) -> EmulatedCsd:
-    device = make(profile, shape)
-    ready(device)
-    return device
 
 
 def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
@@ -388,12 +303,13 @@ def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
 
 @FORKED
 def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
-    device = loaded(make)
+    device = make(shape=ROWS)
     keys = filled_rows(device, 5000)[0]
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
     pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
     found = np.full((2, 5000), np.nan, np.float32)
-    running = device.execute(0, queries, 0, 0, pages=pages, block_tokens=20)
+    index = ready(device)
+    running = device.execute(index, queries, 0, 0, pages=pages, block_tokens=20)
     for block in running:
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
@@ -406,16 +322,16 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     assert report.internal_read_bytes == len(pages) * ROWS.key_slot_bytes
     assert report.link_to_device_bytes == 64 + queries.nbytes + 4 * 8, "four runs of pages, 8 bytes each"
     with pytest.raises(ValueError, match="not all of"):
-        device.execute(0, queries, 0, 0, pages=[313]).drain()
+        device.execute(index, queries, 0, 0, pages=[313]).drain()
     with pytest.raises(ValueError, match="pages: none"):
-        device.execute(0, queries, 0, 0, pages=[])
+        device.execute(index, queries, 0, 0, pages=[])
 
 
 @FORKED
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_rows_are_gathered_near_the_data(make: Make, dtype: str) -> None:
     shape = KvShape("tiny", 1, 2, 64, dtype, page_tokens=16, value_dim=32)
-    device = loaded(make, shape, CsdProfile("modelled", 1e9, 1e9, 1e8, 1000))
+    device = make(CsdProfile("modelled", 1e9, 1e9, 1e8, 1000), shape)
     arrays = filled_rows(device, 5000)
     random = np.random.default_rng(3)
     positions = [np.sort(random.choice(4990, size, replace=False)) for size in (700, 3)]
@@ -432,19 +348,9 @@ def test_rows_are_gathered_near_the_data(make: Make, dtype: str) -> None:
 
 
 @FORKED
-def test_nothing_is_asked_for(make: Make) -> None:
-    device = loaded(make)
-    filled_rows(device, 100)
-    commands = device.report.commands
-    rows = device.gather(0, 0, [np.empty(0, np.int64)] * 2)
-    assert rows.keys.shape == (0, 64) and rows.values.shape == (0, 32) and device.report.commands == commands
-    assert (device.gather(0, 0, [np.array([5]), np.empty(0, np.int64)]).keys.shape) == (1, 64)
-
-
-@FORKED
 def test_more_rows_than_the_ring_holds(make: Make) -> None:
     shape = KvShape("big", 1, 2, 128, "float32", page_tokens=16)
-    device = loaded(make, shape)
+    device = make(shape=shape)
     keys, values = filled_rows(device, 12_000)
     assert keys.nbytes + values.nbytes > 2 << 23
     rows = device.gather(0, 0, [np.arange(12_000)] * 2)
@@ -453,17 +359,11 @@ def test_more_rows_than_the_ring_holds(make: Make) -> None:
 
 @FORKED
 def test_rows_that_cannot_be(make: Make) -> None:
-    device = loaded(make)
+    device = make(shape=ROWS)
     filled_rows(device, 100)
     for wrong in ([1, 1], [2, 1], [-1], [112]):
         with pytest.raises(ValueError, match=r"positions: |has 7 pages"):
             device.gather(0, 0, [np.array(wrong)] * 2)
     with pytest.raises(ValueError, match="positions: for 1 heads, the model has 2"):
         device.gather(0, 0, [np.array([1])])
-    device.flush()
-    with SpillReader.open(device.path) as file:
-        place = file.key_ranges(0, 0)[0].offset + ROWS.key_slot_bytes * 2 + 5
-    flip(device.path, place)
-    with pytest.raises(DataError, match="keys: the checksum of page 2"):
-        device.gather(0, 0, [np.array([1, 33])] * 2)
-    assert device.gather(0, 0, [np.array([1, 50])] * 2).keys.shape == (4, 64), "the device goes on"
+    assert device.gather(0, 0, [np.array([5]), np.empty(0, np.int64)]).keys.shape == (1, 64), "the device goes on"

@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels import RunningTop, products, score, score_pages, top, weights
+from llmcache.kv.kernels import RunningTop, products, score, top, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
-from llmcache.kv.spill import KvShape, SpillFile
 from tests.conftest import examples
 
 Floats = NDArray[np.float32]
@@ -51,7 +50,6 @@ def whole(shape: tuple[int, ...], seed: int) -> Floats:
 
 
 def carried(values: Floats, dtype: str) -> NDArray[Any]:
-    """Return `values` as keys of a type."""
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(dtype)
@@ -68,7 +66,7 @@ def plain(queries: Floats, keys: Floats, combine: str) -> Floats:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("combine", ["max", "sum"])
-@pytest.mark.parametrize(("group", "dim"), [(1, 128), (2, 64), (3, 33), (4, 80), (7, 33), (8, 128), (1, 1)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 33), (4, 80), (8, 128)])
 def test_scores_of_whole_numbers_are_exact(dtype: str, combine: str, group: int, dim: int) -> None:
     keys, queries = whole((2, 3, 301, dim), 1), whole((2, 3 * group, dim), 2)
     by = np.random.default_rng(3).integers(1, 5, (2, 3, 301)).astype(np.float32) if dtype == "int8" else None
@@ -76,17 +74,6 @@ def test_scores_of_whole_numbers_are_exact(dtype: str, combine: str, group: int,
     for threads in (1, 3):
         found = score(queries, carried(keys, dtype), by, combine=combine, threads=threads)
         assert found.dtype == np.float32 and (found == wanted).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_scores_are_as_close_as_float32_can_be(dtype: str) -> None:
-    random = np.random.default_rng(0)
-    keys = carried(random.standard_normal((1, 2, 4096, 128), dtype=np.float32), dtype)
-    queries = random.standard_normal((1, 8, 128), dtype=np.float32)
-    exact = keys if dtype != "bfloat16" else (keys.astype(np.uint32) << 16).view(np.float32)
-    found, wanted = score(queries, keys), plain(queries, exact.astype(np.float32), "max")
-    assert np.abs(found - wanted).max() < 128 * 2.0**-24 * 16
-    assert (top(found, 100) == top(wanted, 100)).mean() > 0.99
 
 
 def test_large_inputs_are_split_among_threads_without_a_seam() -> None:
@@ -104,28 +91,9 @@ def test_infinities_and_nan_stay_what_they_are() -> None:
 def test_any_strides_of_keys() -> None:
     keys, queries = whole((2, 5, 40, 32), 1).astype(np.float16), whole((2, 5, 32), 2)
     wanted = plain(queries, keys.astype(np.float32), "max")
-    turned = keys[::-1, ::-1].copy()[::-1, ::-1]
-    for same in (
-        keys.swapaxes(1, 2).copy().swapaxes(1, 2),
-        np.asfortranarray(keys),
-        np.repeat(keys, 2, 2)[:, :, ::2],
-        turned,
-    ):
+    swapped, turned = keys.swapaxes(1, 2).copy().swapaxes(1, 2), keys[::-1, ::-1].copy()[::-1, ::-1]
+    for same in (swapped, turned, np.asfortranarray(keys), np.repeat(keys, 2, 2)[:, :, ::2]):
         assert (score(queries, same) == wanted).all()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_pages_are_scored_where_they_lie_in_the_file(tmp_path: Any, dtype: str) -> None:
-    shape = KvShape("m", 1, 3, 24, dtype, page_tokens=16)
-    keys, queries = whole((1, 3, 160, 24), 1), whole((6, 24), 2)
-    by = np.full((3, 160), 2, np.float32) if dtype == "int8" else None
-    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
-        file.append(0, 0, carried(keys, dtype)[0], carried(keys, dtype)[0], *([] if by is None else [by, by]))
-        for pages in ([*range(10)], [7, 2, 3]):
-            found, scales = file.read_keys(0, 0, pages)
-            tokens = [16 * page + token for page in pages for token in range(16)]
-            wanted = plain(queries[None], keys, "max")[0][:, tokens] * (1 if by is None else 2)
-            assert (score_pages(queries, found, scales, threads=2) == wanted).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
@@ -201,24 +169,19 @@ def test_a_fork_has_threads_of_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize(
-    ("message", "arguments", "more"),
-    [
-        ("queries: shape", (np.zeros((1, 3, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)), {}),
-        ("queries: type", (np.zeros((1, 2, 8)), np.zeros((1, 2, 5, 8), np.float16)), {}),
-        ("keys: type", (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8))), {}),
-        ("keys: shape", (np.zeros((1, 2, 8), np.float32), np.zeros((2, 5, 8), np.float16)), {}),
-        ("scales: they belong", (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.int8)), {}),
-        (
-            "scales: shape",
-            (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.int8)),
-            {"scales": np.zeros((2, 5), np.float32)},
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit(message: str, arguments: tuple[Any, Any], more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=message):
-        score(*arguments, **more)
+def test_arguments_that_do_not_fit() -> None:
+    queries, keys = np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)
+    calls: list[tuple[str, Any, Any, Any]] = [
+        ("queries: shape", np.zeros((1, 3, 8), np.float32), keys, None),
+        ("queries: type", np.zeros((1, 2, 8)), keys, None),
+        ("keys: type", queries, keys.astype(np.float64), None),
+        ("keys: shape", queries, keys[0], None),
+        ("scales: they belong", queries, keys.astype(np.int8), None),
+        ("scales: shape", queries, keys.astype(np.int8), np.zeros((2, 5), np.float32)),
+    ]
+    for message, wrong_queries, wrong_keys, scales in calls:
+        with pytest.raises(ValueError, match=message):
+            score(wrong_queries, wrong_keys, scales)
 
 
 def chosen(scores: Floats, k: int) -> NDArray[np.int64]:

@@ -6,21 +6,28 @@ Attention is what the formula says, also for grouped heads and half precision. I
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Span, Timeline, attention, widened
+from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention, widened
 from llmcache.kv.policies.base import PolicySettings
+from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
+from llmcache.kv.spill import SpillFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
+from llmcache.kv.tiers.ssd import CsdTier
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from tests.mount.live import wait_for
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.kv_policy_parts import Best
 
 SPEC = StreamSpec(layers=3, kv_heads=2, heads=4, head_dim=16, context=300, batch=2, dtype="float32")
@@ -38,22 +45,29 @@ def ids(positions: range) -> NDArray[np.int64]:
     return np.tile(np.arange(positions.start, positions.stop), (SPEC.batch, 1))
 
 
-def fill(engine: KvEngine, context: int = SPEC.context) -> None:
+def at(step: int) -> range:
+    return range(SPEC.context + step, SPEC.context + step + 1)
+
+
+def fill(engine: KvEngine) -> None:
     for layer in range(SPEC.layers):
-        engine.prefill(layer, None, *STREAM.keys_values(layer, range(context)))
-    engine.finish_step(ids(range(context)), ids(range(context)))
+        engine.prefill(layer, None, *STREAM.keys_values(layer, range(SPEC.context)))
+    engine.finish_step(ids(range(SPEC.context)), ids(range(SPEC.context)))
+
+
+def layer_step(engine: KvEngine, layer: int, step: int, error: float = 0.0) -> Gathered:
+    """Do one layer of one step, and look ahead for the next; with `error` 0 by what will be its true queries."""
+    found = engine.step(layer, STREAM.queries(layer, step), *STREAM.keys_values(layer, at(step)))
+    if layer + 1 < SPEC.layers:
+        engine.ahead(layer + 1, STREAM.estimate(layer + 1, step, error))
+    engine.attended(layer)
+    return found
 
 
 def decode(engine: KvEngine, step: int, error: float = 0.2) -> list[Gathered]:
     """Do one step, and return what each layer attends to."""
-    at = range(SPEC.context + step, SPEC.context + step + 1)
-    found = []
-    for layer in range(SPEC.layers):
-        found.append(engine.step(layer, STREAM.queries(layer, step), *STREAM.keys_values(layer, at)))
-        if layer + 1 < SPEC.layers:
-            engine.ahead(layer + 1, STREAM.estimate(layer + 1, step, error))
-        engine.attended(layer)
-    engine.finish_step(ids(at), ids(at))
+    found = [layer_step(engine, layer, step, error) for layer in range(SPEC.layers)]
+    engine.finish_step(ids(at(step)), ids(at(step)))
     return found
 
 
@@ -75,6 +89,13 @@ def same(first: list[list[Gathered]], second: list[list[Gathered]]) -> bool:
     )
 
 
+def check_rows(found: Gathered, layer: int, length: int) -> None:
+    """Check that these are rows of the stream: ascending, each once, and the token itself."""
+    assert (np.diff(found.positions, axis=2) > 0).all() and found.positions[..., -1].max() == length - 1
+    for rows, everything in zip((found.keys, found.values), STREAM.keys_values(layer, range(length)), strict=True):
+        assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
@@ -91,22 +112,16 @@ def test_looking_ahead_with_true_queries_changes_nothing() -> None:
 
 def test_what_is_attended_to_are_the_rows_of_the_stream() -> None:
     for options in ({"app": False}, {"app": True}, {"app": True, "exact": True}):
-        last = run(**options)[-1]
-        for layer, found in enumerate(last):
-            keys, values = STREAM.keys_values(layer, range(SPEC.context + STEPS))
-            assert (np.diff(found.positions, axis=2) > 0).all(), "ascending, each once"
-            assert found.positions[..., -1].max() == SPEC.context + STEPS - 1, "the token itself"
-            for rows, everything in ((found.keys, keys), (found.values, values)):
-                assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
+        for layer, found in enumerate(run(**options)[-1]):
+            check_rows(found, layer, SPEC.context + STEPS)
 
 
 @pytest.mark.parametrize("app", [False, True])
 def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(app: bool) -> None:
     for step, layers in enumerate(run(alpha=1.0, app=app)):
-        at = range(SPEC.context + step + 1)
         for layer, found in enumerate(layers):
             asked = STREAM.queries(layer, step)
-            whole = attention(asked, *STREAM.keys_values(layer, at))
+            whole = attention(asked, *STREAM.keys_values(layer, range(SPEC.context + step + 1)))
             assert all(np.array_equal(a, b) for a, b in zip(attention(asked, found.keys, found.values), whole, strict=True))
 
 
@@ -122,25 +137,15 @@ def test_the_next_layer_is_chosen_while_this_one_computes() -> None:
     policy.before_select = hold
     with KvEngine(store, policy) as engine:
         fill(engine)
-        engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, range(300, 301)))
+        engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, at(0)))
         engine.ahead(1, STREAM.estimate(1, 0))
         assert begun.wait(120)
         assert ("select", 1) not in policy.calls, "it is at it, and this thread computes"
         engine.attended(0)  # must not wait either
         may_end.set()
-        found = engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, range(300, 301)))
+        found = engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, at(0)))
     assert found.positions.shape[2] == 90 + 1  # of 300 by alpha, and the token that came since
     assert policy.calls == [("select", 0), ("select", 1), ("attended", 0)]
-
-
-def test_updates_are_done_in_order_and_before_the_step_ends() -> None:
-    store, policy = opened(alpha=0.3)
-    with KvEngine(store, policy) as engine:
-        fill(engine)
-        policy.before_update = lambda layer: None if store.step == 1 else pytest.fail("a step too late")
-        decode(engine, 0)
-        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 1, 2]
-        assert store.length == SPEC.context + 1 and store.step == 2
 
 
 def test_a_policy_hears_of_the_prefill_and_gets_the_weights() -> None:
@@ -169,18 +174,13 @@ def test_an_error_of_an_evaluation_comes_up_at_its_layer_and_can_be_tried_again(
     policy.before_select = fail
     with KvEngine(store, policy, app=app) as engine:
         fill(engine)
-        at = range(SPEC.context, SPEC.context + 1)
-        found = [engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, at))]
-        engine.ahead(1, STREAM.estimate(1, 0))
-        engine.attended(0)
+        found = [layer_step(engine, 0, 0, 0.2)]
         with pytest.raises(EnvironmentProblem, match="the device is gone"):
-            engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, at))
+            layer_step(engine, 1, 0)
         policy.before_select = lambda layer: None
-        for layer in (1, 2):
-            engine.ahead(layer, STREAM.estimate(layer, 0))
-            found.append(engine.step(layer, STREAM.queries(layer, 0), *STREAM.keys_values(layer, at)))
-            engine.attended(layer)
-        engine.finish_step(ids(at), ids(at))
+        engine.ahead(1, STREAM.estimate(1, 0))
+        found += [layer_step(engine, layer, 0, 0.2) for layer in (1, 2)]
+        engine.finish_step(ids(at(0)), ids(at(0)))
     assert same([found], [wanted])
 
 
@@ -196,8 +196,8 @@ def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
         fill(engine)
         with pytest.raises(EnvironmentProblem, match="the disk is full"):
             decode(engine, 0)
-        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], "the others were done"
-        engine.finish_step(ids(range(300, 301)), ids(range(300, 301)))
+        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], "in order; the others were done"
+        engine.finish_step(ids(at(0)), ids(at(0)))
         policy.before_update = lambda layer: None
         decode(engine, 1)
 
@@ -248,23 +248,81 @@ def test_the_timeline_has_every_stage_of_every_layer() -> None:
     with KvEngine(store, policy, timeline=timeline) as engine:
         fill(engine)
         decode(engine, 0)
+        policy.before_select = lambda layer: timeline.add(Span("device", "evaluate", layer, 2, *2 * [timeline.now_ns()]))
+        decode(engine, 1)
     told = [(span.stage, span.layer) for span in timeline.spans if span.step == 1]
     assert sorted(told) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
+    assert [span.resource for span in timeline.spans if (span.step, span.stage) == (2, "evaluate")] == ["device"] * 3, "once"
+    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
+    assert again.to_json() == timeline.to_json() and again.spans[0].begin_ns == 0
 
 
-def test_a_policy_that_records_its_evaluation_is_not_recorded_twice() -> None:
-    store, policy = opened(alpha=0.3)
-    timeline = Timeline()
+# Over a spill file and an emulated device
 
-    def record(layer: int) -> None:
-        with timeline.span("device", "evaluate", layer, store.step):
-            pass
 
-    policy.before_select = record
-    with KvEngine(store, policy, timeline=timeline) as engine:
+def spilling(path: Path, ssd: str) -> tuple[KvStore, HillInfer]:
+    """Return a store that holds half of its pages in memory, and HillInfer over it."""
+    config = StoreConfig(SPEC.shape, SPEC.batch, cpu_pages=10, path=path / "context.kv", ssd=ssd, force=True, threads=2)
+    store = KvStore(config)
+    return store, HillInfer(store, HillInferSettings(0.4, score_block_tokens=32))
+
+
+@FORKED
+@pytest.mark.parametrize("ssd", ["csd", "file"])
+def test_from_the_ssd_looking_ahead_changes_nothing_either(tmp_path: Path, ssd: str) -> None:
+    runs = []
+    for app in (False, True):
+        store, policy = spilling(tmp_path, ssd)
+        with store, KvEngine(store, policy, app=app) as engine:
+            fill(engine)
+            runs.append([decode(engine, step, 0) for step in range(STEPS)])
+            assert store.traffic.hits_cpu > 0 and store.traffic.hits_ssd > 0, "pages of both tiers are attended to"
+    assert same(*runs)
+
+
+@FORKED
+def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_without_loss(tmp_path: Path) -> None:
+    plain, policy = spilling(tmp_path, "csd")
+    with plain, KvEngine(plain, policy) as engine:
         fill(engine)
-        decode(engine, 0)
-    assert {span.resource for span in timeline.spans if span.stage == "evaluate"} == {"device"}
+        wanted = [decode(engine, step, 0) for step in range(4)]
+    store, policy = spilling(tmp_path, "csd")
+    with store, KvEngine(store, policy) as engine:
+        fill(engine)
+        found = [decode(engine, 0, 0)]
+        first = layer_step(engine, 0, 1)
+        engine.rest()
+        assert isinstance(store.ssd, CsdTier)
+        os.kill(store.ssd.device.pid, signal.SIGKILL)
+        engine.ahead(1, STREAM.queries(1, 1))
+        with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
+            layer_step(engine, 1, 1)
+        store.restart_device()
+        found.append([first, *(layer_step(engine, layer, 1) for layer in (1, 2))])
+        engine.finish_step(ids(at(1)), ids(at(1)))
+        found += [decode(engine, step, 0) for step in (2, 3)]
+    assert same(found, wanted)
+
+
+def test_a_disk_full_for_a_while_costs_nothing_but_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise EnvironmentProblem("context.kv: no space left", "make room")
+
+    store, policy = spilling(tmp_path, "file")
+    with store, KvEngine(store, policy, app=True) as engine:
+        fill(engine)
+        last = 15 - SPEC.context % 16  # the step whose token completes a page
+        for step in range(last):
+            decode(engine, step)
+        with monkeypatch.context() as patched:
+            patched.setattr(SpillFile, "_write_pages", full)
+            with pytest.raises(EnvironmentProblem, match="no space left"):
+                layer_step(engine, 0, last)
+        found = [layer_step(engine, layer, last) for layer in range(SPEC.layers)]
+        engine.finish_step(ids(at(last)), ids(at(last)))
+        for layer, got in enumerate(found):
+            check_rows(got, layer, store.length)
+        decode(engine, last + 1)
 
 
 # Attention
@@ -298,19 +356,15 @@ def test_large_logits_do_not_overflow() -> None:
     assert np.isfinite(out).all() and weights.max() == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "name"),
-    [
-        (KEYS[:, :, :, :7], VALUES, "keys"),
+def test_shapes_that_do_not_fit_are_named() -> None:
+    for keys, values, name in (
         (KEYS[:1], VALUES, "keys"),
         (np.repeat(KEYS, 3, axis=1)[:, :3], VALUES, "keys"),
         (KEYS, VALUES[:, :, :10], "values"),
         (KEYS[:, :, :0], VALUES[:, :, :0], "keys: no tokens"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(keys: Floats, values: Floats, name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}"):
-        attention(QUERIES, keys, values)
+    ):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            attention(QUERIES, keys, values)
 
 
 # Timelines
@@ -339,17 +393,6 @@ def test_what_is_busy_at_a_time_counts_once() -> None:
     assert timeline.busy_ns(4, stage="evaluate") == 50, "what two resources do at a time counts once"
     assert timeline.busy_ns(4, "cpu", "update") == 0 and timeline.busy_ns(5, "cpu") == 60
     assert timeline.busy_ns(6) == 0
-
-
-def test_what_is_saved_comes_back() -> None:
-    timeline = made()
-    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
-    assert again.emulated == {"compute"} and again.spans[0].begin_ns == 0
-    assert again.to_json() == timeline.to_json()
-
-
-def test_the_last_step_alone_and_a_new_beginning() -> None:
-    timeline = made()
     assert [span.step for span in timeline.last_step().spans] == [5, 5] and timeline.last_step().emulated == {"compute"}
     timeline.clear()
     assert timeline.spans == [] and timeline.last_step().spans == []
@@ -396,10 +439,3 @@ def test_what_is_no_resource_or_stage_is_refused() -> None:
         Timeline(["disk"])
     with pytest.raises(ValueError, match="end_ns"):
         timeline.add(Span("cpu", "fetch", 0, 0, 5, 4))
-
-
-def test_no_timeline_keeps_nothing() -> None:
-    with NO_TIMELINE.span("cpu", "fetch", 0, 0):
-        pass
-    NO_TIMELINE.add(Span("cpu", "fetch", 0, 0, 0, 1))
-    assert NO_TIMELINE.spans == []

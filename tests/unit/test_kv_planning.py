@@ -23,10 +23,80 @@ from llmcache.kv.planning import (
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
 from llmcache.kv.planning.models import shape_of
 from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, largest_context, room, rule_share
-from tests.unit.model_configs import GLM_4_5, LLAMA4_MAVERICK, LLAMA_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
+
+# Public models' `config.json`, as far as planning asks for them
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+MIXTRAL_8X7B: dict[str, Any] = LLAMA_8B | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+QWEN3_30B_A3B: dict[str, Any] = LLAMA_8B | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+
+GLM_4_5: dict[str, Any] = LLAMA_8B | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 92,
+    "hidden_size": 5120,
+    "num_attention_heads": 96,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "vocab_size": 151552,
+}
+
+LLAMA4_MAVERICK: dict[str, Any] = {
+    "model_type": "llama4",
+    "text_config": LLAMA_8B
+    | {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "head_dim": 128,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "vocab_size": 202048,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+}
 
 
 # Machines
@@ -46,12 +116,6 @@ def test_what_the_paper_says_of_its_machine() -> None:
     assert said == {"gpu_bytes", "host_bytes", "device_bytes_per_s", "device_memory_bytes"}
     assert (PAPER_PC.gpu_bytes, PAPER_PC.host_bytes, PAPER_PC.device_bytes_per_s) == (24 * GIB, 64 * GIB, 4e9)
     assert TYPICAL_PC.gpu_bytes + TYPICAL_PC.host_bytes == 44 * GIB  # section 1: "memory limits 44GB"
-
-
-def test_sizes_from_the_command_line_are_given_not_the_papers() -> None:
-    changed = PAPER_PC.with_sizes(gpu_bytes=8 * GIB)
-    assert changed.gpu_bytes == 8 * GIB and changed.origins["gpu_bytes"].kind == "given"
-    assert changed.origins["host_bytes"].kind == "paper"
 
 
 def test_a_machine_needs_speeds_and_origins() -> None:
@@ -188,9 +252,7 @@ def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
     ("changes", "named"),
     [
         ({"num_hidden_layers": ...}, "num_hidden_layers"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers: '32'"),
         ({"num_hidden_layers": True}, "num_hidden_layers: True"),
-        ({"num_attention_heads": 0}, "heads"),
         ({"num_key_value_heads": 5}, "kv_heads: 5"),
         ({"hidden_size": -1}, "hidden_size: -1"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
@@ -199,7 +261,6 @@ def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
         ({"mamba_d_state": 16}, "mamba_d_state"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
-        ({"quantization_config": {"bits": 0}}, "weight_bits"),
     ],
 )
 def test_a_config_that_is_not_understood_names_the_field(changes: dict[str, Any], named: str) -> None:
@@ -285,11 +346,8 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
         # A token's keys are 2048 bytes here, half of the block that is read for them.
         ("h2o", 0.25 / 2 + 0.5 / 10, 0.25 * 0.5 / 1 + 0.25 / 8),
         ("prefetch", max(0.25 / 2, 0.5 / 10), max(0.25 * 0.5 / 1, 0.25 / 8)),
-        (
-            "leoam",
-            max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10),
-            0.25 * 0.5 / 2,
-        ),  # two keys a chunk; chunks of 20 KiB are whole blocks
+        # Two keys a chunk; chunks of 20 KiB are whole blocks.
+        ("leoam", max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10), 0.25 * 0.5 / 2),
         ("hillinfer", max(0.25 / 10, 0.25 / 4), max(0.25 * 0.5 / 1, 0.25 / 8)),
     ],
 )
@@ -340,13 +398,9 @@ def test_idle_share_and_busy_times() -> None:
     assert set(found.busy) == {"compute", "cpu", "device", "link", "gpu link"}
     assert max(found.busy.values()) <= found.token_ns
     assert found.end_to_end_ns(10) == pytest.approx(found.prefill_ns + 10 * found.token_ns)
+    assert latency("full", PAPER_PC.with_sizes(gpu_bytes=0), QWEN, Workload(4096)).moved["host to gpu"] == 0
     told = found.to_json()
     assert told["kind"] == "modelled" and told["policy"] == "hillinfer" and told["machine"] == "paper"
-
-
-def test_without_a_gpu_nothing_crosses_to_one() -> None:
-    bare = PAPER_PC.with_sizes(gpu_bytes=0)
-    assert latency("full", bare, QWEN, Workload(4096)).moved["host to gpu"] == 0
 
 
 def test_wrong_arguments_are_named() -> None:

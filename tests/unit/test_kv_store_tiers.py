@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,7 @@ import pytest
 
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
-from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.spill.raw import HUGE_PAGE_BYTES
-from llmcache.kv.spill.reader import thread_memory
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
@@ -34,7 +29,6 @@ def chosen(store: KvStore, *tokens: int) -> Selection:
 
 
 def pages(store: KvStore, sequence: int = 0, layer: int = 0) -> list[int]:
-    """Return the pages of a sequence that are in the pool."""
     return [int(page) for page in np.flatnonzero(store.in_cpu(layer, sequence))]
 
 
@@ -169,17 +163,6 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT
 
 
-def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, plain = make(200, ssd="csd")
-    monkeypatch.setattr("llmcache.kv.tiers.store.ASKED_ROWS", 100)
-    report = store.device_report
-    assert report is not None
-    before = replace(report)
-    plain.check_all(store)
-    after = store.device_report
-    assert after is not None and after.commands - before.commands == 2 * 4, "45 pages of each layer, 12 at a time"
-
-
 def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:
     store, plain = make(80, ssd="csd", profile=CsdProfile("slow", 1e9, 1e9, 1e9, 1000))
     blocks = store.score_ssd(0, 0, np.ones((2, 8), np.float32))
@@ -243,12 +226,6 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
         assert file.sequences == [0] and file.pages_by_layer(0) == [2, 2, 2]
 
 
-def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = make(38, batch=2)
-    monkeypatch.setattr(store.table, "choose", None)
-    store.select(np.array([0, 1]))
-
-
 def test_a_step_that_was_given_up(make: Make) -> None:
     store, plain = make(38)
     rows = plain.rows(1, 30, 5)
@@ -274,39 +251,6 @@ def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
     plain.check(0, store.gather_fast(0, selection, fast))
     assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is another each time"
     assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
-
-
-def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
-    """Layer 1 is scored, staged and moved by a worker while layer 0 of the next step is appended and gathered."""
-    store, plain = make(60, ssd="csd", window_tokens=4, cpu_pages=8)
-    random = np.random.default_rng(0)
-    queries = np.ones((2, 8), np.float32)
-
-    def ahead(results: list[Any]) -> None:
-        found = [block.scores for block in store.score_ssd(1, 0, queries)]
-        tokens = np.sort(random.choice(len(store.middle) * 4, 12, replace=False)) + 4
-        results.append(store.stage(1, chosen(store, *tokens)))
-        down = [page for page in store.middle if store.in_cpu(1, 0)[page]][:1]
-        store.move_down(1, 0, np.array(down, np.int64))
-        store.score_cpu(1, 0, queries)
-        results.append(found)
-
-    for step in range(30):
-        results: list[Any] = []
-        worker = threading.Thread(target=ahead, args=(results,))
-        worker.start()
-        rows = [plain.rows(layer, 1, step) for layer in (0, 1)]
-        store.append(0, *rows[0])
-        mine = store.gather(0, chosen(store, 5, 9, 30))
-        worker.join(240)
-        assert not worker.is_alive() and len(results) == 2
-        store.append(1, *rows[1])
-        for layer in (0, 1):
-            plain.grow(layer, 1, step)
-        plain.check(0, mine)
-        plain.check(1, store.gather(1, staged=results[0]))
-        plain.commit(store, 1, step)
-    plain.check_all(store)
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
@@ -395,11 +339,3 @@ def test_selections_of_pages() -> None:
     found = Selection.of_pages(np.array([[[4, 2]]]), 3)
     assert found.positions.tolist() == [[[6, 7, 8, 12, 13, 14]]] and found.count == 6
     assert Selection.of_all(range(2, 4), 1, 2, 3).positions.tolist() == [[[6, 7, 8, 9, 10, 11]] * 2]
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_the_memory_of_a_thread_is_of_its_own(threads: int) -> None:
-    found: list[int] = []
-    run_all([lambda: found.append(thread_memory(4096).ctypes.data) for _ in range(8)], threads)
-    assert all(address % HUGE_PAGE_BYTES == 0 for address in found) and 1 <= len(set(found)) <= threads
-    assert thread_memory(3 * HUGE_PAGE_BYTES).size == 3 * HUGE_PAGE_BYTES

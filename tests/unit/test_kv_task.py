@@ -22,7 +22,7 @@ from llmcache import cli
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.bench.question import BenchOptions, task_of
 from llmcache.kv.bench.results import STOCK, Answers, read_task
-from llmcache.kv.bench.task import Candidate, TaskSetup, candidates
+from llmcache.kv.bench.task import Candidate, candidates
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
 from llmcache.kv.tasks.recall import BEGINNING, DEPTHS, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
@@ -58,15 +58,11 @@ def check_answers(found: Questions, tokens: int, pairs: int) -> None:
             assert ids[place + 1] == answer
 
 
-@pytest.mark.parametrize("tokens", [129, 500])
-def test_recall_asks_for_pairs_that_are_there(tokens: int) -> None:
-    check_answers(recall(random(), 3, tokens), tokens, 64)
-
-
-def test_many_keys_are_all_asked_for() -> None:
-    found = recall(random(), 2, 100, pairs=16, questions=16)
-    check_answers(found, 100, 16)
-    assert all(len(set(asked)) == 16 for asked in found.asked.tolist())
+@pytest.mark.parametrize(("tokens", "pairs", "questions"), [(129, 64, 8), (500, 64, 8), (100, 16, 16)])
+def test_recall_asks_for_pairs_that_are_there_each_once(tokens: int, pairs: int, questions: int) -> None:
+    found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
+    check_answers(found, tokens, pairs)
+    assert all(len(set(asked)) == questions for asked in found.asked.tolist())
 
 
 @pytest.mark.parametrize(("depth", "place"), [(0, 1), (0.5, 45), (1, 90)])
@@ -95,13 +91,9 @@ def test_a_chain_leads_through_all_pairs_and_back(pairs: int) -> None:
     check_answers(questions, 300, pairs)
     assert all(len(set(row)) == pairs for row in questions.asked.tolist())
     assert (asked[pairs] == found.first).all()
-
-
-def test_a_wrong_answer_leads_astray() -> None:
-    found = chain(random(), 2, 300, steps=4)
     right = found.next_keys(found.answers[:, 0])
-    assert (found.next_keys(found.answers[:, 1]) != right).all()
-    assert (found.next_keys(np.full(2, BEGINNING)) == found.first).all()
+    assert (found.next_keys(found.answers[:, 1]) != right).all(), "a wrong answer leads astray"
+    assert (found.next_keys(np.full(3, BEGINNING)) == found.first).all()
 
 
 def test_the_weights_are_those_of_their_provenance() -> None:
@@ -231,6 +223,10 @@ def test_defaults_ask_the_recall_model() -> None:
     assert [(one.policy, one.budget) for one in candidates(replace(setup, policies=["full", "quest"], budgets=[64]))] == [
         (STOCK, None), ("full", None), ("quest", 64),
     ]  # fmt: skip
+    assert [Candidate("icecache-reuse", 64).title, Candidate(STOCK, None).title] == ["IceCache (reuse)", "DynamicCache"]
+    with pytest.raises(UsageError, match="no 'icecache-magic'") as error:
+        replace(setup, policies=["icecache-magic"])
+    assert "icecache-reuse" in (error.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +235,6 @@ def test_defaults_ask_the_recall_model() -> None:
         ("--task sorting", "--task"),
         ("--policy magic", "--policy: there is no 'magic'"),
         ("--policy quest,quest", "--policy"),
-        ("--budget many", "--budget: 'many'"),
         ("--budget 64,0", "--budget: 0"),
         ("--alpha 0.2", "--alpha"),
         ("--layers 2", "--layers"),
@@ -247,30 +242,20 @@ def test_defaults_ask_the_recall_model() -> None:
         ("--batch 2", "--batch"),
         ("--path /nowhere", "--path"),
         ("--context 1k,much", "--context: 'much'"),
+        ("--plot run.gif", ".png, .svg or .html"),
     ],
 )
-def test_what_is_wrong_is_named(words: str, field: str) -> None:
+def test_what_is_wrong_is_named_before_anything_runs(words: str, field: str) -> None:
     with pytest.raises(LlmcacheError, match=field):
         invoke("bench", "--task", "passkey", *words.split())
+    with pytest.raises(UsageError, match="--budget: '64,128' are several"):
+        invoke("bench", "--budget", "64,128")
 
 
 def invoke(*words: str) -> None:
     """Runs the command; its errors are raised."""
     result = CliRunner().invoke(cli.app, ["kv", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-
-
-def test_several_budgets_belong_to_tasks() -> None:
-    with pytest.raises(UsageError, match="--budget: '64,128' are several"):
-        invoke("bench", "--budget", "64,128")
-
-
-def test_variants_have_titles_of_their_own() -> None:
-    assert Candidate("icecache-reuse", 64).title == "IceCache (reuse)"
-    assert Candidate(STOCK, None).title == "DynamicCache"
-    with pytest.raises(UsageError, match="no 'icecache-magic'") as error:
-        TaskSetup("passkey", Path(), [], ["icecache-magic"], [], Path())
-    assert "icecache-reuse" in (error.value.hint or "")
 
 
 # What is counted
@@ -355,8 +340,6 @@ def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r".png, .svg or .html"):
-        invoke("bench", "--task", "passkey", "--plot", "run.gif")
     (tmp_path / "there.png").touch()
     with pytest.raises(UsageError, match="--plot"):
         invoke("bench", "--task", "passkey", "--plot", str(tmp_path / "there.png"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
-from llmcache.kv import workload as stream
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
 SPEC = StreamSpec(layers=2, kv_heads=2, heads=4, head_dim=64, context=4096)
@@ -40,21 +38,6 @@ def test_few_tokens_have_most_of_the_attention() -> None:
         found = weights(made, layer, step)
         assert mass(found) > 0.85, "a fifth of the tokens"
         assert mass(found, 0.05) > 0.5
-
-
-def test_without_topics_heavy_hitters_and_nearness_the_attention_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TOPIC_LOGIT", "HEAVY_LOGIT", "RECENT_LOGIT"):
-        monkeypatch.setattr(stream, name, 1e-6)
-    assert mass(weights(SyntheticStream(SPEC), 0, 0)) < 0.5
-
-
-def test_the_near_and_heavy_hitters_always_matter() -> None:
-    made = SyntheticStream(SPEC)
-    for step in (0, 40):
-        found = weights(made, 0, step).mean(axis=0)
-        assert found[-8:].mean() > 3 * np.median(found)
-        heavy = np.concatenate([made._topics[0].strengths(segment)[1] for segment in range(32)]) > 0
-        assert heavy.any() and found[:4096][heavy].mean() > 3 * np.median(found)
 
 
 def test_what_matters_changes_slowly_and_then_is_something_else() -> None:
@@ -89,24 +72,6 @@ def test_the_last_tokens_of_the_prompt_have_queries_too() -> None:
     assert np.array_equal(found[:, :, -1], made.queries(1, -1))
 
 
-def test_a_long_context_is_made_in_little_memory() -> None:
-    made = SyntheticStream(StreamSpec(layers=1, kv_heads=2, heads=2, head_dim=64, context=1 << 17))
-    tracemalloc.start()
-    for part in list(made.chunks())[-2:]:
-        made.keys_values(0, part)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 16 << 20
-
-
-def test_types_of_numbers_hold_the_same_keys() -> None:
-    wide = SyntheticStream(replace(SPEC, dtype="float32")).keys_values(0, range(64))[0]
-    bits = SyntheticStream(replace(SPEC, dtype="bfloat16")).keys_values(0, range(64))[0]
-    assert bits.dtype == np.uint16
-    narrow = (bits.astype(np.uint32) << 16).view(np.float32)
-    assert np.abs(narrow - wide).max() <= np.abs(wide).max() / 128
-
-
 def test_an_estimate_is_near_the_query_but_not_the_same() -> None:
     made = SyntheticStream(SPEC)
     asked, guessed = made.queries(1, 3), made.estimate(1, 3)
@@ -123,7 +88,3 @@ def test_what_cannot_be_a_stream_is_refused_by_its_field(field: str, value: obje
     with pytest.raises(UsageError, match=f"^{field}: ") as caught:
         replace(SPEC, **{field: value})  # type: ignore[arg-type]
     assert caught.value.hint
-
-
-def test_a_stream_says_that_it_is_synthetic() -> None:
-    assert SPEC.to_json()["synthetic"] is True and SPEC.shape.model == "synthetic-0"

@@ -1,0 +1,368 @@
+"""`llmcache kv bench`: what is printed was run and adds up; measured and modelled are never beside each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from matplotlib.patches import Rectangle
+
+from llmcache import cli
+from llmcache.errors import DataError, LlmcacheError, UsageError
+from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
+from llmcache.kv.bench.synthetic import PolicySession, Setup, Variant, compare, modelled, variants_of, workplace
+from llmcache.kv.pipeline import Span, Timeline
+from llmcache.kv.planning import MODELS, PAPER_PC
+from llmcache.kv.workload import StreamSpec
+from llmcache.report import kv_bench
+from tests.unit.report_parts import unlaid as unlaid
+
+pytestmark = pytest.mark.usefixtures("unlaid")
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 100, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def bench(*args: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli.app, ["kv", "bench", "--json", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    told: dict[str, Any] = json.loads(result.stdout)
+    return told
+
+
+def test_a_measured_run_of_all_policies(tmp_path: Path, model: str) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    told = bench(
+        "--model", model, "--context", "1k", "--steps", "3", "--compute", "3ms", "--path", str(spill), "--threads", "2",
+        "--policy", "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app", "--block", "64",
+    )  # fmt: skip
+    assert list(spill.iterdir()) == [], "no spill file is left"
+    assert told["kind"] == "measured" and told["conditions"]["stream"]["synthetic"]
+    assert "emulated: 3.00 ms a layer" in told["conditions"]["compute"]
+    rows = {row["policy"]: row for row in told["rows"]}
+    assert list(rows) == ["full", "h2o", "prefetch", "leoam", "hillinfer", "hillinfer-no-app"]
+    for row in rows.values():
+        _check_times(row)
+    assert rows["full"]["observed"]["attended_tokens"] == 1024 + 4 + 3
+    assert {row["observed"]["attended_tokens"] for name, row in rows.items() if name != "full"} <= set(range(200, 230))
+    device = rows["hillinfer"]["observed"]["device"]
+    assert device["emulated"] and device["modelled_ns"] > 0 and device["wall_ns"] > 0
+    assert rows["prefetch"]["observed"]["device"] is None
+    scoring = [rows[name]["moved_bytes"]["ssd to cpu, score"] for name in ("prefetch", "hillinfer")]
+    assert scoring[1] < scoring[0], "only score blocks cross the link"
+    assert rows["hillinfer"]["moved_bytes"]["ssd to device, score"] > 0
+    assert rows["full"]["speedup_over"]["hillinfer"] == pytest.approx(
+        rows["hillinfer"]["token_ns"] / rows["full"]["token_ns"]
+    )
+    read_bench(told, "stdout")
+
+
+def _check_times(row: dict[str, Any]) -> None:
+    timeline = Timeline.from_json(row["observed"]["timeline"])
+    (step,) = timeline.steps
+    assert timeline.busy_ns(step, "compute") >= 2 * 3_000_000, "two layers of 3 ms"
+    assert timeline.emulated >= {"compute"}
+    assert len(row["observed"]["steps_ns"]) == 3 and min(row["observed"]["steps_ns"]) >= 2 * 3_000_000
+    assert row["exposed_ns"] == row["token_ns"] - row["stages_ns"]["compute"]
+    assert 0 < row["idle_share"] < 1 and row["stages_ns"]["fetch"] > 0 and row["beta"] == pytest.approx(1, rel=0.1)
+    assert 0 < row["observed"]["hit_ratio"] < 1
+    assert row["moved_bytes"]["ssd to cpu, fetch"] > 0
+
+
+def test_a_sweep_tries_betas_around_the_measured_rule(tmp_path: Path, model: str) -> None:
+    told = bench(
+        "--model", model, "--context", "2k", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path), "--threads", "2",
+        "--policy", "hillinfer-no-app", "--sweep-beta", "--ram", "350k", "--layers", "1", "--device", "file",
+    )  # fmt: skip
+    marks = told["marks"]
+    whole = 2048 * 2 * 2 * 16 * 4
+    assert marks["m0"] == pytest.approx(350_000 / (whole - 350_000)) and marks["rule"] == marks["f_c"] / marks["f_s"]
+    betas = [row["beta"] for row in told["rows"]]
+    assert betas == sorted(betas) and max(betas) <= marks["expected"] * 1.05, "no more than memory holds"
+    assert {row["policy"] for row in told["rows"]} == {"hillinfer-no-app"}
+
+
+def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: Path, model: str) -> None:
+    told = bench(
+        "--model", model, "--context", "512", "--steps", "1", "--compute", "cpu", "--path", str(tmp_path), "--threads", "2",
+        "--policy", "hillinfer", "--no-hie", "--no-bkp", "--no-app", "--device", "file", "--beta", "3", "--exact",
+    )  # fmt: skip
+    (row,) = told["rows"]
+    assert row["policy"] == "hillinfer-no-hie-no-bkp-no-app" and row["title"].endswith("without HIE, BKP, APP")
+    assert row["observed"]["device"] is None and row["beta"] == pytest.approx(3, rel=0.2)
+    assert row["observed"]["timeline"]["emulated"] == [] and "this processor" in told["conditions"]["compute"]
+    assert told["conditions"]["exact"] is True
+
+
+def test_beta_auto_is_what_the_rule_says_of_measured_speeds(tmp_path: Path, model: str) -> None:
+    told = bench(
+        "--model", model, "--context", "1k", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path), "--threads", "2",
+        "--policy", "full", "--beta", "auto", "--ram", "100k", "--layers", "1", "--device", "file",
+    )  # fmt: skip
+    whole = 1024 * 2 * 2 * 16 * 4
+    assert 0 < told["rows"][0]["beta"] <= 1.05 * 100_000 / (whole - 100_000), "M0 bounds it"
+
+
+def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.kv.bench.synthetic.compare", None)
+    told = bench("--profile", "paper", "--context", "16k", "--batch", "8", "--policy", "full,hillinfer,hillinfer-no-app")
+    assert told["kind"] == "modelled" and all(row["observed"] is None for row in told["rows"])
+    full, hillinfer, without = told["rows"]
+    assert hillinfer["token_ns"] < without["token_ns"] < full["token_ns"]
+    swept = bench("--profile", "paper", "--context", "32k", "--batch", "8", "--policy", "hillinfer", "--sweep-beta")
+    betas = [row["beta"] for row in swept["rows"]]
+    assert max(betas) == pytest.approx(swept["marks"]["m0"]) and len(set(betas)) == len(betas)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--policy lru", "--policy: there is no 'lru'"),
+        ("--sweep-beta", "--sweep-beta"),
+        ("--policy window --profile paper", "--policy: 'window' has no latency model"),
+        ("--profile paper --layers 3", "--layers"),
+        ("--context none", "--context: 'none'"),
+        ("--context 1k,2k", "--context: '1024,2048' are several"),
+        ("--alpha nan", "--alpha: 'nan'"),
+        ("--alpha 0.2 --budget 64", "--budget"),
+        ("--beta -1", "--beta: '-1'"),
+        ("--beta 1 --sweep-beta --policy hillinfer", "--beta"),
+        ("--csd floppy", "--csd"),
+        ("--compute abacus", "--compute"),
+        ("--path /nowhere", "--path"),
+        ("--model /nowhere/config.json", "--model"),
+        ("--ram 0", "--ram: '0'"),
+        ("--budget 16", "token_budget: 16"),
+        ("--ram 1k", "cpu_pages"),
+        ("--context 1000M --layers 1000", "--path: /tmp: .* are needed"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_by_its_name(words: str, named: str) -> None:
+    plain = ["--policy", "full,hillinfer", "--context", "1k", "--steps", "2", "--path", "/tmp", "--compute", "1ms"]
+    with pytest.raises(LlmcacheError, match=named):
+        CliRunner().invoke(cli.app, ["kv", "bench", *plain, *words.split()], catch_exceptions=False)
+
+
+def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
+    picture = tmp_path / "beta.svg"
+    args = ["kv", "bench", "--profile", "paper", "--policy", "hillinfer", "--batch", "8", "--plot", str(picture)]
+    result = CliRunner().invoke(cli.app, [*args, "--sweep-beta"])
+    assert result.exit_code == 0 and "Modelled." in picture.read_text() and "f_c / f_s" in result.stdout
+    for wrong in ([*args, "--sweep-beta"], [*args[:-1], str(tmp_path / "a.png")], [*args[:-1], "a.txt", "--sweep-beta"]):
+        with pytest.raises(UsageError, match="--plot: "):
+            CliRunner().invoke(cli.app, wrong, catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_the_place_of_work_goes_away_also_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), workplace(tmp_path) as made:
+        (made / "x.kv").write_text("x")
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match="--path"), workplace(tmp_path / "none"):
+        pass
+
+
+def test_an_emulated_accelerator_takes_longer_for_more_weights_and_tokens() -> None:
+    layer_ns = modelled(PAPER_PC, MODELS["Qwen-7B"], 8).layer_ns
+    least_ns = 1e9 * MODELS["Qwen-7B"].layer_weight_bytes(1) / PAPER_PC.gpu_bytes_per_s
+    assert layer_ns is not None and layer_ns(4096) > layer_ns(16) > least_ns
+    assert modelled(PAPER_PC, MODELS["Qwen-7B"], 1).title.startswith("emulated")
+
+
+def test_a_session_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = StreamSpec(layers=1, kv_heads=2, heads=2, head_dim=16, context=256, dtype="float32")
+    setup = Setup(spec, modelled(PAPER_PC, MODELS["Qwen-7B"], 1), tmp_path, steps=1, warm_up=0)
+    with pytest.raises(RuntimeError, match="the policy"), PolicySession(setup, Variant("full")) as session:
+        monkeypatch.setattr(session.policy, "select", lambda *_: (_ for _ in ()).throw(RuntimeError("the policy")))
+        session.prefill()
+        session.decode(0)
+    assert list(tmp_path.iterdir()) == []
+    assert compare(setup, [Variant("full")]).rows[0].observed is not None
+
+
+# Reports, of results that are made up
+
+MS = 1_000_000
+
+
+def timeline() -> dict[str, Any]:
+    made = Timeline(["compute"])
+    for layer in range(3):
+        made.add(Span("cpu", "evaluate", layer, 7, 10 * layer * MS, (10 * layer + 4) * MS))
+        made.add(Span("compute", "compute", layer, 7, (10 * layer + 5) * MS, (10 * layer + 9) * MS))
+    return made.to_json()
+
+
+def observed() -> Observed:
+    device = {"emulated": True, "profile": "smartssd", "commands": 9, "modelled_ns": 4 * MS, "wall_ns": 7 * MS}
+    return Observed((30 * MS, 29 * MS, 31 * MS), MS, 512, 0.75, 12, 11, 3, 0.25, device, timeline())
+
+
+def row(policy: str, token_ms: float, beta: float | None = 1.0, seen: Observed | None = None) -> Row:
+    stages = {"evaluate": 12.0 * MS, "fetch": 3.0 * MS, "compute": 12.0 * MS, "update": 1.0 * MS}
+    links = {
+        "ssd to cpu, fetch": 5e6, "cpu to ssd, fetch": 1e6, "ssd to cpu, score": 1e5, "ssd to cpu, index": 2e5,
+        "cpu to ssd, spill": 7e3, "ssd to device, score": 8e7, "device to ssd, spill": 1e7,
+    }  # fmt: skip
+    return Row(policy, policy.title(), token_ms * MS, stages, (token_ms - 12) * MS, 1 - 12 / token_ms, links, beta, seen)
+
+
+MEASURED = Bench(
+    "measured", {"context": 2048, "stream": {"synthetic": True}, "alpha": None},
+    (row("full", 90, seen=observed()), row("hillinfer", 30, seen=replace(observed(), device=None))), notes=("a note",),
+)  # fmt: skip
+SWEEP = Bench(
+    "modelled", {"machine": "the paper's"},
+    tuple(row("hillinfer", ms, beta) for beta, ms in ((0.5, 50), (1.0, 30), (2.0, 24), (4.0, 27))), Marks(8e9, 4e9, 3.0),
+)  # fmt: skip
+
+
+def printed(found: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    kv_bench.show(found, False)
+    return capsys.readouterr().out
+
+
+def test_what_is_saved_comes_back_whole() -> None:
+    for saved in (MEASURED, SWEEP):
+        told = json.loads(json.dumps(saved.document()))
+        assert read_bench(told, "run.json").document() == saved.document()
+        assert told["schema"] == "llmcache.kv-bench/1"
+    assert MEASURED.document()["rows"][1]["speedup_over"] == {"full": 3.0}
+    assert SWEEP.document()["rows"][0]["speedup_over"] == {}, "all rows are of one policy"
+    assert SWEEP.document()["marks"]["expected"] == 2.0 and Marks(8e9, 1e9, 3.0).expected == 3.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema": "llmcache.size/1"}, "schema"),
+        ({"kind": "guessed"}, "kind"),
+        ({"rows": [{"policy": "full"}]}, "title: missing"),
+        ({"marks": {"f_c": 1}}, "f_s: missing"),
+        ({"rows": 3}, "int"),
+        ({"rows": []}, "rows: none"),
+        ({"rows": [{**asdict(row("full", 90)), "token_ns": "soon"}]}, "token_ns: 'soon'"),
+        ({"rows": [{**asdict(row("full", 90)), "stages_ns": {"evaluate": 1.0}}]}, "stages_ns"),
+        ({"rows": [{**asdict(MEASURED.rows[0]), "observed": {**asdict(observed()), "timeline": {}}}]}, "emulated: missing"),
+    ],
+)
+def test_what_is_no_benchmark_is_refused_with_the_field(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(DataError, match=f"^run.json: .*{field}") as caught:
+        read_bench({**MEASURED.document(), **change}, "run.json")
+    assert caught.value.hint
+    with pytest.raises(DataError, match="schema"):
+        read_bench([1], "run.json")
+
+
+def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed(MEASURED, capsys)
+    assert "measured on this machine, with a synthetic stream" in told and "a note" in told
+    assert "Full: emulated device (smartssd): 9 commands in all steps, modelled 4.00 ms, wall 7.00 ms" in told
+    lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
+    assert lines[0][-1] == "3.00" and lines[1][-2:] == ["3", "(25.0%)"]
+    assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
+    assert "stream synthetic" in told and "Hillinfer: 3.00 x Full (speed-up)" in told
+    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
+
+
+def test_a_modelled_table_has_no_measured_column(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed(SWEEP, capsys)
+    assert "modelled, on a machine that is not here" in told
+    assert not [word for word in ("measured", "in memory", "speed-up") if word in told]
+    assert "f_c / f_s = 2, memory ends at 3; expected minimum at 2" in told
+
+
+def test_the_gantt_chart_has_a_bar_for_every_span() -> None:
+    figure = kv_bench.timeline_figure(MEASURED, "run.json")
+    assert len(figure.axes) == 2
+    for panel, wanted in zip(figure.axes, MEASURED.rows, strict=True):
+        bars = [path for found in panel.collections for path in found.get_paths()]
+        assert len(bars) == 6 and not [patch for patch in panel.patches if isinstance(patch, Rectangle)]
+        edges = sorted(round(path.get_extents().x1) for path in bars)
+        assert edges == [4, 9, 14, 19, 24, 29], "ms"
+        assert panel.get_title(loc="left").startswith(f"{wanted.title}: {wanted.idle_share:.0%}")
+        assert next(label.get_text() for label in panel.get_yticklabels()) == "compute (emulated)"
+    assert set(kv_bench.STAGE_COLOURS) == {"evaluate", "fetch", "compute", "update"}
+    with pytest.raises(DataError, match="rows: modelled ones have no timeline"):
+        kv_bench.timeline_figure(SWEEP, "run.json")
+
+
+def test_the_sweep_marks_the_rule_and_where_memory_ends() -> None:
+    figure = kv_bench.beta_figure(SWEEP, "run.json")
+    (panel,) = figure.axes
+    betas, times = (np.asarray(found).tolist() for found in panel.lines[0].get_data())
+    assert betas == [0.5, 1.0, 2.0, 4.0] and times == [50, 30, 24, 27]
+    marks = {line.get_label(): np.asarray(line.get_xdata())[0] for line in panel.lines[2:]}
+    assert marks == {"f_c / f_s = 2": 2.0, "M0 = 3": 3.0}
+    assert "modelled" in panel.get_ylabel() and b"expects the least at 2" in kv_bench.drawn(SWEEP, "run.json", "html")
+    with pytest.raises(DataError, match="marks"):
+        kv_bench.beta_figure(MEASURED, "run.json")
+
+
+@pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "svg"), (SWEEP, "png")])
+def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, tmp_path: Path) -> None:
+    run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
+    run.write_text(json.dumps(found.document()))
+    kv_bench.plot(str(run), str(output), force=False)
+    data = output.read_bytes()
+    assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE"}[form])
+    if form == "svg":
+        assert (b"Measured, with an emulated accelerator." if found is MEASURED else b"Modelled.") in data
+    with pytest.raises(UsageError, match=r"exists|there"):
+        kv_bench.plot(str(run), str(output), force=False)
+    kv_bench.plot(str(run), str(output), force=True)
+    assert output.read_bytes() == data, "the same data, the same bytes"
+
+
+def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
+    real, both = Timeline().to_json(), Timeline(["device", "compute"]).to_json()
+    rows = [row("full", 90, seen=replace(observed(), timeline=real)), row("hillinfer", 30, seen=observed())]
+    assert kv_bench.kind_of(replace(MEASURED, rows=(rows[0],))) == "measured"
+    assert kv_bench.kind_of(replace(MEASURED, rows=tuple(rows))) == "measured, with an emulated accelerator"
+    rows[1] = row("hillinfer", 30, seen=replace(observed(), timeline=both))
+    told = "measured, with an emulated accelerator and computational SSD"
+    assert kv_bench.kind_of(replace(MEASURED, rows=tuple(rows))) == told
+    page = kv_bench.drawn(replace(MEASURED, rows=tuple(rows)), "run.json", "html").decode()
+    assert f"figures are {told}." in page and f"M{told[1:]}." in page and "every figure" not in page
+    assert kv_bench.kind_of(SWEEP) == "modelled"
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    for run, picture, told in (
+        ("run", "a.png", "not JSON"),
+        ("none", "a.png", "cannot read"),
+        ("run", "a.jpg", "must end in"),
+    ):
+        with pytest.raises((DataError, UsageError), match=told):
+            kv_bench.plot(str(tmp_path / f"{run}.json"), str(tmp_path / picture), False)
+
+
+def test_variants_are_named_by_what_they_lack() -> None:
+    assert variants_of("full, hillinfer-no-app", ["bkp"]) == [Variant("full"), Variant("hillinfer", bkp=False, app=False)]
+    variant = Variant("hillinfer", bkp=False, app=False)
+    assert variant.name == "hillinfer-no-bkp-no-app" and variant.titled("HillInfer") == "HillInfer without BKP, APP"
+    assert variants_of(variant.name) == [variant]
+
+
+@pytest.mark.parametrize("text", ["", ",", "full,full", "hillinfer-no-x", "full-no-app", "hillinfer,hillinfer-no-"])
+def test_variants_that_there_are_not_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--policy: ") as caught:
+        variants_of(text)
+    assert caught.value.hint
