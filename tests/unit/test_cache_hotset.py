@@ -83,14 +83,10 @@ def test_who_was_used_last_leaves_after_all_others(uses: list[int], room: int, w
     ],
 )
 def test_the_rule_is_the_one_that_misses_least(habits: routing.Habits, share: float, most: float) -> None:
-    """Experts of a generated routing; misses of those of LRU, which a half-life of nothing is."""
-    routed = routing.generate(200, 6, 64, 4, habits)
-    uses = [int(64 * layer + expert) for token in routed for layer in range(6) for expert in token[layer]]
-    room, warm = int(share * 6 * 64), len(uses) // 4
-    hot = HotSet()
-    hot.token_uses = 6 * 4
-    mine, lru = run(hot, uses, room)[warm:], run(Lrfu(0.0, least_half_life=1e-3), uses, room)[warm:]
-    assert sum(mine) <= most * sum(lru)
+    """Experts of a generated routing, misses; who knows the popularities misses less, who knows the uses least."""
+    routed, ranks = routing.ranked(200, 6, 64, 4, habits)
+    missed = routing.misses(routed, ranks, habits, int(share * 6 * 64), warmup=50)
+    assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]
 
 
 @given(USES, st.sets(st.integers(0, 12)))

@@ -1,5 +1,7 @@
 """Mean hit ratios of every policy over ten cache sizes (2 to 100 % of the footprint) on the generated traces.
 
+And of generated routings of mixtures the experts that a token misses, with ours, LRU, known popularities and Belady.
+
 Nothing here is timed: the figures are the same on every machine. Traces are synthetic (`llmcache.trace.shapes`).
 """
 
@@ -17,14 +19,19 @@ from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.simulate import simulate
 from llmcache.trace.shapes import GROUPS, SHAPES
 
+from . import routing
 from .results import Bar, Document, table_of
 
-SCHEMA = "llmcache-bench-policies/2"
+SCHEMA = "llmcache-bench-policies/3"
 OURS = "llmcache"
 # Of the best possible (Belady), where there are loops; files of the paper's applications are so small that windows take a
 # part of the smaller caches.
 BELADY_SHARE = {"on_device": 0.84, "hard": 0.91}
 LRU_MARGIN = 0.01  # on no trace more than this below LRU
+MIXTURES = ((64, 4, 21), (64, 4, 7), (128, 8, 10), (128, 8, 3))  # experts, used, layers: as in the benchmark of mounts
+MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # of all experts
+MIXTURE_TOKENS, MIXTURE_WARMUP = 200, 50
+OF_THE_WAY = 0.5  # from LRU to Belady
 
 Ratios = dict[str, dict[str, float]]
 """Mean hit ratio by trace and policy."""
@@ -55,7 +62,24 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     """Yields the ratios by trace and by group."""
     ratios = ratios_of(args.policy.split(","))
-    yield {"ratios": ratios, "groups": groups(ratios)}
+    yield {"ratios": ratios, "groups": groups(ratios), "mixtures": list(mixtures())}
+
+
+def mixtures() -> Iterator[Document]:
+    """Yields the misses of a token for each mixture and size."""
+    habits = routing.Habits()
+    for experts, used, layers in MIXTURES:
+        routed, ranks = routing.ranked(MIXTURE_TOKENS, layers, experts, used, habits)
+        for percent in MIXTURE_PERCENTS:
+            found = routing.misses(routed, ranks, habits, percent * layers * experts // 100, MIXTURE_WARMUP)
+            yield {"experts": experts, "used": used, "layers": layers, "percent": percent, "misses": found}
+
+
+def _way(row: Document, policy: str) -> float:
+    """How far from LRU to Belady a policy comes; 1 where both are the same."""
+    missed = row["misses"]
+    gap = missed["lru"] - missed["belady"]
+    return (missed["lru"] - missed[policy]) / gap if gap else 1.0
 
 
 def bars(told: Document) -> list[Bar]:
@@ -70,7 +94,13 @@ def bars(told: Document) -> list[Bar]:
         found.append(Bar(f"{group}.belady", what, value, ">=", share, "modelled"))
     least = min(ratios, key=lambda name: ratios[name][OURS] - ratios[name]["lru"])
     value, what = ratios[least][OURS] - ratios[least]["lru"], f"the trace that gains least: {_words(least)}, more than LRU"
-    return [*found, Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled")]
+    found.append(Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
+    if rows := told.get("mixtures"):
+        ours, known = ([_way(row, policy) for row in rows] for policy in (OURS, "known"))
+        most = f"by known popularities {min(known):.2f} to {max(known):.2f}"
+        what = f"experts of generated mixtures: least share of the way from LRU to Belady; {most}"
+        found.append(Bar("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
+    return found
 
 
 def _words(name: str) -> str:
@@ -83,3 +113,15 @@ def tables(told: Document) -> Iterator[Table]:
     title = "mean hit ratio, ten sizes, 2 to 100 % of the footprint (synthetic traces, counted exactly)"
     head = "|".join(("trace<", *(policy_class(policy).title for policy in policies)))
     yield table_of(title, head, ([name, *(f"{row[policy]:.3f}" for policy in policies)] for name, row in rows.items()))
+    if "mixtures" in told:
+        title = "experts that a token misses, generated routings, by the share of all experts that fit (counted exactly)"
+        yield table_of(title, MIXTURE_HEAD, map(_mixture_row, told["mixtures"]))
+
+
+MIXTURE_HEAD = "experts, used, layers<|fit|LRU|llmcache|popularities known|Belady|of the way|known: of the way"
+
+
+def _mixture_row(row: Document) -> list[str]:
+    missed = [f"{row['misses'][policy]:.2f}" for policy in ("lru", OURS, "known", "belady")]
+    ways = [f"{_way(row, policy):.2f}" for policy in (OURS, "known")]
+    return [f"{row['experts']}, {row['used']}, {row['layers']}", f"{row['percent']} %", *missed, *ways]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -227,7 +228,7 @@ def mixtures_tables(document: Document) -> Iterator[str]:
 
 
 def policy_table(document: Document) -> str:
-    """The mean hit ratios of `tools/bench policies`, by group of traces."""
+    """The mean hit ratios of `tools/bench policies` by group of traces, and the misses of experts by the room for them."""
     groups = document["groups"]
     policies = list(groups["on_device"])
     rows = []
@@ -235,7 +236,19 @@ def policy_table(document: Document) -> str:
         best = max(means[name] for name in policies if name != "belady")
         cells = [f"**{means[name]:.3f}**" if means[name] == best else f"{means[name]:.3f}" for name in policies]
         rows.append([group.replace("_", "-"), *cells])
-    return markdown(["traces", *policies], rows)
+    table = markdown(["traces", *policies], rows)
+    by_room: dict[int, list[dict[str, float]]] = {}
+    for row in document["mixtures"]:
+        by_room.setdefault(row["percent"], []).append(row["misses"])
+    deciders = ("llmcache", "known", "belady")
+    means = {
+        percent: [statistics.fmean(missed[name] / missed["lru"] for missed in found) for name in deciders]
+        for percent, found in by_room.items()
+    }
+    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities known", "belady"]
+    return f"{table}\n" + markdown(
+        head, [[f"{percent} %", *map("{:.2f}".format, found)] for percent, found in means.items()]
+    )
 
 
 def speed_table(document: Document) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.cache.hotset import HotSet
+from llmcache.cache.policies.belady import Belady
 from llmcache.cache.policies.lru import LRU
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.tensors import Experts, ModelLayout
@@ -39,9 +41,17 @@ class Habits:
 
 def generate(tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0) -> Routing:
     """A routing of so many tokens."""
+    return ranked(tokens, layers, experts, used, habits, seed)[0]
+
+
+def ranked(
+    tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0
+) -> tuple[Routing, NDArray[np.int64]]:
+    """The same, and by [token, layer, expert] how many experts of the layer are more popular then."""
     random = np.random.default_rng(seed)
     popularity = np.log(np.arange(1, experts + 1.0) ** -habits.zipf)
     routing = np.empty((tokens, layers, used), np.int64)
+    ranks = np.empty((tokens, layers, experts), np.int64)
     for layer in range(layers):
         places = random.permutation(experts)
         before = np.zeros(0, np.int64)
@@ -52,8 +62,8 @@ def generate(tokens: int, layers: int, experts: int, used: int, habits: Habits =
             wish = popularity[places] + random.gumbel(size=experts)
             wish[before[random.random(len(before)) < habits.stay]] = np.inf
             before = np.sort(np.argpartition(-wish, used)[:used])
-            routing[token, layer] = before
-    return routing
+            routing[token, layer], ranks[token, layer] = before, places
+    return routing, ranks
 
 
 def layout_of(path: Path) -> ModelLayout:
@@ -92,9 +102,62 @@ def plan(layout: ModelLayout, routing: Routing) -> array[int]:
 
 def lru_bytes(routing: Routing, expert_bytes: int, room_bytes: int) -> list[int]:
     """Bytes that each token reads where the experts used last are kept whole, exactly, as far as they fit."""
-    tokens, layers, used = routing.shape
-    experts = int(routing.max()) + 1
-    uses = (routing + experts * np.arange(layers)[:, None]).ravel()
-    hits = LRU(room_bytes // expert_bytes, layers * experts).replay(uses, np.ones_like(uses))
-    read: list[int] = ((layers * used - hits.reshape(tokens, -1).sum(1)) * expert_bytes).tolist()
+    tokens = len(routing)
+    uses, count = keys(routing)
+    hits = LRU(room_bytes // expert_bytes, count).replay(uses, np.ones_like(uses))
+    read: list[int] = ((1 - hits).reshape(tokens, -1).sum(1) * expert_bytes).tolist()
     return read
+
+
+def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
+    """The experts in the order of their uses, numbered layer by layer, and how many there are."""
+    experts = int(routing.max()) + 1
+    return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
+
+
+def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
+    """Uses of a token, after the first `warmup`, that miss among `room` whole experts, by who decides what leaves.
+
+    `known`: whose chance to be used by the next token is least leaves, by the very popularities of that moment. No policy
+    that has to learn them from uses can be expected to miss less; `belady` knows the uses themselves.
+    """
+    uses, count = keys(routing)
+    each = np.ones_like(uses)
+    hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
+    hits |= {"llmcache": _hot(routing, uses, room), "known": _known(routing, ranks, habits, room)}
+    tokens = len(routing)
+    return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
+
+
+def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    hot, hits = HotSet(), np.zeros(len(uses), np.int64)
+    hot.token_uses = len(uses) // len(routing)
+    for place, key in enumerate(uses.tolist()):
+        hits[place] = key in hot
+        hot.use(key)
+        hot.keep(key)
+        while len(hot) > room and (victim := hot.least()) is not None:
+            hot.drop(victim)
+    return hits
+
+
+def _known(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int) -> NDArray[np.int64]:
+    tokens, layers, used = routing.shape
+    experts = ranks.shape[2]
+    random, weights = np.random.default_rng(0), np.log(np.arange(1, experts + 1.0) ** -habits.zipf)
+    drawn = np.argpartition(-(weights + random.gumbel(size=(4096, experts))), used)[:, :used]
+    chance = np.bincount(drawn.ravel(), minlength=experts) / len(drawn)
+    kept, chances = np.zeros((layers, experts), bool), np.zeros((layers, experts))
+    hits = np.empty((tokens, layers, used), np.int64)
+    for token, layer in np.ndindex(tokens, layers):
+        now = routing[token, layer]
+        hits[token, layer] = kept[layer, now]
+        kept[layer, now] = True
+        chances[layer] = chance[ranks[token, layer]]
+        chances[layer, now] = habits.stay + (1 - habits.stay) * chances[layer, now]
+        if (excess := int(kept.sum()) - room) > 0:
+            spared = chances[layer, now]
+            chances[layer, now] = 2.0  # a token needs all of its experts
+            kept.ravel()[np.argpartition(np.where(kept, chances, 3.0), excess, axis=None)[:excess]] = False
+            chances[layer, now] = spared
+    return hits.ravel()
