@@ -251,11 +251,13 @@ def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
     return sum(event["event"] == "step" for event in events), events[-1]["wrong"]
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-    """Return as soon as `condition()` holds; fails after a time that only a hang takes."""
+def wait_for(
+    condition: Callable[[], bool], what: str, timeout_s: float = 120.0, state: Callable[[], object] = lambda: ""
+) -> None:
+    """Return as soon as `condition()` holds; fails after a time that only a hang takes, and tells `state()`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
+        assert time.monotonic() < deadline, f"did not happen: {what} {state()}"
         time.sleep(0.1)
 
 

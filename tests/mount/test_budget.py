@@ -95,7 +95,11 @@ def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
         short = start_reader(mount.mountpoint / "short.bin", checks["short.bin"], "read", 600)
         with readers([(mount.mountpoint / "long.bin", checks["long.bin"], "read")], 600):
             try:
-                wait_for(lambda: mount.pinned_bytes("short.bin") >= 0.8 * SIZES["short.bin"], "short.bin is pinned")
+                wait_for(
+                    lambda: mount.pinned_bytes("short.bin") >= 0.8 * SIZES["short.bin"],
+                    "short.bin is pinned",
+                    state=lambda: (short.poll(), mount.stats()),
+                )
                 wait_for(lambda: mount.pinned_bytes("long.bin") > 0, "long.bin gets the rest")
                 assert mount.pinned_bytes("short.bin", "long.bin") <= CACHE
                 before = mount.pinned_bytes("long.bin")
