@@ -158,9 +158,15 @@ class HotSet(Lrfu):
     @token_uses.setter
     def token_uses(self, uses: int) -> None:
         self._token_uses = uses
-        self.window = int(RULES[self._first][1] * uses)
+        self._follow(self._first)
         for rival, (_, tokens) in zip(self._rivals, RULES, strict=True):
             rival.window = int(tokens * uses / _SAMPLE)
+
+    def _follow(self, number: int) -> None:
+        """One of RULES decides from now on."""
+        self._first = number
+        self.half_lives, tokens = RULES[number]
+        self.window = int(tokens * self._token_uses)
 
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
@@ -178,9 +184,7 @@ class HotSet(Lrfu):
         if self._uses >= _ROUND * room:
             best = min(range(len(RULES)), key=self._misses.__getitem__)
             if self._misses[best] < _BETTER * self._misses[self._first]:
-                self._first = best
-                self.half_lives, tokens = RULES[best]
-                self.window = int(tokens * self._token_uses)
+                self._follow(best)
             self._misses = [misses / 2 for misses in self._misses]
             self._uses = 0
 

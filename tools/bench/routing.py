@@ -38,6 +38,10 @@ class Habits:
     stay: float = 0.15
     drift: float = 0.01
 
+    def popularities(self, experts: int) -> NDArray[np.float64]:
+        """Logarithms of how popular the experts of a layer are, the most popular first."""
+        return np.log(np.arange(1, experts + 1.0) ** -self.zipf)
+
 
 def generate(tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0) -> Routing:
     """A routing of so many tokens."""
@@ -49,7 +53,7 @@ def ranked(
 ) -> tuple[Routing, NDArray[np.int64]]:
     """The same, and by [token, layer, expert] how many experts of the layer are more popular then."""
     random = np.random.default_rng(seed)
-    popularity = np.log(np.arange(1, experts + 1.0) ** -habits.zipf)
+    popularity = habits.popularities(experts)
     routing = np.empty((tokens, layers, used), np.int64)
     ranks = np.empty((tokens, layers, experts), np.int64)
     for layer in range(layers):
@@ -144,8 +148,8 @@ def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int
 def _known(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int) -> NDArray[np.int64]:
     tokens, layers, used = routing.shape
     experts = ranks.shape[2]
-    random, weights = np.random.default_rng(0), np.log(np.arange(1, experts + 1.0) ** -habits.zipf)
-    drawn = np.argpartition(-(weights + random.gumbel(size=(4096, experts))), used)[:, :used]
+    wishes = habits.popularities(experts) + np.random.default_rng(0).gumbel(size=(4096, experts))
+    drawn = np.argpartition(-wishes, used)[:, :used]
     chance = np.bincount(drawn.ravel(), minlength=experts) / len(drawn)
     kept, chances = np.zeros((layers, experts), bool), np.zeros((layers, experts))
     hits = np.empty((tokens, layers, used), np.int64)
