@@ -22,7 +22,7 @@ from rich.table import Table
 
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.layout.tensors import Experts
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, Shape, choose_shape, make_model
 
 from . import routing
 from .experiment import Command, Experiment, Rig, Routed
@@ -224,10 +224,15 @@ def unlimited(plan: CasePlan) -> Iterator[Experiment]:
             yield Experiment("f", name, file, size, int(share * size), command, steps, warmup)
 
 
+def mixture_shape(experts: int, used: int, slice_bytes: int) -> Shape:
+    """Return the shape of the model that is made for one of `MIXTURES`."""
+    return choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
+
+
 def mixtures(plan: CasePlan) -> Iterator[Experiment]:
     """(g) Mixtures of experts read by generated routings, and one by llama.cpp, routed as its random weights have it."""
     for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
-        shape = choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
+        shape = mixture_shape(experts, used, slice_bytes)
         name = f"{experts} experts {slice_bytes / 1e6} MB"
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)

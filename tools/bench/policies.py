@@ -20,6 +20,7 @@ from llmcache.cache.simulate import simulate
 from llmcache.trace.shapes import GROUPS, SHAPES
 
 from . import routing
+from .mount import MIXTURES, mixture_shape
 from .results import Bar, Document, table_of
 
 SCHEMA = "llmcache-bench-policies/3"
@@ -28,7 +29,6 @@ OURS = "llmcache"
 # part of the smaller caches.
 BELADY_SHARE = {"on_device": 0.84, "hard": 0.91}
 LRU_MARGIN = 0.01  # on no trace more than this below LRU
-MIXTURES = ((64, 4, 21), (64, 4, 7), (128, 8, 10), (128, 8, 3))  # experts, used, layers: as in the benchmark of mounts
 MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # of all experts
 MIXTURE_TOKENS, MIXTURE_WARMUP = 200, 50
 OF_THE_WAY = 0.5  # from LRU to Belady
@@ -68,7 +68,8 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 def mixtures() -> Iterator[Document]:
     """Yields the misses of a token for each mixture and size."""
     habits = routing.Habits()
-    for experts, used, layers in MIXTURES:
+    for experts, used, slice_bytes in MIXTURES:
+        layers = mixture_shape(experts, used, slice_bytes).layers
         routed, ranks = routing.ranked(MIXTURE_TOKENS, layers, experts, used, habits)
         for percent in MIXTURE_PERCENTS:
             found = routing.misses(routed, ranks, habits, percent * layers * experts // 100, MIXTURE_WARMUP)

@@ -10,7 +10,7 @@ What stands between these comments is made here; everything else is left as it i
 
 docs/tokens.svg is drawn anew from the same results: tokens per second over the share of a model that fits in memory, of
 page cache and llmcachefs. The dense panel is of case (f) of `tools/bench mount`, and of case (a), whose storage is limited,
-in open markers; the panel of mixtures is of case (g), and there only if that is recorded.
+in open markers; the panel of mixtures is of case (g).
 """
 
 from __future__ import annotations
@@ -98,20 +98,16 @@ def _share(result: Result) -> float:
 
 
 def caption(document: Document) -> str:
-    """What the picture shows, and what it cannot show yet."""
+    """What the picture shows."""
     first = next(one for one in document["results"] if one["case"] == "f")
     limited = f"storage at full speed, or limited to {LIMIT_BPS / 1e6:.0f} MB/s (open markers)"
     model = f"llama.cpp with {first['loop_bytes'] / 1e6:.0f} MB of weights"
-    shown = f"{model}; {limited}; all sides have the same memory and storage"
-    missing = "No mixture of experts is recorded yet; its panel will stand beside this one"
-    return shown if mixture(document) else f"{shown}. {missing}"
+    return f"{model}; {limited}; all sides have the same memory and storage"
 
 
 def drawn(document: Document) -> str:
     """Returns the picture as SVG; the same results give the same text."""
-    panels = [("Dense model, llama.cpp", dense(document))]
-    if mixture(document):
-        panels.append(("Mixture of experts, generated routing", mixture(document)))
+    panels = [("Dense model, llama.cpp", dense(document)), ("Mixture of experts, generated routing", mixture(document))]
     with style():
         figure, axes = grid_of(len(panels))
         for panel, (title, lines) in zip(axes, panels, strict=True):
@@ -193,7 +189,7 @@ def mount_table(document: Document) -> str:
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "times"]
     rows = [mount_row(result, sides) for result in results]
-    return "\n".join([about + markdown(head, rows), *mixtures_tables(document)])
+    return f"{about}{markdown(head, rows)}\n{mixtures_table(document)}"
 
 
 def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
@@ -210,11 +206,9 @@ def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
     ]
 
 
-def mixtures_tables(document: Document) -> Iterator[str]:
-    """What mixtures of experts took, by the routing of `tools/bench/routing.py`; nothing where none is recorded."""
+def mixtures_table(document: Document) -> str:
+    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token."""
     results = [result for result in document["results"] if result["case"] == "g"]
-    if not results:
-        return
     head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
     head.append("exact LRU MB")
     rows = []
@@ -223,8 +217,7 @@ def mixtures_tables(document: Document) -> Iterator[str]:
         times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
         read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
         rows.append([result["name"], *times, *read, f"{(result['routed']['lru_bytes'] or 0) / 1e6:.0f}"])
-    yield "Means of a token, and what it read from storage:\n"
-    yield markdown(head, rows)
+    return "Means of a token, and what it read from storage:\n\n" + markdown(head, rows)
 
 
 def policy_table(document: Document) -> str:
