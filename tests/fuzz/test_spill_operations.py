@@ -21,7 +21,7 @@ from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import PageBuffer
 from tests.fuzz.target import Machine, scratch
-from tests.property.test_kv_spill_crashes import Disk, recorded
+from tests.property.test_kv_spill_crashes import SYNC, Disk, recorded
 from tests.property.test_kv_store import Device, Store
 from tests.unit.kv_parts import append, ids, restored, rows
 
@@ -84,37 +84,37 @@ class Operations(RuleBasedStateMachine):
         self.file.close()
         self.possible = [self.state]
         self.file = SpillFile.open(self.file.path, self.shape, direct=False)
-        self.disk.writes, self.disk.syncs = [(0, self.file.path.read_bytes())], [1]
+        self.disk.events = [(0, self.file.path.read_bytes()), SYNC]
 
     # Crashes
 
     @rule(seed=SEEDS)
     def crash(self, seed: int) -> None:
         """Of what was not synced, any sectors may be missing."""
-        self._crash(len(self.disk.writes), random.Random(seed), self.possible)
+        self._crash(len(self.disk.events), random.Random(seed), self.possible)
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9), cut=st.booleans(), seed=SEEDS)
     def crash_within(self, sequence: int, count: int, cut: bool, seed: int) -> None:
         """In the middle of an operation."""
-        source, first, before = random.Random(seed), len(self.disk.writes), list(self.possible)
+        source, first, before = random.Random(seed), len(self.disk.events), list(self.possible)
         if cut:
             self.crop(sequence, count)
         else:
             self.append(sequence, count)
-        self._crash(source.randint(first, len(self.disk.writes)), source, [*before, *self.possible])
+        self._crash(source.randint(first, len(self.disk.events)), source, [*before, *self.possible])
 
     def _crash(self, at: int, source: random.Random, possible: list[State]) -> None:
         self.crashes += 1
         path = self.directory / f"{self.crashes}.kv"
         self.disk.image(path, at, source)
-        self.disk.writes, self.disk.syncs = [], [0]
+        self.disk.events = [SYNC]
         for reader, _, _ in self.readers:
             reader.close()
         self.readers = []
         self.file.close()
         with SpillReader.open(path, self.shape, direct=False) as reader:
             seen = {sequence: tuple(restored(reader, sequence)) for sequence in range(SEQUENCES)}
-        self.disk.writes, self.disk.syncs = [(0, path.read_bytes())], [1]
+        self.disk.events = [(0, path.read_bytes()), SYNC]
         self.file = SpillFile.open(path, self.shape, direct=False)
         self.state = {sequence: tuple(restored(self.file, sequence)) for sequence in range(SEQUENCES)}
         assert self.state == seen, "a reader sees what a writer would go on with"

@@ -40,18 +40,22 @@ def _no_real_sync() -> Iterator[None]:
         yield
 
 
+Write = tuple[int, bytes]
+"""Where, and what: nothing where the file grew to there, or was cut to there (then below 0)."""
+SYNC: Write = (0, b"")
+
+
 class Disk:
-    """A disk with a cache: remembers all writes to a file and what of them was synced, and makes what a crash leaves."""
+    """A disk with a cache: remembers all writes to a file and when it was synced, and makes what a crash leaves."""
 
     def __init__(self) -> None:
-        self.writes: list[tuple[int, bytes]] = []
-        self.syncs = [0]  # how many writes there were at each
+        self.events: list[Write] = [SYNC]
 
     def image(self, path: Path, at: int, lost: random.Random) -> None:
-        """Write what is on the disk after a crash behind write `at`: of what was not synced, any sectors may be missing."""
-        data = bytearray()
-        synced = max(count for count in self.syncs if count <= at)
-        for index, (offset, content) in enumerate(self.writes[:at]):
+        """Write what is on the disk after a crash behind event `at`: of what was not synced, any sectors may be missing."""
+        data, events = bytearray(), self.events[:at]
+        synced = max((index for index, event in enumerate(events) if event is SYNC), default=0)
+        for index, (offset, content) in enumerate(events):
             data.extend(bytes(max(0, offset + len(content) - len(data))))
             if offset < 0:
                 del data[-offset:]
@@ -67,10 +71,10 @@ class Disk:
 def recorded(disk: Disk) -> Iterator[None]:
     """Record what happens to the file during the body."""
     notes: dict[str, Callable[..., object]] = {
-        "write": lambda data, offset, *_: disk.writes.append((offset, bytes(data))),
-        "grow": lambda _, end: disk.writes.append((end, b"")),  # the length is noted, the content is zero
-        "cut": lambda end: disk.writes.append((-end, b"")),
-        "sync": lambda: disk.syncs.append(len(disk.writes)),
+        "write": lambda data, offset, *_: disk.events.append((offset, bytes(data))),
+        "grow": lambda _, end: disk.events.append((end, b"")),  # the length is noted, the content is zero
+        "cut": lambda end: disk.events.append((-end, b"")),
+        "sync": lambda: disk.events.append(SYNC),
     }
 
     def noted(name: str, real: Callable[..., None]) -> Callable[..., None]:
@@ -90,14 +94,14 @@ STORY = [("append", 8), ("flush", 0), ("append", 5), ("truncate", 2), ("append",
 STORY += [("flush", 0), ("append", 6), ("flush", 0)]
 
 
-def test_after_a_crash_at_any_write_it_is_a_beginning_of_what_it_was_since_the_last_flush(tmp_path: Path) -> None:
+def test_after_a_crash_at_any_moment_it_is_a_beginning_of_what_it_was_since_the_last_flush(tmp_path: Path) -> None:
     """And at least as long as what was flushed. Longer stories: tests/fuzz/test_spill_operations.py."""
     disk, crashed = Disk(), tmp_path / "crashed.kv"
     tokens: tuple[int, ...] = ()
     possible, marks = [tokens], []
     with recorded(disk), SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=2, direct=False) as file:
         for what, number in STORY:
-            first, before = len(disk.writes), possible
+            first, before = len(disk.events), possible
             if what == "append":
                 new = ids(100 * number, number)
                 append(file, 0, new)
@@ -108,8 +112,8 @@ def test_after_a_crash_at_any_write_it_is_a_beginning_of_what_it_was_since_the_l
             else:
                 file.flush()
             possible = [tokens] if what == "flush" else [*before, tokens]
-            marks += [(at, [*before, tokens]) for at in range(first, len(disk.writes))]
-        marks.append((len(disk.writes), possible))
+            marks += [(at, [*before, tokens]) for at in range(first, len(disk.events))]
+        marks.append((len(disk.events), possible))
     for (at, states), seed in itertools.product(marks, range(3)):
         disk.image(crashed, at, random.Random(seed))
         for _ in range(2):  # the second time nothing may come alive that the first has dropped
