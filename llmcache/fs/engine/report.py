@@ -14,7 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ SCHEMA = "llmcache.stats/1"
 def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
     """Returns everything as JSON-ready values. Takes the lock."""
     with state.lock:
-        counters = state.counters.as_dict()
+        counters = asdict(state.counters)
         result: dict[str, Any] = {
             "schema": SCHEMA,
             "mode": mode,
