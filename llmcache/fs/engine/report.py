@@ -14,7 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ SCHEMA = "llmcache.stats/1"
 def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
     """Returns everything as JSON-ready values. Takes the lock."""
     with state.lock:
-        counters = state.counters.as_dict()
+        counters = asdict(state.counters)
         result: dict[str, Any] = {
             "schema": SCHEMA,
             "mode": mode,
@@ -50,11 +50,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "requested_bytes": counters["requested_bytes"],
             "backing_read_bytes": counters["backing_read_bytes"],
             "backing_write_bytes": counters["backing_write_bytes"],
-            "prefetch": {
-                "useful_bytes": counters["prefetch_useful_bytes"],
-                "late_bytes": counters["prefetch_late_bytes"],
-                "wasted_bytes": counters["prefetch_wasted_bytes"],
-            },
+            "prefetch": {f"{fate}_bytes": counters[f"prefetch_{fate}_bytes"] for fate in ("useful", "late", "wasted")},
             "waits": {"late": state.late_waits.as_dict(), "demand": state.demand_waits.as_dict()},
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],

@@ -27,7 +27,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
@@ -80,10 +80,6 @@ class Counters:
     stored_bytes: int = 0
     invalidated_bytes: int = 0
     refault_bytes: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Returns the counters by name."""
-        return asdict(self)
 
 
 Job = Callable[[], None]

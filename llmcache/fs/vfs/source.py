@@ -102,9 +102,7 @@ class WritePolicy:
 
     def allows(self, path: str) -> bool:
         """True if a regular file at `path` may be changed."""
-        if self.everything:
-            return True
-        return matches(path, self.spill)
+        return self.everything or matches(path, self.spill)
 
     def check(self, *paths: str) -> None:
         """EROFS unless every path may be changed."""
