@@ -126,10 +126,6 @@ class Scorer(ABC):
         k = min(k, len(self))
         return self._top(queries, k) if k else np.empty((heads, 0), np.int64)
 
-    def copy(self) -> Scorer:
-        """Returns one of its own that knows the same."""
-        return copy.deepcopy(self)
-
     @abstractmethod
     def _begin(self) -> None: ...
 
@@ -626,7 +622,7 @@ class KeyIndexes:
         if found is None:
             found = self._make(start)
         elif sum(other is found for other in row) > 1:
-            found = found.copy()
+            found = copy.deepcopy(found)
         row[sequence] = found
         return found
 

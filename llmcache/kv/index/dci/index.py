@@ -352,15 +352,11 @@ class DciIndex:
         for token in tokens:
             below = take_away(self.tree, int(token))
             if below != NONE:
-                self._rehang(int(below))
-
-    def _rehang(self, node: int) -> None:
-        slots = slots_of(self.tree, node)
-        bits = self.tree.rows.reshape(-1, self.dim)[slots]
-        level = int(self.tree.nodes[node, LEVEL])
-        parents = self._nodes_for(bits, self.tree.lifts[slots], level)
-        self.tree = with_room(self.tree, len(slots), 0, 0)
-        rehang(self.tree, node, bits.reshape(-1), parents)
+                slots = slots_of(self.tree, below)
+                bits = self.tree.rows.reshape(-1, self.dim)[slots]
+                parents = self._nodes_for(bits, self.tree.lifts[slots], int(self.tree.nodes[below, LEVEL]))
+                self.tree = with_room(self.tree, len(slots), 0, 0)
+                rehang(self.tree, below, bits.reshape(-1), parents)
 
     def keys(self, tokens: Int64s) -> Floats:
         """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
