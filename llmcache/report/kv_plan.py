@@ -93,7 +93,7 @@ def pools(plan: KvPlan) -> Iterator[str]:
     machine = plan.machine
     host, device = format_rate(machine.score_bytes_per_s), format_rate(machine.device_bytes_per_s)
     rule = f"{plan.beta_rule:.3g} (f_c {host} / f_s {device})"
-    yield f"M0          {format_size(plan.m0_bytes)} of RAM are left for KV"
+    yield f"M0          {format_size(plan.found.host_kv)} of RAM are left for KV"
     yield f"beta        {rule} by the rule Mc/fc = Ms/fs; {_binding(plan)}"
     if plan.lacking_bytes:
         yield f"            it does NOT fit: {format_size(plan.lacking_bytes)} of space are missing on the SSD"
@@ -148,7 +148,7 @@ def document(plan: KvPlan) -> dict[str, Any]:
         "memory": plan.use.to_json(),
         "room": asdict(plan.found),
         "placement": places,
-        "m0_bytes": plan.m0_bytes,
+        "m0_bytes": plan.found.host_kv,
         "beta_rule": plan.beta_rule,
         "beta": plan.places.beta if math.isfinite(plan.places.beta) else None,
         "m0_binds": plan.m0_binds,

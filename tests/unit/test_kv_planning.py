@@ -21,8 +21,9 @@ from llmcache.kv.planning import (
     memory_use,
 )
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
+from llmcache.kv.planning.latency import place
 from llmcache.kv.planning.models import shape_of
-from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, largest_context, room, rule_share
+from llmcache.kv.planning.placement import by_beta, by_ssd_share, largest_context, room, rule_share
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
@@ -279,7 +280,7 @@ def test_the_rule_is_equation_1_and_m0_binds() -> None:
     for workload, binds in ((small, False), (large, True)):
         kv = QWEN.kv_bytes(workload.context, 8)
         found = room(PAPER_PC, QWEN, workload, 0.2)
-        places = by_rule(found, kv, PAPER_PC)
+        places = place(SYSTEMS["hillinfer"], found, kv, PAPER_PC)
         assert places.total == pytest.approx(kv) and places.gpu == 0
         if binds:
             assert places.host == found.host_kv < share * kv
@@ -299,7 +300,7 @@ def test_weights_that_the_gpu_has_no_room_for_take_from_the_host() -> None:
 def test_what_fits_on_the_gpu_stays_there() -> None:
     found = room(PAPER_PC, QWEN, Workload(512, batch=1), 1.0)
     kv = QWEN.kv_bytes(512, 1)
-    assert found.gpu_kv == kv and by_capacity(found, kv).gpu == kv == by_rule(found, kv, PAPER_PC).gpu
+    assert found.gpu_kv == kv and all(place(system, found, kv, PAPER_PC).gpu == kv for system in SYSTEMS.values())
     assert room(PAPER_PC.with_sizes(gpu_bytes=0), QWEN, Workload(512, batch=1), 1.0).gpu_kv == 0
 
 

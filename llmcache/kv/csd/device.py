@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.arrays import Bytes, Floats
 from llmcache.errors import LlmcacheError
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, ModelledClock, Report
 from llmcache.kv.csd.wire import (
@@ -160,7 +160,10 @@ class Device:
             self._report.scored_keys += scores.size
             for head, of_head in enumerate(scores):
                 for first in range(0, len(of_head), block_tokens):
-                    self._send_block(head, base + first, of_head[first : first + block_tokens])
+                    block = of_head[first : first + block_tokens]
+                    at, room = self._end.room(4 * len(block))
+                    encode(block, room.view(np.uint16).reshape(-1, 2))
+                    self._send(Data(at, room.size, head, base + first, len(block)), HEADER_BYTES, True)
         return {}
 
     def _scored(
@@ -193,11 +196,6 @@ class Device:
                 base = own.start * shape.page_tokens
                 scores = score_pages(queries, keys, scales, combine=combine, threads=self._threads)
                 yield base, scores[:, : length - base], slots.size
-
-    def _send_block(self, head: int, base: int, scores: Any) -> None:
-        at, room = self._end.room(4 * len(scores))
-        encode(scores, room.view(np.uint16).reshape(-1, 2))
-        self._send(Data(at, room.size, head, base, len(scores)), HEADER_BYTES, True)
 
     def _send(self, data: Data, header_bytes: int, computed: bool) -> None:
         size = data.size_bytes + header_bytes
@@ -252,19 +250,16 @@ class Device:
         flat = asked.astype(np.int64)
         self._receive(asked.nbytes)
         for pages, parts in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
+            heads = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
+            page, token = np.divmod(np.concatenate([flat[part] for part in parts]), shape.page_tokens)
+            places = np.searchsorted(pages, page), heads, token
             for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
                 slots = self._file.read_slots(sequence, layer, pages, side)
                 self._count_read(slots.size)
                 for rows in view_slots(shape, slots, dim):
                     if rows is not None:
-                        picked = [self._picked(rows, head, pages, flat[part]) for head, part in enumerate(parts)]
-                        self._send_bytes(np.concatenate(picked))
+                        self._send_bytes(rows[places])
         return {}
-
-    def _picked(self, rows: Any, head: int, pages: Int64s, tokens: Int64s) -> Any:
-        """The rows of `tokens` of a head in those [pages, kv_heads, page_tokens, ..] of `pages`."""
-        page, token = np.divmod(tokens, self._file.shape.page_tokens)
-        return rows[np.searchsorted(pages, page), head, token]
 
     def _send_bytes(self, data: Any) -> None:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

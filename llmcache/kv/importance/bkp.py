@@ -50,30 +50,22 @@ class BidirectionalPools:
 
     def update(self, layer: int, positions: Int64s) -> None:
         """Counts what one step chose, `positions` [batch, kv_heads, k], and moves pages of `layer` accordingly."""
-        self._fade(layer)
-        self.hits.record(layer, positions)
-        if self.store.config.cpu_pages is None:
-            return
-        for sequence in range(len(positions)):
-            found = self._moves(layer, sequence)
-            self.store.move_down(layer, sequence, found.down)
-            self.store.move_up(layer, sequence, found.up)
-
-    def _fade(self, layer: int) -> None:
         self._steps[layer] += 1
         if not self.enabled:
             self.hits.crop(0, layer)
         elif self._steps[layer] % HALF_LIFE_STEPS == 0:
             self.hits.halve(layer)
-
-    def _moves(self, layer: int, sequence: int) -> Moves:
-        middle, page_tokens = self.store.middle, self.store.shape.page_tokens
-        in_cpu = self.store.in_cpu(layer, sequence)[middle.start : middle.stop]
-        ranks = self.hits.pages(layer, sequence, middle.stop, page_tokens)[middle.start :]
-        important = self._pages(self.store.length)
+        self.hits.record(layer, positions)
+        if self.store.config.cpu_pages is None:
+            return
+        middle, important = self.store.middle, self._pages(self.store.length)
         recent, clearly = (important, CLEARLY) if self.enabled else (0, 1)
-        found = moves(in_cpu, ranks, important, self._room, recent, clearly)
-        return Moves(found.up + middle.start, found.down + middle.start)
+        for sequence in range(len(positions)):
+            in_cpu = self.store.in_cpu(layer, sequence)[middle.start : middle.stop]
+            ranks = self.hits.pages(layer, sequence, middle.stop, self.store.shape.page_tokens)[middle.start :]
+            found = moves(in_cpu, ranks, important, self._room, recent, clearly)
+            self.store.move_down(layer, sequence, found.down + middle.start)
+            self.store.move_up(layer, sequence, found.up + middle.start)
 
     @property
     def _room(self) -> int:
@@ -116,14 +108,9 @@ def moves(in_cpu: Flags, ranks: Int64s, important: int, room: int, recent: int, 
     spare = order[::-1][(in_cpu & ~pinned)[order[::-1]]]  # the least hit first
     # Over the bound: a page that sequences share came up for another of them.
     free, over = max(0, room - int(in_cpu.sum())), max(0, int(in_cpu.sum()) - room)
-    swapped = _pairs(ranks, wanted[free:], spare[over:], clearly) if len(spare) >= over else 0
+    pairs = max(0, min(len(wanted) - free, len(spare) - over))  # the best with the worst, and so on
+    swapped = np.count_nonzero(ranks[wanted[free : free + pairs]] > clearly * ranks[spare[over : over + pairs]])
     return Moves(np.sort(wanted[: free + swapped]), np.sort(spare[: over + swapped]))
-
-
-def _pairs(ranks: Int64s, wanted: Int64s, spare: Int64s, clearly: int) -> int:
-    """Returns how many of `wanted` (best first) are worth the place of those of `spare` (worst first)."""
-    count = min(len(wanted), len(spare))
-    return int(np.count_nonzero(ranks[wanted[:count]] > clearly * ranks[spare[:count]]))
 
 
 def cpu_pages_for(shape: KvShape, length: int, beta: float | None, memory_bytes: int | None, batch: int = 1) -> int:

@@ -12,7 +12,7 @@ the earlier position wins. The caller returns, or raises, only when both are don
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -78,16 +78,12 @@ class HierarchicalEvaluation:
     def _device(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         """Lines 4 to 8 and 11: the device scores its tokens, block by block, and every block is merged when it comes."""
         # Where there is no device, the link is busy: the host reads the keys.
-        with self._span(DEVICE if self._near_data else LINK, layer):
+        near_data = self.store.config.ssd == "csd"
+        with self._span(DEVICE if near_data else LINK, layer):
             for sequence, asked in enumerate(queries):
-                for block in self._blocks(layer, sequence, asked, pages):
-                    merged.add(sequence, block, self._near_data)
-
-    def _blocks(self, layer: int, sequence: int, queries: Floats, pages: Candidates) -> Iterator[ScoreBlock]:
-        wanted = None
-        if pages is not None:
-            wanted = pages[sequence][~self.store.in_cpu(layer, sequence)[pages[sequence]]]
-        return self.store.score_ssd(layer, sequence, queries, wanted, self.combine, self.block_tokens)
+                wanted = None if pages is None else pages[sequence][~self.store.in_cpu(layer, sequence)[pages[sequence]]]
+                for block in self.store.score_ssd(layer, sequence, asked, wanted, self.combine, self.block_tokens):
+                    merged.add(sequence, block, near_data)
 
     def _host(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         """Line 10: the host scores the tokens of its own pool."""
@@ -104,10 +100,6 @@ class HierarchicalEvaluation:
         here = wanted[self.store.in_cpu(layer, sequence)[wanted]]
         share = max(1, HOST_TOKENS // self.store.shape.page_tokens)
         return [here[at : at + share] for at in range(0, len(here), share)]
-
-    @property
-    def _near_data(self) -> bool:
-        return self.store.config.ssd == "csd"
 
     def _span(self, resource: str, layer: int) -> AbstractContextManager[None]:
         return self.timeline.span(resource, EVALUATE, layer, self.store.step)

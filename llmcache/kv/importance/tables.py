@@ -24,18 +24,13 @@ class TokenTable(Generic[Kind]):
     """
 
     def __init__(self, layers: int, batch: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
-        self._empty: NDArray[Kind] = np.zeros((0, *shape), dtype)
-        self._tables: list[list[NDArray[Any]]] = [[self._empty] * batch for _ in range(layers)]
+        empty: NDArray[Any] = np.zeros((0, *shape), dtype)
+        self._tables = [[empty] * batch for _ in range(layers)]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tables, room for growth included."""
         return sum(table.nbytes for tables in self._tables for table in tables)
-
-    @property
-    def batch(self) -> int:
-        """Sequences."""
-        return len(self._tables[0])
 
     def rows(self, layer: int, sequence: int, count: int) -> NDArray[Kind]:
         """Returns the first `count` rows [count, *shape]; a view to read and to write."""
@@ -45,11 +40,6 @@ class TokenTable(Generic[Kind]):
             grown[: len(table)] = table
             self._tables[layer][sequence] = table = grown
         found: NDArray[Kind] = table[:count]
-        return found
-
-    def whole(self, layer: int, sequence: int) -> NDArray[Kind]:
-        """Returns all rows that there is room for; a view."""
-        found: NDArray[Kind] = self._tables[layer][sequence]
         return found
 
     def crop(self, count: int, layer: int | None = None) -> None:
@@ -82,12 +72,12 @@ class HitTable(TokenTable[np.uint16]):
         for sequence, chosen in enumerate(positions):
             counts = self.rows(layer, sequence, tokens)
             while not _add(counts, np.ascontiguousarray(chosen).reshape(-1), MOST):
-                self.whole(layer, sequence)[:] >>= 1
+                self._tables[layer][sequence] >>= 1
 
     def halve(self, layer: int) -> None:
         """Halves all counts of a layer: hits so far count half as much as those to come."""
-        for sequence in range(self.batch):
-            self.whole(layer, sequence)[:] >>= 1
+        for counts in self._tables[layer]:
+            counts >>= 1
 
     def pages(self, layer: int, sequence: int, pages: int, page_tokens: int) -> Int64s:
         """Returns the hits [pages] int64 of whole pages: the sum over their tokens."""

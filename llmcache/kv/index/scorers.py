@@ -126,10 +126,6 @@ class Scorer(ABC):
         k = min(k, len(self))
         return self._top(queries, k) if k else np.empty((heads, 0), np.int64)
 
-    def copy(self) -> Scorer:
-        """Returns one of its own that knows the same."""
-        return copy.deepcopy(self)
-
     @abstractmethod
     def _begin(self) -> None: ...
 
@@ -204,11 +200,14 @@ class ExactScorer(Scorer):
             self._scales.cut(pages)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
-        scales = None if self._scales is None else self._scales.rows
-        asked, threads = self.settings.combine, self.settings.threads
         self.touched = float(len(self))
-        found: Int64s = top(score_pages(queries, self._keys.rows, scales, combine=asked, threads=threads), k, threads)
+        found: Int64s = top(self._combined(queries), k, self.settings.threads)
         return found + self.first
+
+    def _combined(self, queries: Floats) -> Floats:
+        """The scores [kv_heads, tokens] of all keys, of the query heads of a key head together."""
+        scales = None if self._scales is None else self._scales.rows
+        return score_pages(queries, self._keys.rows, scales, combine=self.settings.combine, threads=self.settings.threads)
 
     def products(self, queries: Floats) -> Floats:
         """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
@@ -275,12 +274,10 @@ class PackedScorer(ExactScorer):
         super()._crop(end)
         self._means = [(first, mean) for first, mean in self._means if first < end - self.first]
 
-    def _top(self, queries: Floats, k: int) -> Int64s:
-        self.touched = float(len(self))
+    def _combined(self, queries: Floats) -> Floats:
         found = self.products(queries)
         combined: Floats = found.max(axis=1) if self.settings.combine == "max" else found.sum(axis=1)
-        best: Int64s = top(combined, k, self.settings.threads)
-        return best + self.first
+        return combined
 
     def products(self, queries: Floats) -> Floats:
         """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
@@ -535,12 +532,8 @@ class AutoScorer(Scorer):
         tree.add(*exact.keys())
         for wider in WIDER:
             knobs = self.settings.dci
-            wide = replace(
-                knobs,
-                field_of_view=knobs.field_of_view * wider,
-                visit=min(1.0, knobs.visit * wider),
-                visit_each=knobs.visit_each * wider,
-            )
+            view, visit = knobs.field_of_view * wider, min(1.0, knobs.visit * wider)
+            wide = replace(knobs, field_of_view=view, visit=visit, visit_each=knobs.visit_each * wider)
             for index in tree.indexes:
                 index.settings = replace(wide, seed=index.settings.seed)
             self.trial = self._measured(exact, tree, wider)
@@ -629,7 +622,7 @@ class KeyIndexes:
         if found is None:
             found = self._make(start)
         elif sum(other is found for other in row) > 1:
-            found = found.copy()
+            found = copy.deepcopy(found)
         row[sequence] = found
         return found
 

@@ -387,7 +387,9 @@ def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[int, sli
     count, heads, tokens, dim = pages.shape
     rows = _walkable(pages)
     flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
-    share = _share(count, tokens * dim * pages.itemsize, heads, _threads(pages, threads))
+    # Heads first, and a head in parts where they are too few.
+    parts = -(-(_threads(pages, threads) or processors()) // max(1, heads))
+    share = max(1, -(-count // parts), JOB_BYTES // max(1, tokens * dim * pages.itemsize))
     for h in range(heads):
         for first in range(0, count, share):
             part = slice(first, min(count, first + share))
@@ -409,9 +411,3 @@ def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
     carried: NDArray[Any] = flat.view(_CARRIERS.get(rows.dtype, rows.dtype))
     return carried
-
-
-def _share(count: int, size_bytes: int, heads: int, threads: int | None) -> int:
-    """How many of `count` units of `size_bytes` one job takes: heads first, and a head in parts where they are too few."""
-    parts = -(-(threads or processors()) // max(1, heads))
-    return max(1, -(-count // parts), JOB_BYTES // max(1, size_bytes))

@@ -7,7 +7,7 @@ Three origins, never mixed: "paper" is what hillinfer.txt says, "assumed" is wha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llmcache.units import BLOCK_BYTES
@@ -125,9 +125,8 @@ class Hardware:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data: each number with its origin."""
-        plain = asdict(self)
         numbers = {
-            name: {"value": plain[name], "origin": self.origins[name].kind, "source": self.origins[name].text}
+            name: {"value": getattr(self, name), "origin": self.origins[name].kind, "source": self.origins[name].text}
             for name in NUMBERS
         }
         return {"name": self.name, "title": self.title, **numbers}

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmcache.kv.planning.hardware import Hardware
 from llmcache.kv.planning.models import ModelShape
-from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, by_capacity, by_rule, room
+from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, room, rule_share
 
 _NS = 1e9
 SCORE_BYTES = 4
@@ -99,8 +99,15 @@ class Work:
 
 
 def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
-    """Returns where `system` keeps the KV cache; `cached` as for `rule_share`."""
-    return by_rule(found, kv_bytes, hardware, cached) if system.balanced else by_capacity(found, kv_bytes)
+    """Returns where `system` keeps the KV cache; `cached` as for `rule_share`.
+
+    On the GPU if it has room for all. Else the host has its share by equation (1), or without balance all, at most M0.
+    """
+    if found.gpu_kv:
+        return Placement(kv_bytes, 0.0, 0.0)
+    share = rule_share(hardware, cached) if system.balanced else 1.0
+    host = min(share * kv_bytes, found.host_kv)
+    return Placement(0.0, host, kv_bytes - host)
 
 
 def layer_work(

@@ -161,23 +161,6 @@ def rule_share(hardware: Hardware, cached: bool = False) -> float:
     return hardware.score_bytes_per_s / (hardware.score_bytes_per_s + device)
 
 
-def by_capacity(found: Room, kv_bytes: float) -> Placement:
-    """The host first, the SSD for what it has no room for: what systems do that balance nothing."""
-    return _pools(found, kv_bytes, kv_bytes)
-
-
-def by_rule(found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
-    """Equation (1): Mc = fc / (fc + fs) of it, at most M0."""
-    return _pools(found, kv_bytes, rule_share(hardware, cached) * kv_bytes)
-
-
-def _pools(found: Room, kv_bytes: float, host_bytes: float) -> Placement:
-    if found.gpu_kv:
-        return Placement(kv_bytes, 0.0, 0.0)
-    host = min(host_bytes, found.host_kv)
-    return Placement(0.0, host, kv_bytes - host)
-
-
 def by_beta(kv_bytes: float, beta: float) -> Placement:
     """A given ratio beta = Mc / Ms, for sweeps. ValueError: beta is negative."""
     if beta < 0:

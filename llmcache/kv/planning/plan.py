@@ -61,7 +61,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class KvPlan:
-    """The answer. `m0_bytes`: memory of the host for KV; `beta_rule`: fc / fs; `m0_binds`: it is less than the rule asks.
+    """The answer. `found.host_kv` is M0; `beta_rule`: fc / fs; `m0_binds`: M0 is less than the rule asks.
 
     `places`: HillInfer's pools. `latencies`: *modelled*, by system; empty if it does not fit (`lacking_bytes` > 0).
     `ssd_bytes`: free space below `ssd`, None without a directory. `profile`: what was measured, None for a named machine.
@@ -81,11 +81,6 @@ class KvPlan:
     ssd: str | None
     ssd_bytes: int | None
     profile: KnownProfile | None
-
-    @property
-    def m0_bytes(self) -> float:
-        """Memory of the host that the weights leave for KV."""
-        return self.found.host_kv
 
     def speedup(self, policy: str) -> float:
         """How many times longer a token of `policy` takes than one of HillInfer. Modelled."""

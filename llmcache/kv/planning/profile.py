@@ -177,7 +177,7 @@ def profile_of(
 ) -> KnownProfile:
     """Returns the profile of this machine with the storage of `directory`; measured now if `force` or if there is none.
 
-    `progress` is told in words what begins. Errors as `measure_storage`.
+    `progress` is told in words what begins. Errors as `key_of` and `measure_storage`.
     """
     found = None if force else cached_profile(directory)
     if found is not None:
@@ -279,14 +279,11 @@ def _rate(run: Callable[[], object], amount: float) -> float:
     return amount / statistics.median(taken)
 
 
-def measure_storage(directory: str | Path) -> StorageSpeeds:
-    """Returns what disk and emulated device do with a file in `directory`, within about 15 s.
+def measure_storage(where: str | Path) -> StorageSpeeds:
+    """Returns what disk and emulated device do with a file in the directory `where`, within about 15 s.
 
-    UsageError: it is no directory. EnvironmentProblem: it cannot be written to, or has no room.
+    EnvironmentProblem: it cannot be written to, or has no room.
     """
-    where = Path(directory)
-    if not where.is_dir():
-        raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
     hint = f"give a directory that you may write to, with {format_size(2 * FILE_BYTES)} free"
     try:
         if shutil.disk_usage(where).free < 2 * FILE_BYTES:

@@ -18,7 +18,6 @@ from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd.wire import MOST_TOKENS
 from llmcache.kv.kernels.scores import COMBINE
-from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
@@ -215,10 +214,6 @@ class KvPolicy(ABC):
         inside = len(self.store.middle) * self.page_tokens
         wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
-
-    def all_keys(self, layer: int) -> Floats:
-        """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""
-        return widened(self.store.gather(layer, self.store.everything).keys)
 
     def weights_by_head(self, positions: Int64s, weights: Floats | None) -> Floats:
         """Returns `weights` [batch, heads, k] of `positions` [batch, kv_heads, k], added up by key head (GQA).

@@ -133,7 +133,8 @@ class H2O(KvPolicy):
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
         """Adds up the attention of a prompt; `KvPolicy.prefilled`."""
-        for sequence, (asked, keys) in enumerate(zip(queries, self.all_keys(layer), strict=True)):
+        everything = widened(self.store.gather(layer, self.store.everything).keys)
+        for sequence, (asked, keys) in enumerate(zip(queries, everything, strict=True)):
             sums = column_sums(asked, keys, start, int(self.first[sequence]), scale=self.scale)
             rows = self._sums.rows(layer, sequence, keys.shape[1])
             rows += sums.T

@@ -86,16 +86,13 @@ class Kelle(H2O):
         """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
         super().attended(layer, selection, weights)
         if self.settings.evicted == "lost":
-            self._drop(layer, selection.positions)
+            for sequence, by_head in enumerate(selection.positions):
+                dropped = self._dropped.rows(layer, sequence, self.inside.stop)
+                dropped[self.inside.start :] = True
+                for head, own in enumerate(by_head):
+                    dropped[own, head] = False
         if self._recorder is not None:
             self._show(layer, self.store.attended_positions(layer, selection))
-
-    def _drop(self, layer: int, kept: Int64s) -> None:
-        for sequence, by_head in enumerate(kept):
-            dropped = self._dropped.rows(layer, sequence, self.inside.stop)
-            dropped[self.inside.start :] = True
-            for head, own in enumerate(by_head):
-                dropped[own, head] = False
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
         """Returns which `count` of `pages` leave the host's pool: of which the fewest tokens are kept, the first first.

@@ -290,8 +290,8 @@ class ExtentPlan:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of the entry of a page: as few as hold its checksums."""
-        return next(size for size in ENTRY_BYTES if sum(self.parts) <= crcs_in(size))
+        """Bytes of the entry of a page: as few as hold its checksums beside its kind, five numbers and its own checksum."""
+        return next(size for size in ENTRY_BYTES if 28 + 4 * sum(self.parts) <= size)
 
     @property
     def table_bytes(self) -> int:
@@ -305,11 +305,6 @@ class ExtentPlan:
     def slot_at(self, side: int, slot: int) -> int:
         """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
         return self.table_bytes + side * self.slots * self.sizes[KEYS] + slot * self.sizes[side]
-
-
-def crcs_in(entry_bytes: int) -> int:
-    """Returns how many checksums an entry of so many bytes holds, beside its kind, five numbers and its own checksum."""
-    return (entry_bytes - 28) // 4
 
 
 def parts_of(slot_bytes: int) -> int:

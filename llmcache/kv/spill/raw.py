@@ -88,6 +88,9 @@ class RawFile:
         """True if pages go around the page cache."""
         return self._direct_fd is not None
 
+    def _fd_for(self, direct: bool) -> int:
+        return self._direct_fd if direct and self._direct_fd is not None else self.fd
+
     def lock(self) -> None:
         """Makes this the only writer of the file; EnvironmentProblem if there is one. Ends with the process."""
         with explained(self.path, "locking"):
@@ -133,8 +136,7 @@ class RawFile:
 
     def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
         """Fills `buffer` from `offset` on. DataError if the file ends before."""
-        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
-        view, done = buffer.data, 0
+        fd, view, done = self._fd_for(direct), buffer.data, 0
         while done < len(view):
             with explained(self.path, f"reading at {offset + done}"):
                 count = os.preadv(fd, [view[done:]], offset + done)
@@ -157,7 +159,7 @@ class RawFile:
 
         One after the other, or all at a time by a `queue` that the buffer is of.
         """
-        fd, addresses = self._direct_fd if direct and self._direct_fd is not None else self.fd, buffer.ctypes.data + places
+        fd, addresses = self._fd_for(direct), buffer.ctypes.data + places
         if queue is None:
             left = np.arange(len(sizes)) >= _read_all(fd, addresses, sizes, offsets)
         else:
@@ -181,8 +183,8 @@ class RawFile:
 
     def write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
         """Writes all of `data` at `offset`."""
-        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
-        view, done = memoryview(data) if isinstance(data, bytes) else data.data, 0
+        fd, done = self._fd_for(direct), 0
+        view = memoryview(data) if isinstance(data, bytes) else data.data
         with explained(self.path, "spilling"):
             while done < len(view):
                 done += os.pwrite(fd, view[done:], offset + done)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +88,7 @@ class Recovery:
         return not (self.unfinished_pages or self.torn_entries)
 
 
-@dataclass(frozen=True)
-class KeyRange:
+class KeyRange(NamedTuple):
     """Keys of `pages` pages from `first_page` on, side by side from `offset` of the file on."""
 
     first_page: int

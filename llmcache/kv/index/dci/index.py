@@ -189,9 +189,19 @@ class DciIndex:
         return sum(array.nbytes for array in self.tree)
 
     def levels_of(self, tokens: Int64s) -> Ints:
-        """Returns the levels that tokens are promoted to: line 4 of algorithm 2."""
-        knobs = self.settings
-        return random_levels(tokens, knobs.seed, knobs.first_promotion, knobs.promotion)
+        """Returns the levels that tokens are promoted to by chance: line 4 of algorithm 2.
+
+        They depend on the seed and the token, not on what came before.
+        """
+        chance, levels = _uniform(tokens, self.settings.seed), np.ones(len(tokens), np.int32)
+        bar = self.settings.first_promotion
+        for level in range(2, MAX_LEVELS):
+            promoted = chance < bar
+            if not promoted.any():
+                break
+            levels[promoted] = level
+            bar *= self.settings.promotion
+        return levels
 
     def insert(self, keys: Floats, tokens: Int64s) -> None:
         """Adds `keys` [n, dim], float32, of `tokens` [n], ascending and not in the index.
@@ -291,16 +301,11 @@ class DciIndex:
     ) -> tuple[Floats, Ints, Ints, Int64s]:
         """Algorithm 4 for each of `keys`: scores and slots [n, k], how many there are, how many products were computed."""
         count = len(keys)
-        found = (
-            np.empty((count, k), np.float32),
-            np.empty((count, k), np.int32),
-            np.empty(count, np.int32),
-            np.empty(count, np.int64),
-        )
-        scratch = _rooms.fit(len(self), k)
+        scores, slots = np.empty((count, k), np.float32), np.empty((count, k), np.int32)
+        found = scores, slots, np.empty(count, np.int32), np.empty(count, np.int64)
         view, visit, margin = limits
         bounds = (view, visit, self.settings.simple, margin)
-        ask(self.tree, keys, lifts, target, bounds, share, scratch, found)
+        ask(self.tree, keys, lifts, target, bounds, share, _rooms.fit(len(self), k), found)
         return found
 
     def query(
@@ -347,15 +352,11 @@ class DciIndex:
         for token in tokens:
             below = take_away(self.tree, int(token))
             if below != NONE:
-                self._rehang(int(below))
-
-    def _rehang(self, node: int) -> None:
-        slots = slots_of(self.tree, node)
-        bits = self.tree.rows.reshape(-1, self.dim)[slots]
-        level = int(self.tree.nodes[node, LEVEL])
-        parents = self._nodes_for(bits, self.tree.lifts[slots], level)
-        self.tree = with_room(self.tree, len(slots), 0, 0)
-        rehang(self.tree, node, bits.reshape(-1), parents)
+                slots = slots_of(self.tree, below)
+                bits = self.tree.rows.reshape(-1, self.dim)[slots]
+                parents = self._nodes_for(bits, self.tree.lifts[slots], int(self.tree.nodes[below, LEVEL]))
+                self.tree = with_room(self.tree, len(slots), 0, 0)
+                rehang(self.tree, below, bits.reshape(-1), parents)
 
     def keys(self, tokens: Int64s) -> Floats:
         """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
@@ -389,20 +390,6 @@ def norms_of(keys: Floats) -> Doubles:
     if not np.isfinite(norms).all():
         raise ValueError(f"keys: key {int(np.argmin(np.isfinite(norms)))} is not finite")
     return norms
-
-
-def random_levels(tokens: Int64s, seed: int, first: float, later: float) -> NDArray[np.int32]:
-    """Returns the level of each token by random promotion; it depends on the seed and the token, not on what came before."""
-    chance = _uniform(tokens, seed)
-    levels = np.ones(len(tokens), np.int32)
-    bar = first
-    for level in range(2, MAX_LEVELS):
-        promoted = chance < bar
-        if not promoted.any():
-            break
-        levels[promoted] = level
-        bar *= later
-    return levels
 
 
 def random_directions(count: int, dim: int, seed: int) -> Floats:
