@@ -3,7 +3,8 @@
 All is real: llama.cpp, the cap on its memory (a cgroup over client, daemon and page cache), the limit of its storage,
 and the commands. Only the processor is *emulated*: it is made slow (`llama_tokens --compute`), so that the time of a
 token is about the same on a busy machine and on a quiet one; and llama.cpp and the mount are served before other work.
-T is what a token takes with all of the model kept.
+T is what a token takes where storage is no limit: measured over the mount at work, so that it has what passing bytes on
+costs the processor, which the sizing calculator knows nothing of (arena copies each byte twice).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Told:
     after: dict[str, Any]
     stats: dict[str, Any]
     compute_s: float
+    unlimited_s: float
     before_s: float
     after_s: float
     compute_again_s: float
@@ -83,7 +85,7 @@ def answers(model: Path) -> list[int]:
 
 
 def tell(model: Path, scratch: Path, mode: str) -> Told:
-    """The whole story, once: enough memory, too little, as much as advised, and enough again."""
+    """The whole story, once: enough memory, too little with fast storage and with slow, as advised, and enough again."""
     scratch.mkdir()
     storage = bandwidth(model)
     forget(model)
@@ -94,12 +96,14 @@ def tell(model: Path, scratch: Path, mode: str) -> Told:
         decoding(opened.root / model.name, group, COMPUTE_S, scratch / "story") as running,
     ):
         compute_s = running.next_seconds(3, skip=1)
-        given = ("--bw", storage, "--t", f"{compute_s * 1e3:.0f}ms")
-        header = said("size", "--model", opened.root / model.name, *given)
+        header = said("size", "--model", opened.root / model.name, "--bw", storage, "--t", f"{compute_s * 1e3:.0f}ms")
 
         llmcache("resize", opened.root, f"{TOO_SMALL}M")
-        group.set_read_bps(RATE)
         group.set_memory(_memory(header, model))
+        unlimited_s = running.next_seconds(MEASURED, skip=LEARNING)
+        given = ("--bw", storage, "--t", f"{unlimited_s * 1e3:.0f}ms")
+
+        group.set_read_bps(RATE)
         before_s, classes = _traced(running, scratch / "run.parquet")
         question = (*classes["size_command"].split()[1:], *given)
         before = said(*question, "--cache", f"{TOO_SMALL}M")
@@ -116,7 +120,8 @@ def tell(model: Path, scratch: Path, mode: str) -> Told:
         llmcache("resize", opened.root, f"{enough}B")
         compute_again_s = running.next_seconds(2, skip=2)
         answers = [token["crc"] for token in running.tokens()]
-    return Told(classes, header, before, after, stats, compute_s, before_s, after_s, compute_again_s, answers, oom_kills)
+    times = (compute_s, unlimited_s, before_s, after_s, compute_again_s)
+    return Told(classes, header, before, after, stats, *times, answers, oom_kills)
 
 
 def _mount(mode: str) -> Mounted:
@@ -173,12 +178,12 @@ def check_the_loop(told: Told, mode: str) -> None:
 def check_the_times(told: Told) -> None:
     """Tokens take as long as `size` says, with too small a cache and with the one that it advises."""
     slow, fast = told.before["caches"][0]["passes"], told.after["caches"][0]["passes"]
-    assert slow["pass_s"] > 1.4 * fast["pass_s"] and fast["stall_free"]
+    assert slow["pass_s"] > 1.2 * fast["pass_s"] and fast["stall_free"]
     print(f"predicted {slow['pass_s']:.3f} -> {fast['pass_s']:.3f}, measured {told.before_s:.3f} -> {told.after_s:.3f}")
-    print(f"computing alone: {told.compute_s:.3f} before, {told.compute_again_s:.3f} after")
+    print(f"computing alone: {told.compute_s:.3f}, again {told.compute_again_s:.3f}; over the mount {told.unlimited_s:.3f}")
     assert told.before_s == pytest.approx(slow["pass_s"], rel=EXACT)
     assert told.after_s == pytest.approx(fast["pass_s"], rel=EXACT)
-    assert told.after_s < (1 + EXACT) * told.compute_s, "as advised there is no stall"
+    assert told.after_s < (1 + EXACT) * told.unlimited_s, "as advised there is no stall"
     (loop,) = (loop for each in told.stats["files"] for loop in each["loops"])
     assert loop["period_s"] < (told.before_s + told.after_s) / 2, "the mount has noticed"
     assert told.before_s / told.after_s == pytest.approx(slow["pass_s"] / fast["pass_s"], rel=EXACT)
