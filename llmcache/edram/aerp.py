@@ -422,11 +422,12 @@ class AerpLayer:
         wanted = (len(keys), self.shape.kv_heads, self.shape.head_dim)
         if keys.shape != wanted or values.shape != wanted:
             raise ValueError(f"keys: shapes {keys.shape} and {values.shape}, {wanted} is needed")
+        inputs = _given(x) if self.settings.recompute != "none" else None
         kept = self.slots.fill(sums)
         heads, slots = np.indices(kept.shape).reshape(2, -1)
         self._write(heads, slots, kept.reshape(-1), keys[kept.reshape(-1), heads], values[kept.reshape(-1), heads])
-        if self.settings.recompute != "none":
-            self._store_inputs(_given(x))
+        if inputs is not None:
+            self._store_inputs(inputs)
 
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
         """Returns the attention outputs [heads, head_dim] of the next token, which attends to what is cached and itself.
@@ -434,6 +435,7 @@ class AerpLayer:
         `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after their rotation; `x` [channels]. Its
         weights then score the cached tokens, and if there is no room for it one token of each head goes.
         """
+        inputs = _given(x) if self.settings.recompute == "decode" else None
         count, group = self.slots.count, self.shape.heads // self.shape.kv_heads
         self._settle()
         for cells, own in ((self.keys, key), (self.values, value)):
@@ -442,8 +444,8 @@ class AerpLayer:
         scores = weights if self.settings.score == "softmax" else products
         placed = self.slots.add(scores.reshape(self.shape.kv_heads, group, count + 1).sum(axis=1))
         self._place(placed, key, value)
-        if self.settings.recompute == "decode":
-            self._await(_given(x))
+        if inputs is not None:
+            self._await(inputs)
         return out
 
     def _place(self, placed: Placed, key: Floats, value: Floats) -> None:

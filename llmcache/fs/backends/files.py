@@ -285,6 +285,7 @@ class MappedFile:
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
                 read_ahead(fd, start, size, self.window)
+        # Pages that this process has mapped too would not be dropped through a program's mapping.
         syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
         return read
 
@@ -423,6 +424,7 @@ class Files:
         self._pending.discard((file.number, pid))
 
     def _is_quiet(self, file: File) -> bool:
+        # A time that lies ahead says nothing: such a file would be left alone until then.
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
     def _scan(self) -> None:
