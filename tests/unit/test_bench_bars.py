@@ -7,32 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.errors import DataError
 from llmcache.kv.bench.lengths import LengthRow
-from llmcache.kv.bench.results import STOCK, KvMemory, Row
-from llmcache.kv.bench.synthetic import Setup, fixed
+from llmcache.kv.bench.results import STOCK, KvMemory
 from llmcache.kv.bench.task import Candidate, Told
-from llmcache.kv.workload import StreamSpec
 from llmcache.units import BLOCK_BYTES
-from tests.unit.task_parts import of_policies, speed
+from tests.unit.task_parts import speed
 from tools.bench import (
-    kv,
-    kvanswers,
-    kvindex,
     kvmodels,
-    kvpipeline,
     kvstore,
     kvtransformers,
     mount,
     size,
-    startup,
     testtime,
-    trace,
 )
 from tools.bench.__main__ import main
 from tools.bench.cgroup import Usage
@@ -41,7 +32,7 @@ from tools.bench.demo import same_answers
 from tools.bench.experiment import Comparison, Experiment, SideRun
 from tools.bench.harness import bars_of, run
 from tools.bench.runner import ClientRun, ClientStep
-from tools.bench.size import LoopCase, find_knee, stalls_begin
+from tools.bench.size import LoopCase, find_knee
 
 
 def quick_run(bench: Any, path: Path, *words: str) -> Any:
@@ -53,15 +44,6 @@ def quick_run(bench: Any, path: Path, *words: str) -> Any:
 
 
 # kv, kvstore
-
-
-def test_a_quick_run_of_kernels_and_spill_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = quick_run(kv, tmp_path / "kv.json", "--repeat", "2", "--dir", str(tmp_path))
-    assert told["tokens"] == 4096 and all(len(row["seconds"]) == 2 for row in told["cases"])
-    assert told["spill"]["device"]["emulated"]
-    assert told["spill"]["device"]["scored_keys"] == 8 * told["spill"]["tokens"] == 8 << 16
-    passed = {bar["name"]: bar["passed"] for bar in told["bars"]}
-    assert len(passed) == 6 and passed["memory"] and passed["link"] and "top 20%" in capsys.readouterr().out
 
 
 def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,48 +59,10 @@ def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[
 # kvindex
 
 
-def test_a_quick_run_of_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvindex, "SIZES", (8192, 65536))
-    monkeypatch.setattr(kvindex, "QUERIES", 32)
-    monkeypatch.setattr(kvindex, "PAGES", 4)
-    told = quick_run(kvindex, tmp_path / "kvindex.json", "--rounds", "1")
-    assert [(one["kind"], one["keys"]) for one in told["rows"]] == [
-        ("clustered", 1024), ("clustered", 8192), ("gaussian", 1024), ("gaussian", 8192)
-    ]  # fmt: skip
-    for one in told["rows"]:
-        assert {times["runs"] for times in one["times"].values()} == {32} and one["insert"]["runs"] == 4
-        assert {one["recall"][name] for name in ("exact", "scan", "scan side by side")} == {1.0}
-        assert sum(one["levels"]) == one["keys"]
-        assert one["auto"]["why"].startswith(one["auto"]["uses"])
-    assert 0 < told["grown"]["recall_grown"] <= 1
-
-
 # kvpipeline
-
-SETUP = Setup(StreamSpec(layers=4, kv_heads=1, heads=1, head_dim=16, context=64), fixed(1), Path("/"))
-
-
-def stages(evaluate: float, fetch: float, compute: float) -> Row:
-    taken = {"evaluate": evaluate, "fetch": fetch, "update": 0.0, "compute": compute}
-    return Row("hillinfer", "HillInfer", sum(taken.values()), taken, 0, 0, {}, None)
-
-
-def test_the_model_of_the_pipeline_lets_only_the_first_layer_wait_where_computing_takes_longer() -> None:
-    hidden = stages(40, 20, 80)  # by layer: 15 to hide, 20 to compute
-    assert kvpipeline.to_hide_ns(hidden, SETUP) == 15
-    assert kvpipeline.modelled_idle(hidden, SETUP) == pytest.approx(1 - 80 / (15 + 80))
-    longer = stages(100, 60, 80)  # 40 to hide
-    assert kvpipeline.modelled_idle(longer, SETUP) == pytest.approx(1 - 80 / (40 + 20 + 3 * 40))
 
 
 # kvanswers, kvtransformers
-
-
-@pytest.mark.parametrize(("rival", "lead"), [(5, 0.5), (10, 0.0)])
-def test_the_lead_is_over_the_best_rival(rival: int, lead: float) -> None:
-    found = kvanswers.rivals(of_policies(10, rival).document()["rows"])
-    (bar,) = bars_of(kvanswers, {"parts": {"rivals": found}})
-    assert found["figure"] == lead and bar.passed == (lead > 0)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +99,6 @@ def test_the_loss_is_compared_with_the_better_oracle_beyond_its_error() -> None:
     noisy = kvmodels.excess(losses([0.0, 0.4], [0.1, 0.1], [0.2] * 2), 64)
     assert noisy == pytest.approx(0.2 - 0.11 - 0.2), "a mean of .2 with an error of .2"
     assert kvmodels.excess(losses([0.21], [0.1], [0.1]), 64) == pytest.approx(0.1), "of one text no error is known"
-
-
-def answers(own: list[bool], full: list[bool]) -> dict[Candidate, Told]:
-    told = {Candidate(kvmodels.OWN, 64): Told(), Candidate(STOCK, None): Told()}
-    for one, seen in told.items():
-        seen.add(np.array([own if one.budget else full]), np.array([full]), None)
-    return told
-
-
-def test_answers_count_where_the_full_cache_has_most_of_them() -> None:
-    hard = answers([True, False, False, False], [True, False, False, False])
-    easy = answers([True, True, False, True], [True, True, True, False])
-    assert kvmodels.kept([hard, easy], 64) == pytest.approx(2 / 3)
-    with pytest.raises(DataError, match="answers most of none"):
-        kvmodels.kept([hard], 64)
 
 
 # mount
@@ -217,12 +146,6 @@ def test_a_run_that_was_cut_off_has_no_wrong_bytes(crcs: list[list[int]], same: 
 # trace
 
 
-def test_chance_of_pairs() -> None:
-    assert trace.chance([2.0] * 5, [1.0] * 5) == 1 / 32
-    assert trace.chance([1.0] * 5, [2.0] * 5) == 1.0
-    assert trace.chance([2.0, 1.0], [1.0, 2.0]) == 0.75
-
-
 # size
 
 BUDGETS = [70.0, 80.0, 88.0, 94.0, 100.0, 106.0, 112.0, 125.0]
@@ -240,27 +163,6 @@ def test_a_clean_knee_is_found_where_it_is(knee: float, plateau_s: float, slope:
     assert found.plateau_s == pytest.approx(plateau_s)
 
 
-@pytest.mark.parametrize("disturbed", range(len(BUDGETS)))
-def test_one_disturbed_budget_moves_the_knee_little(disturbed: int) -> None:
-    points = passes(100, 1.0, 0.01)
-    points[disturbed] = (points[disturbed][0], points[disturbed][1] * 1.08)
-    assert find_knee(points).cache_bytes == pytest.approx(100, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "points", [[(budget, 1.0) for budget in BUDGETS], [(budget, budget) for budget in BUDGETS], [(1.0, 2.0), (2.0, 1.0)]]
-)
-def test_without_a_falling_line_there_is_no_knee(points: list[tuple[float, float]]) -> None:
-    with pytest.raises(EnvironmentProblem):
-        find_knee(points)
-
-
-def test_the_mounts_policy_pays_its_window() -> None:
-    case = LoopCase("window", 500 * 10**6, 10**9, 4 * 10**8)
-    found = stalls_begin("llmcache", case)
-    assert found["expected_blocks"] > 1.05 * case.formula_blocks and abs(found["difference"]) <= 0.01
-
-
 def test_the_command_says_whether_they_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(size, "CASES", (SMALL,))
     for policy, code, said in (("belady", 0, "pass"), ("lru", 1, "FAIL")):
@@ -270,11 +172,6 @@ def test_the_command_says_whether_they_agree(monkeypatch: pytest.MonkeyPatch, ca
 
 
 # papers, startup, demotime, testtime
-
-
-def test_every_command_is_timed() -> None:
-    found = list(startup.commands())
-    assert {(), ("size",), ("kv",), ("kv", "bench"), ("edram", "sweep")} <= set(found) and len(found) == len(set(found))
 
 
 @pytest.mark.parametrize(

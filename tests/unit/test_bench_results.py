@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.conftest import examples
-from tools.bench import edram, harness, kv, kvanswers, kvindex, kvstore, kvtransformers, results, simulate
-from tools.bench.results import Bar, bar_table, bars_of, exit_code, figure, of_json, with_bars
+from tools.bench import harness, results
+from tools.bench.results import Bar, bar_table, bars_of, exit_code, of_json, with_bars
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
@@ -47,13 +46,6 @@ def test_bars_are_read_as_they_were_written() -> None:
         with_bars({}, [bar(), bar()])
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0.0, "0"), (0.8576, "0.858"), (1.15, "1.15"), (449.4, "449"), (1e5, "100,000"), (2e-4, "0.0002")]
-)
-def test_figures_have_three_digits(value: float, shown: str) -> None:
-    assert figure(value) == shown
-
-
 documents = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}")),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -65,14 +57,6 @@ documents = st.recursive(
 @given(documents)
 def test_short_lists_hold_the_same(document: Any) -> None:
     assert json.loads(results.text(document)) == document == results.rounded(document)
-
-
-def test_samples_are_short_and_figures_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    told = results.rounded({"seconds": [[1 / 3] * 3], "figure": 1 / 3})
-    results.write(path, told)
-    assert results.read(path) == {"seconds": [[0.333333] * 3], "figure": 1 / 3} == told
-    assert "[0.333333, 0.333333, 0.333333]" in path.read_text() and [one.name for one in tmp_path.iterdir()] == ["x.json"]
 
 
 # The recorded documents
@@ -90,17 +74,3 @@ def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> Non
     assert [bar.to_json() for bar in harness.bars_of(bench, told)] == told["bars"]
     Console(file=(shown := io.StringIO()), width=200).print(bar_table(bars_of(told)), *harness.tables_of(bench, told))
     assert told["bars"][0]["what"][:30] in shown.getvalue(), "people see it too"
-
-
-def test_what_is_recorded_was_whole() -> None:
-    assert (recorded("kv")["tokens"], recorded("kv")["spill"]["tokens"]) == (kv.TOKENS, kv.SPILLED)
-    assert recorded("kvstore")["tokens"] == kvstore.TOKENS and len(recorded("mount")["results"]) == 72
-    assert recorded("edram")["configurations"] == edram.CONFIGURATIONS == len(edram.axes())
-    assert [row["case"] for row in recorded("edram")["cases"]] == list(edram.cases())
-    kinds = [(one["kind"], one["keys"]) for one in recorded("kvindex")["rows"]]
-    assert kinds == [(kind, size) for kind in kvindex.KINDS for size in kvindex.SIZES]
-    for bench in (kvanswers, kvtransformers):
-        assert len(recorded(bench.__name__.rpartition(".")[2])["bars"]) == len(bench.BARS)
-    wanted = [(one.trace, one.name, one.bar or None) for one in simulate.speeds()]
-    assert [(one["trace"], one["policy"], one["bar"]) for one in recorded("simulate")["speeds"]] == wanted
-    assert {one["blocks"] for one in recorded("simulate")["memory"]} == {simulate.LARGE}

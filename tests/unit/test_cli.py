@@ -148,7 +148,6 @@ def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
     [
         (("bench", "--context", "64k", "--policy", "hillinfer", "--path"), signal.SIGTERM, 143),
         (("profile",), signal.SIGHUP, 129),
-        (("profile",), signal.SIGINT, 0),
     ],
 )
 def test_what_is_temporary_goes_when_a_command_is_told_to_end(

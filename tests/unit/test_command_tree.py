@@ -185,10 +185,10 @@ def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str
     assert first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
 
 
-@pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", f"classify {TRACE}", "config --show", "doctor"])
+@pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", "config --show"])
 def test_no_color_is_honoured_by_tables(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
     monkeypatch.setenv("NO_COLOR", "1")
     result = CliRunner().invoke(cli.app, call.split(), color=True)
-    assert result.exit_code in codes(call)
+    assert result.exit_code == 0
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", result.output)

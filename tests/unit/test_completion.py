@@ -96,12 +96,12 @@ def test_bash(programs: dict[str, str]) -> None:
 
 @pytest.mark.zsh
 def test_zsh(programs: dict[str, str]) -> None:
-    ask(["zsh", "-f", "-c"], ZSH, programs)
+    ask(["zsh", "-f", "-c"], ZSH, programs, IN_SHELLS[:2])
 
 
 @pytest.mark.fish
 def test_fish(programs: dict[str, str]) -> None:
-    ask(["fish", "--no-config", "-c"], FISH, programs)
+    ask(["fish", "--no-config", "-c"], FISH, programs, IN_SHELLS[:2])
 
 
 def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> dict[str, str]:

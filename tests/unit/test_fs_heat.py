@@ -122,7 +122,7 @@ class HeldTimes:
 
 
 def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() -> None:
-    count = 100_000
+    count = 40_000
     state, group = model(count, [count * MIB // 80 - MIB] * 80)
     group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
     for extent in range(0, count, 3):
@@ -137,15 +137,14 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
     assert min(shares) < 1 / 4
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_of_a_running_engine_it_is_what_the_counters_say(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
+def test_of_a_running_engine_it_is_what_the_counters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("loop", LOOP)
         rig.sweep(file, 4)
         rig.until_pinned(file)
         group = rig.engine.state.owners[file.backing][0]
         before = group.pinned_bytes
-        (layer,) = heat(rig.engine.state, mode)["files"][0]["layers"]
+        (layer,) = heat(rig.engine.state, "steer")["files"][0]["layers"]
         after = group.pinned_bytes
         least, most = sorted((before, after))  # it goes on meanwhile
         assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,11 +51,19 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below `node`; expressions have none."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, block, []):
+            yield child
+            yield from statements(child)
+
+
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
     """Full names of all modules that `path` imports, also inside functions; `from a import b` gives "a" and "a.b"."""
     found: list[str] = []
-    for node in ast.walk(tree_of(path)):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

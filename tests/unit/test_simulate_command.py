@@ -114,16 +114,13 @@ def test_a_report_is_written_and_never_replaced_unasked(trace: str, tmp_path: Pa
     ("args", "named"),
     [
         (("--cache", "16"), "--cache: '16' has no unit"),
-        (("--cache", "16M,,4M"), "--cache"),
         (("--cache", "4095B"), "--cache: 4095 bytes are less than one block"),
         (("--cache", "0.1%"), "--cache: 0.1% of a footprint of 200 blocks"),
-        (("--cache", "0%"), "--cache: '0%'"),
         (("--cache", "101%"), "--cache: '101%'"),
         (("--bw", "100,-5"), "--bw"),
         (("--setup", "long"), "--setup: 'long'"),
         (("--t", "0"), "--t: '0'"),
         (("--policy", "lru,best"), "--policy: there is no policy 'best'"),
-        (("--policy", ""), "--policy"),
         (("--jobs", "0"), "--jobs"),
         (("--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"), "--jobs and --scheduler"),
         (("--report", "/nowhere/out.html"), "--report"),
@@ -186,7 +183,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     code += "import time\nold = simulate.PolicyCell.feed\n"
     code += "def feed(self, part):\n    print('fed', flush=True); time.sleep(0.5); old(self, part)\n"  # half a minute in all
     code += "simulate.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
-    command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve,lfu"]
+    command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("fed")  # threads print into one another
@@ -226,12 +223,12 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 @pytest.mark.long
 def test_four_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
-    write(short, 4)
-    write(long, 16)
+    write(short, 2)
+    write(long, 10)
     # Compiles what is not in numba's cache yet, which takes as much memory again.
     simulate.simulate_all([trace_of(loop(9, 9, 3))], Plan(("lru", "sieve"), (4096,), period_ns=10**6, curves=True))
-    # The rows alone are 31 bytes each, 12 times ROWS: 46 MiB more if they were kept.
-    assert peak_bytes(long) - peak_bytes(short) < 20 * MIB
+    # The rows alone are 31 bytes each, 8 times ROWS: 31 MiB more if they were kept.
+    assert peak_bytes(long) - peak_bytes(short) < 16 * MIB
 
 
 def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
@@ -241,7 +238,7 @@ def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
     policy = policy_class("llmcache")(2000, 100_000)
     tracemalloc.start()
     try:
-        for rows in (6_000, 18_000):
+        for rows in (3_000, 9_000):
             policy.replay(random.integers(0, 100_000, rows), np.ones(rows, np.int64))
             kept_bytes.append(tracemalloc.get_traced_memory()[0])
     finally:

@@ -41,11 +41,11 @@ def test_every_shape_is_valid_and_says_that_it_is_made_up(name: str) -> None:
     assert len(made.files) == len({file.path for file in made.files}) == len({file.inode for file in made.files})
     sizes = np.array([file.size_bytes for file in made.files]) // 4096
     assert (made.end <= sizes[made.file]).all()
-    assert SHAPES[name]().equals(made) and not SHAPES[name](99).equals(made)
     assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(sample(name)), "run tools/make_traces.py"
 
 
 def test_shapes_are_what_the_paper_says_of_them() -> None:
+    assert not SHAPES["gemini"](99).equals(SHAPES["gemini"]()), "its seed counts"
     assert [name for names in GROUPS.values() for name in names] == list(SHAPES)
     assert [len(GROUPS[group]) for group in ("on_device", "remote")] == [4, 4]
     for name in GROUPS["remote"]:
