@@ -86,17 +86,6 @@ def test_the_disk_of_a_partition_and_of_a_file_system_on_it_is_found(faked: Path
             disk_from_number(os.makedev(0, minor), faked)
 
 
-def test_read_ahead_is_put_back(faked: Path) -> None:
-    fake_disk(faked)
-    disk = Disk("8:0", "sda")
-    disk.read_ahead_file.parent.mkdir()
-    disk.read_ahead_file.write_text("8192\n")
-    with pytest.raises(KeyboardInterrupt), disk.read_ahead(128):
-        assert disk.read_ahead_file.read_text() == "128\n"
-        raise KeyboardInterrupt
-    assert disk.read_ahead_file.read_text() == "8192\n"
-
-
 USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
 
 

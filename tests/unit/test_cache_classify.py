@@ -203,13 +203,6 @@ def test_what_is_read_again_counts_once() -> None:
     assert loop.size_bytes == 99 * BLOCK_BYTES + 7, "the last block of a file is not full"
 
 
-def test_layers_read_twice_have_the_period_of_the_pass() -> None:
-    one_pass = [(layer * 200, 200) for layer in range(20) for _ in range(2)]
-    (loop,) = classify(one_file(one_pass * 12).batches()).rows
-    assert loop.size_bytes == 4000 * BLOCK_BYTES
-    assert loop.period_blocks == 7800  # from the second reading of a layer to the first one of the next pass
-
-
 def test_loops_after_each_other_need_no_room_together() -> None:
     found = classify(one_file([(0, 500)] * 6 + [(10_000, 800)] * 6).batches())
     assert found.totals.loop_bytes == 1300 * BLOCK_BYTES
@@ -227,13 +220,6 @@ def test_tensors_are_named_where_they_lie() -> None:
     found = classify(one_file(accesses).batches(), KnownModels(tensors, only=frozenset({0})))
     assert row(found, "m.gguf", LOOP).tensors == ("header", "blk.0.attn.weight", "blk.1.attn.weight")
     assert row(found, "m.gguf", SEQ).tensors == ("token_embd.weight",)
-
-
-def test_a_piece_of_a_tensor_has_its_name() -> None:
-    parts = [Tensor("token_embd.weight", 0, 10_000 * BLOCK_BYTES, "F32"), Tensor("next", 10_000 * BLOCK_BYTES, 4096, "F32")]
-    found = classify(one_file([(5000, 2), (90_000, 200), (5000, 2), (70_000, 200)] * 9).batches(), KnownModels(parts))
-    assert "token_embd.weight" in row(found, "m.gguf", HOT).tensors
-    assert "next" not in row(found, "m.gguf", HOT).tensors
 
 
 def test_the_document_sums_up_what_is_small() -> None:

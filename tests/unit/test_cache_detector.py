@@ -82,22 +82,6 @@ def test_a_stride_is_a_sequence(stride: int) -> None:
     assert (place.first, place.end) == (7, 7 + 499 * stride + 1)
 
 
-def test_columns_of_a_matrix_are_read_once() -> None:
-    """Every column is a stride over all rows: they are no passes over the same blocks."""
-    detector = detect(runs_of([row * 40 + column for column in range(40) for row in range(100)]))
-    assert loops(detector) == []
-
-
-def test_a_short_loop_inside_a_long_one() -> None:
-    blocks = (list(range(100, 200)) * 4 + list(range(1000))) * 12
-    found = {(place.first, place.end): place for place in loops(detect(runs_of(blocks)))}
-    assert set(found) == {(0, 100), (100, 200), (200, 1000)}
-    short, rest = found[100, 200], found[200, 1000]
-    assert short.period is not None and short.period.blocks == 100
-    assert rest.period is not None and rest.period.blocks == 1400
-    assert (short.passes, rest.passes) == (60, 12)
-
-
 def test_an_old_loop_expires_and_comes_back() -> None:
     first, second = [(0, 100), (100, 100), (200, 200)], [(5000, 500), (5500, 500)]
     detector = detect(first * 10)

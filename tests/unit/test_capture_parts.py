@@ -16,7 +16,7 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.mountinfo import Mount
 from llmcache.trace.capture import files
 from llmcache.trace.capture.files import FileTable
-from llmcache.trace.capture.session import HEADING, CaptureSettings, Tally, default_output, line
+from llmcache.trace.capture.session import CaptureSettings, default_output
 from llmcache.trace.capture.target import target_of
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
@@ -153,14 +153,6 @@ def test_globs_with_a_slash_are_for_the_path() -> None:
     assert by_name("/a/b.gguf") and not by_name("/a.gguf/b") and by_path("/a/b") and not by_path("/b/a")
     assert CaptureSettings("x.parquet").matches is None
     assert default_output(7, "/usr/bin/llama-cli -m x") == "llama-cli-7.parquet"
-
-
-def test_a_line_fits_under_its_heading() -> None:
-    now = Tally(rows=10**9, blocks=10**10, known=10, missed=10)
-    shown = line(Tally(), now, 12345.6, 1.0, 10**6, 10**8)
-    assert len(shown) < 80 and len(HEADING) < 80
-    assert "100.0%" in shown
-    assert line(Tally(), Tally(), 1.0, 1.0, 0, 0).split()[4] == "-"
 
 
 def answering(program: Path) -> subprocess.Popen[bytes]:

@@ -174,14 +174,6 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
         assert named in result.stderr
 
 
-def test_other_formats(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    rows = [f"a.bin,{first},{BLOCK * 50},read,{turn}" for turn in range(6) for first in range(0, BLOCK * 500, BLOCK * 50)]
-    path.write_text("\n".join(["file,offset,length,op,time", *rows]) + "\n")
-    (row,) = document(path)["rows"]
-    assert (row["class"], row["bytes"], row["passes"], row["period_s"]) == ("LOOP", 500 * BLOCK, 6, 1)
-
-
 USED, EXPERTS, TOKENS = 3, 12, 60
 MIXTURE = ("--size", "8M", "--layers", "3", "--experts", str(EXPERTS), "--used", str(USED), "--slice", "100K")
 ROUTED = routing.generate(TOKENS, 3, EXPERTS, USED, routing.Habits(zipf=1.2, stay=0.3))
@@ -273,20 +265,3 @@ def test_a_mixture_in_shards_is_one(tmp_path: Path) -> None:
     (found,) = document(read_as(accesses, shards, tmp_path))["mixtures"]
     assert (found["model"], found["files"]) == (str(tmp_path / "m-*-of-00003.safetensors"), [1, 2])
     check_routing(found, names, parts[1].bytes_of(0))
-
-
-def test_the_tables_of_a_mixture(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.gguf", *MIXTURE)
-    result = classify(read_as(planned(path), [path], tmp_path))
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    heading = lines.index(f"experts of {path}:")
-    head, *layers = (line.split() for line in lines[heading + 1 : heading + 5])
-    assert " ".join(head) == "layer experts used visits uses top tenth top quarter again"
-    assert [cells[0] for cells in layers] == ["blk.0", "blk.1", "blk.2"]
-    assert all(cells[1] == "12" and cells[3:5] == ["60", "180"] and cells[-1].endswith("%") for cells in layers)
-    caption, shares, size, lru, best = lines[heading + 5 : heading + 10]
-    assert (
-        caption.startswith("hits of a cache of whole experts") and " ".join(shares.split()) == "5% 10% 12% 20% 30% 50% 80%"
-    )
-    assert size.split()[0] == "size" and lru.split()[0] == "LRU" and best.split()[0] == "Belady"

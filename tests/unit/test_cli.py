@@ -29,12 +29,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
         assert name in shown and summary.split(";")[0].split(".")[0] in shown
     assert "llmcachefs ~/models /mnt/models" in shown and "Exit codes: 0" in shown
     assert called().stdout == shown, "the same without a command"
-
-
-def test_version() -> None:
-    command = [sys.executable, "-m", "llmcache", "--version"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert told.stdout == f"llmcache, version {__version__}\n"
+    assert called("--version").stdout == f"llmcache, version {__version__}\n"
 
 
 @pytest.mark.parametrize("args", [("bogus",), ("--bogus",), ("mount", "--bogus"), ("help", "stats", "all")])
@@ -87,16 +82,10 @@ def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
-def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:
-    told = subprocess.run(program("(_ for _ in ()).throw(BrokenPipeError('a daemon'))"), stderr=subprocess.PIPE, check=False)
-    assert told.returncode == 1 and b"a daemon" in told.stderr
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_terminal_without_our_letters_gets_others(encoding: str) -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+def test_a_terminal_without_our_letters_gets_others() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(program("print('3 \\u2588')"), env=environment, stdout=subprocess.PIPE, check=True)
-    assert result.stdout.decode(encoding) == ("3 \u2588\n" if encoding == "utf-8" else "3 ?\n")
+    assert result.stdout == b"3 ?\n"
 
 
 # Errors

@@ -85,17 +85,6 @@ def test_experts_that_are_kept_are_pages() -> None:
     assert layer["cells"]["pages"] == "99990000009900" + "00"
 
 
-def test_the_strip_shows_where_things_are() -> None:
-    state, group = model(33, [32 * MIB - HEADER])
-    for extent in range(16):
-        group.set_state(extent, PINNED)
-    group.set_state(20, READY)
-    cells = heat(state, "steer")["files"][0]["layers"][1]["cells"]
-    assert cells["pinned"] == "9" * 8 + "0" * 8
-    assert cells["window"] == "0" * 10 + "5" + "0" * 5
-    assert cells["cold"] == "0" * 8 + "9" * 2 + "5" + "9" * 5
-
-
 def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
     state = new_state(64 * MIB)
     for number in range(20):

@@ -66,16 +66,6 @@ def test_it_comes_back_slowly(watched: Watched) -> None:
     assert limits[-1] == BUDGET
 
 
-def test_no_more_comes_back_than_can_be_spared(watched: Watched) -> None:
-    watched.spare(-200 * MIB)
-    low = watched.limit()
-    watched.spare(2 * MIB)
-    for _ in range(20):
-        before = low
-        low = watched.limit(used_bytes=low)
-        assert low - before <= MIB
-
-
 def test_never_below_the_floor(watched: Watched) -> None:
     watched.spare(-MACHINE_MARGIN_BYTES)
     assert min(watched.limit(used_bytes=20 * MIB) for _ in range(20)) == LEAST_LIMIT_BYTES

@@ -201,11 +201,3 @@ def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path
         else:
             number = int(tensor.name.split("experts.")[1].split(".")[0])
             assert (tensor.offset, tensor.size_bytes) in experts.ranges(first + number)
-
-
-def test_a_dense_model_and_one_with_more_slices_than_any_have_none(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.gguf", "--size", "3M")
-    huge = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 1 << 40, "F32", experts=1 << 38),))
-    for layout in (layout_of(path), huge):
-        experts = Experts(layout)
-        assert (experts.count, experts.layers, experts.runs) == (0, [], ())

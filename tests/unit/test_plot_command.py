@@ -18,8 +18,6 @@ from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
 from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.simulation_parts import saved
-from tests.unit.test_classify_command import MIXTURE, TOKENS, USED, planned, read_as
-from tests.unit.test_make_model import made
 
 pytestmark = pytest.mark.usefixtures("unlaid")
 
@@ -131,14 +129,6 @@ def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path) -> No
         told = run(*args)
         assert (told.returncode, told.stdout) == (code, "") and named in told.stderr and "Traceback" not in told.stderr
     assert not png.exists() and not list(tmp_path.glob("new-*"))
-
-
-def test_a_page_of_a_mixture_has_its_experts(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.gguf", *MIXTURE)
-    trace = read_as(planned(path), [path], tmp_path)
-    page = page_of(tmp_path / "out.html", trace)
-    assert page.tags["table"] == 3 and f"Experts of {path}" in page.text and "hits at best, Belady (%)" in page.text
-    assert f"blk.21212{TOKENS}{USED * TOKENS}" in page.text and "; experts " in page.text
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 from llmcache.cache import cluster
 from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.simulate import simulate_all
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.trace.record import Provenance
+from llmcache.errors import EnvironmentProblem
 from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
 
@@ -110,13 +109,6 @@ def test_a_worker_that_does_not_see_the_same_trace_is_named(
         cluster.simulate_on(address, traces[:1], PLAN)
 
 
-def test_errors_of_a_worker_are_those_of_a_local_run(address: str, tmp_path: Path) -> None:
-    lost = saved(trace_of(loop(9, 9, 3), provenance=Provenance("ebpf", lost_events=3)), tmp_path, "lost.parquet")
-    with pytest.raises(DataError, match="lost_events") as caught:
-        cluster.simulate_on(address, [lost], PLAN)
-    assert caught.value.hint == "leave belady out of --policy"
-
-
 def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "__version__", "99.0")
     with pytest.raises(EnvironmentProblem, match=r"worker tcp://.* has llmcache .*, this is 99\.0"):
@@ -137,12 +129,6 @@ def test_no_worker(distributed: Any, traces: list[str], idle_address: str, monke
     monkeypatch.setattr(distributed.Client, "wait_for_workers", lambda client, count, timeout: real(client, count, 1))
     with pytest.raises(EnvironmentProblem, match="no worker came"):
         cluster.simulate_on(idle_address, traces, PLAN)
-
-
-@pytest.mark.timeout(600)
-def test_no_trace(address: str) -> None:
-    with pytest.raises(UsageError, match=r"none\.parquet"):
-        cluster.simulate_on(address, ["none.parquet"], PLAN)
 
 
 def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
 import tracemalloc
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,35 +143,6 @@ def test_bad_traces_are_named(tmp_path: Path) -> None:
         done = called("simulate", *args, "--cache", "4Ki")
         assert (done.returncode, done.stdout) == (code, "") and named in done.stderr
     assert called("simulate", lost, timeless, "--policy", "lru", "--cache", "4Ki").returncode == 0
-
-
-def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = 0
-    begun = threading.Event()
-    feed = simulate.PolicyCell.feed
-
-    def count(cell: simulate.PolicyCell, part: simulate.PlacedRuns) -> None:
-        nonlocal batches
-        batches += 1
-        begun.set()
-        time.sleep(0.01)  # 20 s in all
-        feed(cell, part)
-
-    class Interrupting(ThreadPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-            future: Future[Any] = super().submit(*args, **kwargs)
-            if threading.current_thread() is threading.main_thread():
-                begun.wait()
-                raise KeyboardInterrupt
-            return future
-
-    monkeypatch.setattr(simulate, "BATCH_ROWS", 100)
-    monkeypatch.setattr(simulate.PolicyCell, "feed", count)
-    monkeypatch.setattr(simulate, "ThreadPoolExecutor", Interrupting)
-    trace = trace_of([(0, block, 1, 0) for block in range(200_000)])
-    with pytest.raises(KeyboardInterrupt):
-        simulate.simulate_all([trace], Plan(("lru",), (1 << 20,)))
-    assert 0 < batches < 1000, "of 2000"
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:

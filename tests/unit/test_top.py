@@ -20,10 +20,7 @@ from llmcache.fs.client.top import (
     Watcher,
     fold,
     lines,
-    quantile_s,
-    waits_between,
 )
-from llmcache.fs.engine.state import BOUNDS_NS
 from tests.fuzz.mutations import documents
 from tests.fuzz.target import light
 from tests.unit.top_parts import MB, as_layer, cells, file, heat, layer, loop, stats, waits
@@ -95,15 +92,6 @@ def test_it_looks_like_this() -> None:
 
 def test_with_few_rows_layers_are_folded() -> None:
     assert text(sample(BEFORE, stats()), rows=18).endswith(FOLDED)
-
-
-def test_names_cannot_command_the_terminal_and_end_with_what_tells_them_apart() -> None:
-    name = "/\x1b[2J[bold]\udcff\n" + "層" * 40 + "-00001-of-00002.gguf"
-    facts = stats()
-    facts["files"][0]["path"] = name
-    shown = text(sample(facts, warmth=heat(layer("\x07blk.0"), path=name)))
-    assert "\x1b" not in shown and "\x07" not in shown and "\udcff" not in shown
-    assert shown.count("-00001-of-00002.gguf") == 2
 
 
 LAYERS = st.builds(
@@ -217,17 +205,6 @@ def test_the_interval_is_what_has_moved_since_the_last_look_at_the_same_mount() 
     assert later.interval is not None and later.interval.read_bytes == 2 * MB
 
 
-def test_a_daemon_that_hangs_for_a_while_is_no_other() -> None:
-    mount = Mount(at(10, 100), at(35, 500), at(36, 600))
-    watcher = mount.watcher()
-    watcher.sample()
-    mount.answers_s = 25.0
-    second = watcher.sample()
-    assert second.interval is not None and second.interval.seconds == 25
-    mount.answers_s, mount.now_s = 0.0, mount.now_s + 1.0
-    assert watcher.sample().interval is not None
-
-
 def test_what_is_remembered_is_bounded() -> None:
     """Files are not remembered, nor counters for longer than the slowest loop needs."""
     moment = iter(range(150))
@@ -304,29 +281,3 @@ def test_the_document_is_json_in_base_units() -> None:
     assert found["interval"]["late_waits"]["median_s"] is None  # longer than the last bound
     assert found["loops"][0]["path"] == "/model.gguf" and found["loops"][0]["readers"] == [0.5]
     assert found["heat"][0]["layers"][0]["name"] == "blk.0"
-
-
-DURATIONS = st.lists(st.integers(0, 20_000_000_000), max_size=50)
-
-
-@given(DURATIONS, DURATIONS)
-def test_what_is_between_two_moments_is_what_came_in_between(before: list[int], later: list[int]) -> None:
-    now = waits(*before, *later)
-    found = waits_between(waits(*before), now)
-    assert found["counts"] == waits(*later)["counts"]
-    assert found["sum_s"] == pytest.approx(sum(later) / 1e9)
-    assert waits_between(None, now) == now
-
-
-@given(DURATIONS, st.sampled_from([0.1, 0.5, 0.99, 1.0]))
-def test_a_quantile_is_the_least_bound_that_enough_do_not_exceed(durations: list[int], share: float) -> None:
-    found = quantile_s(waits(*durations), share)
-    if not durations:
-        assert found is None
-        return
-    assert found is not None
-    within = sum(each <= found * 1e9 for each in durations)
-    assert within >= share * len(durations)
-    lower = [bound / 1e9 for bound in BOUNDS_NS if bound / 1e9 < found]
-    if lower:
-        assert sum(each <= lower[-1] * 1e9 for each in durations) < share * len(durations)

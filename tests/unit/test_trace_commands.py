@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.trace.record import Trace
 from tests.unit.command_parts import called
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
 
@@ -57,15 +57,6 @@ def test_info_for_people(source: Path) -> None:
     assert max(map(len, shown.splitlines())) < 80
     for text in ("4 rows, 9 accesses", "test, 2 events lost", "hit 6, miss 1, unknown 2", "/models/a.gguf", "unknown"):
         assert text in " ".join(shown.split()), text
-
-
-def test_info_for_people_leaves_long_documents_and_many_files_to_json(tmp_path: Path) -> None:
-    files = [TraceFile(number, f"/{number}", 0, 0, 0, 0) for number in range(25)]
-    origin = Provenance("test", extra={"document": "x" * 5000, "seed": "5"})
-    Trace.build(range(25), range(25), 0, 1, files=files, provenance=origin).save(tmp_path / "t.parquet")
-    shown = " ".join(called("info", tmp_path / "t.parquet").stdout.split())
-    assert "document 5000 characters, which --json shows" in shown and "seed 5" in shown
-    assert "and 5 more files" in shown
 
 
 @pytest.mark.parametrize("name", ["out.csv", "OUT.CSV", "out.oracleGeneral", "out.parquet"])

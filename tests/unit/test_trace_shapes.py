@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmcache.trace.record import HIT, MAP, UNKNOWN, WRITE, Trace
-from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES, Application
+from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES
 from tools import make_traces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,13 +62,6 @@ def test_shapes_are_what_the_paper_says_of_them() -> None:
     kilobytes, notes = SHAPES["kilobytes"](), SHAPES["ai_notes"](13)
     assert len(kilobytes) == 4 * notes.accesses and set(kilobytes.count.tolist()) == {1}
     assert (kilobytes.first.reshape(-1, 4) == kilobytes.first[::4, None]).all()
-
-
-def test_a_block_outside_of_all_files_is_an_error() -> None:
-    app = Application("test", 0, {"/a": (0, 10), "/b": (20, 30)})
-    app.touch([5, 15])
-    with pytest.raises(ValueError, match="block 15 of test is in none"):
-        app.trace("")
 
 
 def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:
