@@ -151,7 +151,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     code += "import time\nold = simulate.PolicyCell.feed\n"
     code += "def feed(self, part):\n    print('fed', flush=True); time.sleep(0.5); old(self, part)\n"  # half a minute in all
     code += "simulate.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
-    command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve"]
+    command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve", "--cache", "10%,50%"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("fed")  # threads print into one another
@@ -175,28 +175,28 @@ def write(path: Path, batches: int) -> None:
             writer.append({"t_ns": t_ns, "file": 0, "first": random.integers(0, 100_000, ROWS), "count": 1})
 
 
-def peak_bytes(path: Path) -> int:
-    """Most memory of a process that simulates the trace (its own peak, not that of the test it is forked from)."""
+@pytest.mark.long
+def test_five_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
+    """In a process of its own, whose peak is not that of the test it is forked from."""
     code = """
 import sys
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
-simulate_all([sys.argv[1]], Plan(("lru", "sieve"), (4096 * 50000,), period_ns=10**6, curves=True), jobs=2)
-print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+from tools.bench.machine import peak_bytes
+for path in sys.argv[1:]:
+    simulate_all([path], Plan(("lru", "sieve"), (4096 * 50000,), period_ns=10**6, curves=True), jobs=2)
+    print(peak_bytes())
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=240)
-    return 1024 * int(done.stdout)
-
-
-@pytest.mark.long
-def test_four_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
     write(short, 2)
     write(long, 10)
     # Compiles what is not in numba's cache yet, which takes as much memory again.
     simulate.simulate_all([trace_of(loop(9, 9, 3))], Plan(("lru", "sieve"), (4096,), period_ns=10**6, curves=True))
     # The rows alone are 31 bytes each, 8 times ROWS: 31 MiB more if they were kept.
-    assert peak_bytes(long) - peak_bytes(short) < 16 * MIB
+    command = [sys.executable, "-c", code, str(short), str(long)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 16 * MIB
 
 
 def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmcache.errors import UsageError
 from llmcache.trace.record import HIT, MAP, UNKNOWN, WRITE, Trace
 from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES
 from tools import make_traces
@@ -72,10 +71,13 @@ def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:
     assert {path.stem for path in (ROOT / "traces").glob("*.parquet")} >= set(SHAPES)
 
 
-def test_the_tool_writes_what_it_is_asked_for(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "make_traces.py"), str(tmp_path / "out"), "gemini", "--seed", "3"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed == f"{tmp_path}/out/gemini.parquet\n"
+def test_the_tool_writes_what_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_traces.py", str(tmp_path / "out"), "gemini", "--seed", "3"])
+    assert make_traces.main() == 0
+    assert capsys.readouterr().out == f"{tmp_path}/out/gemini.parquet\n"
     assert Trace.load(tmp_path / "out" / "gemini.parquet").equals(SHAPES["gemini"](3))
-    failed = subprocess.run([*command[:3], "bogus"], capture_output=True, text=True, check=False)
-    assert failed.returncode == 2 and re.search("no shape 'bogus'", failed.stderr)
+    monkeypatch.setattr(sys, "argv", ["make_traces.py", str(tmp_path), "bogus"])
+    with pytest.raises(UsageError, match="no shape 'bogus'"):
+        make_traces.main()
