@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
 from tests.mount.live import resident_bytes, wait_for
 from tools.bench import cgroup, machine
-from tools.bench.machine import Disk, disk_from_number
 
 
 @pytest.fixture
@@ -56,34 +54,6 @@ def test_the_hierarchy_is_the_one_that_has_the_controller(
             (faked / name / "cgroup.controllers").write_text("cpu io pids" + " memory" * (len(mounts) == 1))
     for controller, (version, root, own) in (("memory", memory), ("io", io)):
         assert cgroup.find(controller) == cgroup.Hierarchy(version, faked / root, faked / own)
-
-
-def fake_disk(tmp_path: Path) -> None:
-    """Make a disk 8:0 with a partition 8:1, linked as in /sys/dev/block and /sys/class/block."""
-    disk = tmp_path / "sys/devices/pci/sda"
-    (disk / "sda1").mkdir(parents=True)
-    (disk / "dev").write_text("8:0\n")
-    (disk / "sda1/dev").write_text("8:1\n")
-    (disk / "sda1/partition").write_text("1\n")
-    for folder, name, target in (
-        ("dev/block", "8:0", disk),
-        ("dev/block", "8:1", disk / "sda1"),
-        ("class/block", "sda1", disk / "sda1"),
-    ):
-        (tmp_path / "sys" / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sys" / folder / name).symlink_to(target)
-
-
-def test_the_disk_of_a_partition_and_of_a_file_system_on_it_is_found(faked: Path) -> None:
-    fake_disk(faked)
-    info = faked / "proc/self/mountinfo"
-    info.parent.mkdir(parents=True)
-    info.write_text("40 1 0:41 / /data rw - btrfs /dev/sda1 rw\n41 1 0:42 / / rw - overlay overlay rw\n")
-    for number in ((8, 0), (8, 1), (0, 41)):
-        assert disk_from_number(os.makedev(*number), faked) == Disk("8:0", "sda")
-    for minor, said in ((42, "overlay"), (43, "0:43")):
-        with pytest.raises(EnvironmentProblem, match=said):
-            disk_from_number(os.makedev(0, minor), faked)
 
 
 USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}

@@ -11,7 +11,7 @@ from llmcache.cache.classify import classify
 from llmcache.cache.layers import Layer, Layers
 from llmcache.fs.layout.tensors import Tensor
 from llmcache.report.classify import layer_tables
-from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
+from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 
@@ -71,16 +71,6 @@ def test_every_block_counts_where_it_lies(batch_rows: int) -> None:
             counts[2] += miss == MISS
     got = {name: [each.accesses, each.known, each.missed] for name, each in found(rows, tensors, batch_rows).items()}
     assert got == expected
-
-
-def test_sizes_misses_and_writes() -> None:
-    rows = [*read_layer(0), *read_layer(0, miss=HIT), *read_layer(1, miss=UNKNOWN), (FIRST, 100, WRITE, UNKNOWN)]
-    layers = found(rows, model())
-    assert (layers["blk.0"].tensors, layers["blk.0"].size_bytes) == (2, 100 * BLOCK_BYTES)
-    assert (layers["blk.0"].accesses, layers["blk.0"].missed, layers["blk.0"].miss_ratio) == (200, 100, 0.5)
-    assert (layers["blk.1"].accesses, layers["blk.1"].known, layers["blk.1"].miss_ratio) == (100, 0, None)
-    assert layers["blk.0"].row()["missed_bytes"] == 100 * BLOCK_BYTES
-    assert layers["blk.1"].row()["missed_bytes"] is None
 
 
 # Alphabetical, as safetensors files are sorted.

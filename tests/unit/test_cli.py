@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import __version__, cli
-from llmcache.cli import base
 from llmcache.cli.mount import command as mount_command
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli
 from tests.unit.command_parts import called, ended
@@ -152,18 +151,3 @@ def test_what_is_temporary_goes_when_a_command_is_told_to_end(
         _, told = process.communicate(timeout=120)
     assert process.returncode == code and b"Traceback" not in told, told
     assert not list(spill.iterdir())
-
-
-def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end() -> None:
-    before = {number: signal.getsignal(number) for number in base.ENDING_SIGNALS}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with base.orderly_end():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            with pytest.raises(SystemExit, match="143"):
-                signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import pkgutil
 import re
 import shlex
 import sys
@@ -24,7 +23,7 @@ from tests.property.contract import clauses, long_case
 from tests.unit.command_parts import parsed
 from tools.bench import readme
 from tools.bench.readme import TABLES
-from tools.site import BESIDE, linked, manual
+from tools.site import BESIDE
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,19 +87,6 @@ def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     beginning = text.partition("\n## ")[0].splitlines()
     assert len(beginning) <= 40, "a screen"
     assert all(any(line.startswith(f"    {command} ") for line in beginning) for command in ("tools/demo", "tools/test"))
-
-
-def test_the_manual_is_listed_and_on_the_site() -> None:
-    row = re.compile(r"^\| \[\S+\]\(\.\./tools/man/man\d/(\S+)\) \| (.*) \|$", re.MULTILINE)
-    listed = dict(row.findall(text_of(ROOT / "docs" / "manual.md")))
-    on_site = manual()
-    said = {name: re.findall(r"^<p>\S+ - (.*)</p>$", page, re.MULTILINE)[0] for name, page in on_site.items()}
-    assert listed == said
-    page = on_site["llmcache-size.1"]
-    assert page.startswith("# llmcache-size(1)\n") and "\n## Overhead\n" in page
-    assert '<a href="llmcachefs.1.html">llmcachefs(1)</a>' in page and "<dl><dt><b>--bw</b>" in page
-    assert not re.search(r"\\[f(e&%-]", "".join(on_site.values())), "an escape of troff is left"
-    assert linked("[a](../tools/man/man1/llmcache.1) [b](../SECURITY.md)") == "[a](man/llmcache.1.md) [b](SECURITY.md)"
 
 
 # Commands
@@ -169,7 +155,7 @@ def test_quick_commands_run(command: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.exit_code == 0, done.output
 
 
-# Settings, Python, paths, stations
+# Settings, Python, paths
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -195,29 +181,6 @@ def test_paths_exist(page: Path) -> None:
     for path in re.findall(r"`((?:llmcache|tools|tests|bpf|traces|requirements|docs)/[\w./-]+)`", text_of(page)):
         if "NAME" not in path and not path.endswith("/fifo.py"):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-
-
-def walks() -> dict[str, list[str]]:
-    """The stations of each walk in architecture.md, by its heading."""
-    sections = re.split(r"^## ", text_of(ROOT / "docs" / "architecture.md"), flags=re.MULTILINE)
-    each = {part.partition("\n")[0]: re.findall(r"^\d\. `([^`]+)`", part, re.MULTILINE) for part in sections}
-    return {heading: stations for heading, stations in each.items() if stations}
-
-
-STATIONS = [
-    pytest.param(station, marks=[pytest.mark.transformers] if ".transformers." in station else [])
-    for stations in walks().values()
-    for station in dict.fromkeys(stations)
-]
-
-
-@pytest.mark.parametrize("station", STATIONS)
-def test_stations_exist(station: str) -> None:
-    if station.startswith("bpf/"):
-        file, _, function = station.partition(": ")
-        assert re.search(rf"\b{function}\(|\({function}[,)]", (ROOT / file).read_text())
-    else:
-        assert callable(pkgutil.resolve_name(station))
 
 
 def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,3 +131,29 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(f"{relative(path)}:{node.lineno}")
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+# The daemon loads nothing large: its memory is beside the budget, and a mount starts in a moment.
+LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pandas"}
+DAEMON = [
+    "llmcache.cli.mount",
+    "llmcache.fs.client.mount",
+    "llmcache.fs.daemon.daemon",
+    "llmcache.fs.engine.engine",
+    "llmcache.fs.daemon.controlserver",
+    "llmcache.fs.engine.warmup",
+    "llmcache.fs.daemon.openmetrics",
+    "llmcache.fs.engine.report",
+    "llmcache.fs.client.settings",
+    "llmcache.fs.daemon.logs",
+    "llmcache.fs.daemon.accesslog",
+    "llmcache.cache.steering",
+    "llmcache.cache.loops",
+    "llmcache.cache.detector",
+]
+
+
+def test_the_daemon_loads_nothing_large() -> None:
+    code = f"import sys, {', '.join(DAEMON)}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not LARGE & set(result.stdout.split())

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from llmcache.cache.classify import Classification
 from llmcache.report.plot import (
-    CLASSES,
     EDGE,
     AccessGrid,
     Band,
@@ -19,7 +18,6 @@ from llmcache.report.plot import (
     bands,
     caption,
     chosen_files,
-    class_rows,
     conditions,
     picture_of,
     survey,
@@ -66,15 +64,6 @@ def drawn(trace: Trace, **options: object) -> Figure:
         figure = access_figure(picture_of(trace, "some trace", **options))  # type: ignore[arg-type]
         figure.draw_without_rendering()
     return figure
-
-
-def test_classes_cover_their_rows_and_the_later_kind_wins() -> None:
-    places = [Band(0, 0, 100, 0, 0.5), Band(1, 0, 1000, 0.5, 1)]
-    shades = [Shade(0, 0, 100, "SEQ"), Shade(0, 50, 60, "LOOP"), Shade(1, 999, 1000, "HOT"), Shade(7, 0, 9, "HOT")]
-    rows = class_rows(places, shades, 20)
-    seq, looped, hot = range(len(CLASSES))
-    assert rows.tolist() == [seq] * 5 + [looped] + [seq] * 4 + [-1] * 9 + [hot]
-    assert class_rows(places, [Shade(0, 100, 200, "HOT")], 20).max() == -1  # beyond what was accessed
 
 
 def test_names_do_not_overlap() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,22 +37,6 @@ def address(distributed: Any) -> Iterator[str]:
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1"
     ) as running:
         yield running.scheduler_address
-
-
-@pytest.fixture
-def idle_address(tmp_path: Path) -> Iterator[str]:
-    """A scheduler without workers, as a process: a second cluster in this one waits 10 s for its thread, and no longer."""
-    told = tmp_path / "scheduler.json"
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen([*command, "--no-dashboard", "--scheduler-file", told], stderr=subprocess.DEVNULL)
-    try:
-        while not (told.exists() and told.read_text().endswith("\n}")):
-            assert process.poll() is None, "the scheduler did not start"
-            time.sleep(0.05)
-        yield json.loads(told.read_text())["address"]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @pytest.fixture
@@ -121,14 +103,6 @@ def test_no_scheduler(wrong: str, traces: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
         cluster.simulate_on(wrong, traces, PLAN)
-
-
-@pytest.mark.timeout(600)
-def test_no_worker(distributed: Any, traces: list[str], idle_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = distributed.Client.wait_for_workers
-    monkeypatch.setattr(distributed.Client, "wait_for_workers", lambda client, count, timeout: real(client, count, 1))
-    with pytest.raises(EnvironmentProblem, match="no worker came"):
-        cluster.simulate_on(idle_address, traces, PLAN)
 
 
 def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

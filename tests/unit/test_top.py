@@ -41,9 +41,6 @@ HEAT = heat(
     layer("blk.1", cells=cells(pinned="9999555500000000", window="0" * 10 + "330000")),
     layer("blk.2", 20, 0, age_s=700.0, cells=cells(cold="9" * 16)),
 )
-NOTHING: dict[str, Any] = {"read_bytes": 0, "hit_bytes": 0, "miss_bytes": 0, "pinned_bytes": 0, "window_bytes": 0}
-NOTHING |= {"pages_bytes": 0, "resident_bytes": 0, "files": [], "waits": {"late": waits(), "demand": waits()}}
-NOTHING |= {"prefetch": {"useful_bytes": 0, "late_bytes": 0, "wasted_bytes": 0}, "limit_bytes": 40 * MB}
 
 WHOLE = """\
 /mnt/models steer, up 1 min 40 s                               every 1 s, q ends
@@ -68,11 +65,6 @@ blk.0                      20.0 MB    50 %         now   ███████�
 blk.1                      20.0 MB    50 %         now   ██████▓▓▓▓▓▓░░▸▸▸▸░░░░░
 blk.2                      20.0 MB     0 %  12 min ago   ·······················
 """
-FOLDED = """\
-model.gguf                    size  pinned        read   ░ streamed  · cold
-header – blk.0             40.0 MB    28 %         now   ▓▓▪········███████░░░░░
-blk.1 – blk.2              40.0 MB    25 %         now   ███▓▓▓░▸▸░░············
-"""
 
 
 def sample(*replies: dict[str, Any], warmth: dict[str, Any] = HEAT) -> Sample:
@@ -88,10 +80,6 @@ def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -
 
 def test_it_looks_like_this() -> None:
     assert text(sample(BEFORE, stats()), hint="every 1 s, q ends") == WHOLE
-
-
-def test_with_few_rows_layers_are_folded() -> None:
-    assert text(sample(BEFORE, stats()), rows=18).endswith(FOLDED)
 
 
 LAYERS = st.builds(
@@ -228,16 +216,6 @@ def test_a_mount_that_ends_is_said_to_have_ended_and_not_where_there_was_none() 
     with pytest.raises(MountProblem, match="/mnt can no longer be watched: no llmcachefs") as caught:
         watcher.sample()
     assert caught.value.hint == "hint" and caught.value.exit_code == 4
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [{"uptime_s": 1.0}, stats(files=7), stats(files=[{}]), stats(prefetch=None), stats(pages_bytes="x")],
-)
-def test_a_mount_of_another_version_is_told_as_such(foreign: dict[str, Any]) -> None:
-    with pytest.raises(MountProblem, match="does not understand") as caught:
-        Mount(foreign).watcher().sample()
-    assert caught.value.hint and "version" in caught.value.hint
 
 
 def replies(good: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
