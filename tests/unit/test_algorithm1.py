@@ -14,7 +14,7 @@ from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.algorithm1 import Algorithm1
 from tests.conftest import examples
-from tests.property.yardstick import below, traces
+from tests.property.yardstick import below
 
 SEQ, LOOP, HOT = "SEQ", "LOOP", "HOT"
 
@@ -109,13 +109,6 @@ def test_runs_have_the_hits_of_a_plain_program(runs: list[tuple[int, int]], capa
     assert set(cache.resident().tolist()) == plain.resident
     assert cache.metadata == len(plain.sequence_of)
     assert cache.sequences == len(set(plain.sequence_of.values()))
-
-
-@pytest.mark.parametrize("name", ["zipf", "loop within a loop", "loop and hot blocks"])
-def test_long_traces_have_the_hits_of_a_plain_program(name: str) -> None:
-    ids = traces()[name][:6000]
-    for capacity in (20, 150):
-        assert hits("algorithm1", ids, capacity) == PlainAlgorithm1(capacity).hits(ids.tolist())
 
 
 PROMPTS = [np.concatenate([loop(10000 + 100 * turn, 100, 2), loop(0, 200)]) for turn in range(100)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
 from tests.mount.live import resident_bytes, wait_for
 from tools.bench import cgroup, machine
-from tools.bench.machine import Disk, disk_from_number
 
 
 @pytest.fixture
@@ -59,54 +56,6 @@ def test_the_hierarchy_is_the_one_that_has_the_controller(
         assert cgroup.find(controller) == cgroup.Hierarchy(version, faked / root, faked / own)
 
 
-def test_no_controller_says_what_to_do(faked: Path) -> None:
-    fake_mounts(faked, [("cg", "cgroup2", "rw")], "0::/\n")
-    (faked / "cg/cgroup.controllers").write_text("")
-    with pytest.raises(EnvironmentProblem) as caught:
-        cgroup.find("memory")
-    assert "memory controller" in caught.value.message
-    assert caught.value.hint is not None and "--privileged" in caught.value.hint
-
-
-def fake_disk(tmp_path: Path) -> None:
-    """Make a disk 8:0 with a partition 8:1, linked as in /sys/dev/block and /sys/class/block."""
-    disk = tmp_path / "sys/devices/pci/sda"
-    (disk / "sda1").mkdir(parents=True)
-    (disk / "dev").write_text("8:0\n")
-    (disk / "sda1/dev").write_text("8:1\n")
-    (disk / "sda1/partition").write_text("1\n")
-    for folder, name, target in (
-        ("dev/block", "8:0", disk),
-        ("dev/block", "8:1", disk / "sda1"),
-        ("class/block", "sda1", disk / "sda1"),
-    ):
-        (tmp_path / "sys" / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sys" / folder / name).symlink_to(target)
-
-
-def test_the_disk_of_a_partition_and_of_a_file_system_on_it_is_found(faked: Path) -> None:
-    fake_disk(faked)
-    info = faked / "proc/self/mountinfo"
-    info.parent.mkdir(parents=True)
-    info.write_text("40 1 0:41 / /data rw - btrfs /dev/sda1 rw\n41 1 0:42 / / rw - overlay overlay rw\n")
-    for number in ((8, 0), (8, 1), (0, 41)):
-        assert disk_from_number(os.makedev(*number), faked) == Disk("8:0", "sda")
-    for minor, said in ((42, "overlay"), (43, "0:43")):
-        with pytest.raises(EnvironmentProblem, match=said):
-            disk_from_number(os.makedev(0, minor), faked)
-
-
-def test_read_ahead_is_put_back(faked: Path) -> None:
-    fake_disk(faked)
-    disk = Disk("8:0", "sda")
-    disk.read_ahead_file.parent.mkdir()
-    disk.read_ahead_file.write_text("8192\n")
-    with pytest.raises(KeyboardInterrupt), disk.read_ahead(128):
-        assert disk.read_ahead_file.read_text() == "128\n"
-        raise KeyboardInterrupt
-    assert disk.read_ahead_file.read_text() == "8192\n"
-
-
 USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
 
 
@@ -138,50 +87,6 @@ def test_v2_files(tmp_path: Path) -> None:
     group.set_memory(None)
     group.set_read_bps("8:0", None)
     assert (tmp_path / "memory.max").read_text() == "max" and (tmp_path / "io.max").read_text() == "8:0 rbps=max"
-
-
-def test_v2_controllers_that_are_there_are_left_alone(tmp_path: Path) -> None:
-    control = tmp_path / "cgroup.subtree_control"
-    control.write_text("io memory\n")
-    done = cgroup.Delegation(tmp_path)
-    done.hand_down(["memory", "io"])
-    assert (done.enabled, done.leaf, control.read_text()) == ([], None, "io memory\n")
-
-
-def test_v2_parent_with_processes_is_emptied_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cgroup.subtree_control").write_text("")
-    (tmp_path / "cgroup.procs").write_text("11\n12\n")
-    real = Path.write_text
-    wrote: list[tuple[Path, str]] = []
-
-    moved: list[str] = []
-
-    def write(path: Path, text: str, *more: object) -> int:
-        wrote.append((path, text))
-        if path.name == "cgroup.procs":
-            moved.append(text)
-        elif not moved:
-            raise OSError(errno.EBUSY, "busy")
-        return real(path, text)
-
-    monkeypatch.setattr(Path, "write_text", write)
-    done = cgroup.Delegation(tmp_path)
-    done.hand_down(["memory"])
-    assert done.leaf is not None and done.enabled == ["memory"]
-    assert [text for path, text in wrote if path == done.leaf / "cgroup.procs"] == ["11", "12"]
-    wrote.clear()
-    monkeypatch.setattr(Path, "rmdir", lambda path: wrote.append((path, "rmdir")))
-    done.undo()
-    assert [(path.name, text) for path, text in wrote] == [
-        ("cgroup.subtree_control", "-memory"), ("cgroup.procs", "12"), (done.leaf.name, "rmdir"),
-    ]  # fmt: skip
-
-
-def test_only_processes_with_our_mark_are_ours(faked: Path) -> None:
-    for pid, environment in ((1, b"A=1\0LLMCACHE_CGROUP=x\0"), (2, b"LLMCACHE_CGROUP=xy\0"), (3, b"")):
-        (faked / "proc" / str(pid)).mkdir(parents=True)
-        (faked / "proc" / str(pid) / "environ").write_bytes(environment)
-    assert [cgroup.is_ours(pid, "x") for pid in (1, 2, 3, 4)] == [True, False, False, False]
 
 
 def left_of(path: Path) -> int:

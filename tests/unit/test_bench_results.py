@@ -1,4 +1,4 @@
-"""What benchmarks write: bars are reached on their side, figures are short, recorded ones are of the bench beside them."""
+"""What benchmarks write: bars are reached on their side, recorded ones are of the bench beside them; a quick run of one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from llmcache.errors import DataError
 from tests.conftest import examples
-from tools.bench import edram, harness, kv, kvanswers, kvindex, kvstore, kvtransformers, results, simulate
-from tools.bench.results import Bar, bar_table, bars_of, exit_code, figure, of_json, with_bars
+from tools.bench import (
+    harness,
+    kvstore,
+    mount,
+    results,
+    testtime,
+)
+from tools.bench.clients.spill_file import SHAPE
+from tools.bench.harness import run
+from tools.bench.results import Bar, bar_table, bars_of, exit_code, of_json, with_bars
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
@@ -47,13 +56,6 @@ def test_bars_are_read_as_they_were_written() -> None:
         with_bars({}, [bar(), bar()])
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0.0, "0"), (0.8576, "0.858"), (1.15, "1.15"), (449.4, "449"), (1e5, "100,000"), (2e-4, "0.0002")]
-)
-def test_figures_have_three_digits(value: float, shown: str) -> None:
-    assert figure(value) == shown
-
-
 documents = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}")),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -65,14 +67,6 @@ documents = st.recursive(
 @given(documents)
 def test_short_lists_hold_the_same(document: Any) -> None:
     assert json.loads(results.text(document)) == document == results.rounded(document)
-
-
-def test_samples_are_short_and_figures_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    told = results.rounded({"seconds": [[1 / 3] * 3], "figure": 1 / 3})
-    results.write(path, told)
-    assert results.read(path) == {"seconds": [[0.333333] * 3], "figure": 1 / 3} == told
-    assert "[0.333333, 0.333333, 0.333333]" in path.read_text() and [one.name for one in tmp_path.iterdir()] == ["x.json"]
 
 
 # The recorded documents
@@ -92,15 +86,72 @@ def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> Non
     assert told["bars"][0]["what"][:30] in shown.getvalue(), "people see it too"
 
 
-def test_what_is_recorded_was_whole() -> None:
-    assert (recorded("kv")["tokens"], recorded("kv")["spill"]["tokens"]) == (kv.TOKENS, kv.SPILLED)
-    assert recorded("kvstore")["tokens"] == kvstore.TOKENS and len(recorded("mount")["results"]) == 72
-    assert recorded("edram")["configurations"] == edram.CONFIGURATIONS == len(edram.axes())
-    assert [row["case"] for row in recorded("edram")["cases"]] == list(edram.cases())
-    kinds = [(one["kind"], one["keys"]) for one in recorded("kvindex")["rows"]]
-    assert kinds == [(kind, size) for kind in kvindex.KINDS for size in kvindex.SIZES]
-    for bench in (kvanswers, kvtransformers):
-        assert len(recorded(bench.__name__.rpartition(".")[2])["bars"]) == len(bench.BARS)
-    wanted = [(one.trace, one.name, one.bar or None) for one in simulate.speeds()]
-    assert [(one["trace"], one["policy"], one["bar"]) for one in recorded("simulate")["speeds"]] == wanted
-    assert {one["blocks"] for one in recorded("simulate")["memory"]} == {simulate.LARGE}
+# A quick run
+
+
+def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "store.json"
+    code = run(kvstore, ["--quick", "--rounds", "2", "--dir", str(tmp_path), "--json", str(path)])
+    told = json.loads(path.read_text())
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "the scratch directory is gone"
+    assert code == (0 if all(bar["passed"] for bar in told["bars"]) else 1) and told["schema"] == kvstore.SCHEMA
+    assert told["tokens"] == kvstore.TOKENS // 16
+    assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
+    fetch, memory = told["fetch"], told["memory"]
+    assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
+    assert [bar["value"] for bar in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
+    assert "GB/s" in capsys.readouterr().out
+
+
+# What a bar says of a run that failed
+
+
+def comparison(times: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """What was measured of some sides: the time of each, and twice that once."""
+    runs = [{"side": side, "seconds": [[each, 2 * each, each]], "storage_bytes_per_step": 1} for side, each in times.items()]
+    about = {"case": "a", "name": "A loop", "loop_bytes": 10**9, "cache_bytes": 75 * 10**7, "read_bps": 10**9}
+    about |= {"clients": 2, "compute_s": 0.1, "bound_s": 0.5, "sides": list(times), "runs": runs}
+    return {**about, "problems": {side: ["hung"] if side == "kernel" else [] for side in times}, **changes}
+
+
+def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
+    measured = {"kernel": 3.0, "kernel-128": 1.0, "mount": 0.4}
+    assert all(bar.passed for bar in mount.bars({"results": [comparison(measured)]})), "the kernel's hang is not its fault"
+    hung = {"problems": {"mount": ["hung", "1 MiB wrong"]}}
+    failed = comparison({"kernel": 1.0}, sides=["kernel", "mount"], **hung)
+    nothing, *others = mount.bars({"results": [failed]})
+    assert nothing.value == 2 and len(others) == 2 and not any(bar.passed for bar in (nothing, *others))
+    assert math.isnan(mount.storage_bytes(failed, "mount"))
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "compared", "failed"),
+    [("a", "mount", "kernel", "kernel"), ("b", "mount", "plain", "kernel-128"), ("c", "inplace", "best", "kernel-128")],
+)  # fmt: skip
+def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, compared: str, failed: str) -> None:
+    sides = ["direct", "kernel", "kernel-128", mode]
+    measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
+    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
+    assert math.isnan(bars[compared].value) and not bars[compared].passed
+
+
+@pytest.mark.parametrize(
+    ("last", "seconds", "code"),
+    [
+        ("==== 6093 passed in 517.23s (0:08:37) ====", 517.23, 0),
+        ("=== 1 failed, 6092 passed, 3 skipped in 500.00s (0:08:20) ===", 500.0, 1),
+        ("6 passed, 1 error in 2.50s", 2.5, 1),
+    ],
+)
+def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code: int) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(f"tests/unit/test_x.py .... [ 1%]\n==== 2 passed in 1.00s ====\n{last}\n")
+    run = testtime.of_log(log)
+    assert (run["seconds"], run["exit_code"], run["log"]) == (seconds, code, "run.log")
+    suite_bar, flakes = testtime.bars({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
+    assert suite_bar.passed and flakes.passed == (code == 0)
+    assert not testtime.bars({"runs": [run] * 9})[1].passed, "ten runs are asked for"
+    assert not testtime.bars({"runs": [{**run, "exit_code": 0}] * 10 + [{**run, "exit_code": 1}]})[1].passed
+    log.write_text("collected 6093 items\n")
+    with pytest.raises(DataError, match="--log"):
+        testtime.of_log(log)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.latency import FetchModel, StallMeter, check_times
+from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.simulate import simulate
 from llmcache.cache.sizing import PAPER
-from llmcache.errors import DataError
 from tests.unit.simulation_parts import trace_of
 
 MB = 10**6
@@ -81,14 +80,3 @@ def test_slices_are_those_of_the_times_however_the_rows_come(
     assert (found.slices, found.worst_bytes) == (len(sums), max(sums.values()) * 4096)
     assert found.stall_s == pytest.approx(sum(late) / 1e9)
     assert found.stalled_slices == len([one for one in late if one > 1e-6])
-
-
-def test_what_cannot_be_metered_is_refused() -> None:
-    with pytest.raises(DataError, match="t_ns"):
-        check_times(5, 5)
-    with pytest.raises(DataError, match="t_ns"):
-        simulate(trace_of([(0, 0, 1, 0)] * 3, step_ns=0), ["lru"], [4096], period_ns=1)
-    with pytest.raises(ValueError, match="period_ns"):
-        StallMeter(0, (1,))
-    with pytest.raises(ValueError, match="storage_bandwidths"):
-        FetchModel(storage_bandwidths=(5, 0))

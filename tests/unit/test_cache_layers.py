@@ -11,7 +11,7 @@ from llmcache.cache.classify import classify
 from llmcache.cache.layers import Layer, Layers
 from llmcache.fs.layout.tensors import Tensor
 from llmcache.report.classify import layer_tables
-from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
+from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 
@@ -73,23 +73,6 @@ def test_every_block_counts_where_it_lies(batch_rows: int) -> None:
     assert got == expected
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_block_of_two_layers_counts_for_the_one_in_its_middle(more: int) -> None:
-    end = 10 * BLOCK_BYTES + BLOCK_BYTES // 2 + more
-    layers = found([(10, 1, READ, HIT)], [Tensor("blk.0.a", 0, end, ""), Tensor("blk.1.a", end, 40_000, "")])
-    assert {name: each.accesses for name, each in layers.items()} == {"blk.0": more, "blk.1": 1 - more}
-
-
-def test_sizes_misses_and_writes() -> None:
-    rows = [*read_layer(0), *read_layer(0, miss=HIT), *read_layer(1, miss=UNKNOWN), (FIRST, 100, WRITE, UNKNOWN)]
-    layers = found(rows, model())
-    assert (layers["blk.0"].tensors, layers["blk.0"].size_bytes) == (2, 100 * BLOCK_BYTES)
-    assert (layers["blk.0"].accesses, layers["blk.0"].missed, layers["blk.0"].miss_ratio) == (200, 100, 0.5)
-    assert (layers["blk.1"].accesses, layers["blk.1"].known, layers["blk.1"].miss_ratio) == (100, 0, None)
-    assert layers["blk.0"].row()["missed_bytes"] == 100 * BLOCK_BYTES
-    assert layers["blk.1"].row()["missed_bytes"] is None
-
-
 # Alphabetical, as safetensors files are sorted.
 SCATTERED = [0, 1, 4, 5, 2, 7, 3, 6]
 
@@ -110,12 +93,6 @@ def test_the_order_of_a_pass(threads: int) -> None:
     assert list(layers)[:LAYERS] == [f"blk.{number}" for number in range(LAYERS)]
     assert layers["token_embd.weight"].place == LAYERS, "the last before the first layer comes again"
     assert layers["header"].place is None
-
-
-def test_a_file_read_once_has_no_order() -> None:
-    layers = found([row for place in range(LAYERS) for row in read_layer(place)], model())
-    assert {layer.place for layer in layers.values()} == {None}
-    assert list(layers)[:3] == ["header", "token_embd.weight", "blk.0"]
 
 
 def test_document_and_table_have_them() -> None:

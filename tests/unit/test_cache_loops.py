@@ -98,12 +98,6 @@ def test_an_order_follows_the_pass_and_keeps_the_unseen_behind_their_predecessor
         LoopOrder(len(first), [*first[:-1], len(first)])
 
 
-@given(st.integers(2, 60), st.integers(0, 59))
-def test_a_loop_entered_anywhere_is_in_order(size: int, start: int) -> None:
-    order = LoopOrder(size)
-    assert order.disorder([(start + step) % size for step in range(size)]) == 0.0
-
-
 @given(st.integers(12, 40), st.integers(1, 8), st.integers(0, 3), st.integers(2, 6), st.integers(0, 1 << 30))
 def test_a_pass_is_cut_each_round(length: int, stripes: int, jitter: int, rounds: int, seed: int) -> None:
     size = length * stripes
@@ -151,27 +145,6 @@ def test_a_convoy_goes_round_a_loop_with_one_cursor(seed: int, lags: list[int]) 
             table.note((step + lag) % COUNT, step)
     (cursor,) = table.live
     assert cursor.moves >= 2 * COUNT - 1
-
-
-@given(st.integers(1, 4), st.booleans())
-def test_far_readers_have_their_own(readers: int, loops: bool) -> None:
-    table = CursorTable(COUNT, REACH, loops)
-    starts = [reader * 3 * REACH for reader in range(readers)]
-    for step in range(10):
-        for start in starts:
-            table.note(start + step, step)
-    assert sorted(cursor.head for cursor in table.live) == [start + 9 for start in starts]
-
-
-@given(st.integers(1, 20), st.lists(st.integers(0, 19), max_size=60), st.booleans())
-def test_small_files_work_too(size: int, touches: list[int], loops: bool) -> None:
-    """Reach is no more than a third of the ranks: else everything would be near everything."""
-    table = CursorTable(size, REACH, loops)
-    assert 1 <= table.reach <= max(1, size // 3)
-    for now, touch in enumerate(touches):
-        cursor = table.note(touch % size, now)
-        assert cursor in table.live
-        assert cursor.last_ns == now
 
 
 def test_the_least_recent_cursor_makes_room_and_expires() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -16,8 +14,6 @@ from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
     SizingParameters,
-    Storage,
-    answer,
     blocks_needed,
     largest_loop,
     need,
@@ -128,23 +124,6 @@ def test_a_pass_takes_the_longer_of_computing_and_fetching() -> None:
     assert went.tokens_per_s == 2.5 and went.tokens_per_s_lost == 7.5
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: largest_loop(3 * MB, WATCH_SETTING), "hot_bytes"),
-        (lambda: passes(70 * MB, 3 * MB, WATCH_SETTING), "hot_bytes"),
-        (lambda: SizingParameters(0, 1, 0), "positive"),
-        (lambda: SizingParameters(1, 0, 0), "positive"),
-        (lambda: SizingParameters(1, 1, -1), "positive"),
-        (lambda: MixtureBytes(1, 1, 8, 9), "used experts"),
-        (lambda: MixtureBytes(-1, 1, 8, 2), "used experts"),
-    ],
-)
-def test_a_setting_without_sense_is_refused(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        call()
-
-
 @given(loops, settings)
 def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int, setting: SizingParameters) -> None:
     found = need(loop_bytes, setting)
@@ -154,49 +133,15 @@ def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int
         assert not passes(loop_bytes, found.loop_cache_bytes - 1, bare).stall_free
 
 
-@given(loops, settings)
-def test_the_inverse_undoes_the_formula(loop_bytes: int, setting: SizingParameters) -> None:
-    found = need(loop_bytes, setting)
-    largest = largest_loop(found.cache_bytes, setting)
-    assert largest >= loop_bytes
-    if found.loop_cache_bytes:
-        assert largest == loop_bytes
-
-
-@given(st.integers(1, 10**9), st.fractions(0, 10**9))
-def test_whole_blocks_cover_the_formula_with_less_than_a_block_to_spare(loop_blocks: int, staged: Fraction) -> None:
-    found = blocks_needed(loop_blocks, staged)
-    assert 0 <= found <= loop_blocks
-    assert found >= loop_blocks - staged
-    assert found == 0 or found - 1 < loop_blocks - staged
-
-
-@given(loops, st.integers(0, 10**12), settings)
-def test_more_cache_never_makes_a_pass_longer(loop_bytes: int, more: int, setting: SizingParameters) -> None:
-    small = passes(loop_bytes, setting.hot_bytes, setting)
-    large = passes(loop_bytes, setting.hot_bytes + more, setting)
-    assert large.pass_ns <= small.pass_ns
-    assert small.pass_ns == max(setting.period_ns, small.fetch_ns)
-
-
-def test_an_answer_repeats_itself_for_other_times() -> None:
-    found = answer(WATCH_SETTING, Storage(100 * MB, "given"), 70 * MB, (64 * MB,))
-    assert [row.change for row in found.sensitivity] == [-0.3, -0.2, 0.0, 0.2, 0.3]
-    assert [row.need and row.need.loop_cache_bytes // MB for row in found.sensitivity] == [63, 62, 60, 58, 57]
-    stalls = [row.capacity and row.capacity.passes and row.capacity.passes.stall_ns for row in found.sensitivity]
-    assert stalls == [30 * MB, 20 * MB, 0, 0, 0]  # 10 MB at 100 MB/s take 100 ms; T is 70, 80, 100, 120, 130
-
-
 # Mixtures of experts
 
 
-@pytest.mark.parametrize(("experts", "used"), [(64, 4), (128, 8)])
-@pytest.mark.parametrize("share", [0.12, 0.3, 0.8])
+@pytest.mark.parametrize(("experts", "used", "share"), [(64, 4, 0.12), (128, 8, 0.3), (64, 4, 0.8)])
 def test_what_a_mixture_misses_is_what_an_exact_lru_reads(experts: int, used: int, share: float) -> None:
     """Of a generated routing, popularities drifting: within a tenth."""
     layers, size = 4, MB
     room = int(share * experts * layers) * size
-    read = lru_bytes(generate(800, layers, experts, used), size, room)[300:]
+    read = lru_bytes(generate(500, layers, experts, used), size, room)[200:]
     mixture = MixtureBytes(0, layers * experts * size, experts, used)
     assert mixture.missed_expert_bytes(room) == pytest.approx(sum(read) / len(read), rel=0.1)
 
@@ -223,8 +168,3 @@ def test_the_smallest_cache_of_a_mixture_is_stall_free_and_less_is_not(
     assert passes(mixture, kept + setting.hot_bytes, setting).stall_free
     less = kept - 2 - kept // 10**9  # floats
     assert less < 0 or mixture.missing_bytes(less) > setting.staged_bytes
-
-
-@given(mixtures, st.integers(0, 10**12), st.integers(0, 10**12))
-def test_more_room_never_misses_more(mixture: MixtureBytes, kept: int, more: int) -> None:
-    assert mixture.missing_bytes(kept + more) <= mixture.missing_bytes(kept)

@@ -16,7 +16,7 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.mountinfo import Mount
 from llmcache.trace.capture import files
 from llmcache.trace.capture.files import FileTable
-from llmcache.trace.capture.session import HEADING, CaptureSettings, Tally, default_output, line
+from llmcache.trace.capture.session import CaptureSettings
 from llmcache.trace.capture.target import target_of
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
@@ -145,22 +145,6 @@ def test_options_that_cannot_be() -> None:
     for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
         with pytest.raises(UsageError, match=named):
             CaptureSettings(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
-
-
-def test_globs_with_a_slash_are_for_the_path() -> None:
-    by_name, by_path = CaptureSettings("x.parquet", glob="*.gguf").matches, CaptureSettings("x.parquet", glob="/a/*").matches
-    assert by_name is not None and by_path is not None
-    assert by_name("/a/b.gguf") and not by_name("/a.gguf/b") and by_path("/a/b") and not by_path("/b/a")
-    assert CaptureSettings("x.parquet").matches is None
-    assert default_output(7, "/usr/bin/llama-cli -m x") == "llama-cli-7.parquet"
-
-
-def test_a_line_fits_under_its_heading() -> None:
-    now = Tally(rows=10**9, blocks=10**10, known=10, missed=10)
-    shown = line(Tally(), now, 12345.6, 1.0, 10**6, 10**8)
-    assert len(shown) < 80 and len(HEADING) < 80
-    assert "100.0%" in shown
-    assert line(Tally(), Tally(), 1.0, 1.0, 0, 0).split()[4] == "-"
 
 
 def answering(program: Path) -> subprocess.Popen[bytes]:

@@ -16,10 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classify import Classification
-from llmcache.cache.layers import Layer
-from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
 from llmcache.fs.layout.tensors import Experts
-from llmcache.report.classify import MOST_EXPERT_LAYERS, expert_tables, layer_tables, names_line, table
+from llmcache.report.classify import table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
@@ -86,18 +84,6 @@ def test_tensors_and_the_suggested_command(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_table(model: Path, tmp_path: Path) -> None:
-    result = classify(recorded(model, tmp_path))
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert "5 accesses lost" in lines[0]
-    loop = next(line for line in lines if line.startswith("LOOP"))
-    assert "1.64 MB" in loop and "0-400" in loop and "900 ms" in loop and "blk.0-3" in loop
-    assert any(line.startswith("and 1 smaller than 64.0 KB: 12.3 KB") for line in lines)
-    assert any("llmcache size --loop 1.6" in line for line in lines)
-    assert "small[1].conf" in classify(recorded(model, tmp_path), "--min-bytes", "0").stdout
-
-
 def classes() -> list[Classification]:
     """A loop in a model far down, with layers of long names; a part of a small file, read downwards."""
     path = "/home/somebody/.cache/huggingface/hub/models--org--model-8b/snapshots/0123456789abcdef/model.Q8_0.gguf"
@@ -131,22 +117,6 @@ def test_a_row_stays_in_its_lines_on_a_narrow_terminal(width: int, columns: str)
     assert "/home/" in loop and loop.endswith("model.Q8_0.gguf") and names.strip().startswith("model.layers.0-31 (32)")
     assert parts[0].startswith("SEQ") and "small.conf" in parts[0] and "(2 places, downwards)" in "".join(parts)
     assert len(parts) <= 2
-
-
-def test_a_wide_terminal_has_all_of_it() -> None:
-    head, loop, parts = drawn(table(classes(), 240), 240)
-    assert head.split() == ["class", "op", "size", "blocks", "times", "period", "share", "file", "tensors"]
-    assert classes()[0].path in loop and "0-1953124" in loop and "token_embd.weight" in loop and "…" not in loop
-    assert parts.endswith("/etc/small.conf (2 places, downwards)")
-
-
-def test_layers_stay_in_their_lines_on_a_narrow_terminal() -> None:
-    layers = [Layer(0, "/m", f"model.vision_tower.encoder.layers.{n}", 9, 10**8, 10**6, 10**6, 5000, n) for n in range(3)]
-    _, made = layer_tables(layers, 60)
-    assert isinstance(made, Table)
-    lines = drawn(made, 60)
-    assert len(lines) == 4 and max(map(len, lines)) <= 60
-    assert all(line.startswith("model.") and f"layers.{n} " in line for n, line in enumerate(lines[1:]))
 
 
 def test_a_file_that_has_changed_gives_no_names(model: Path, tmp_path: Path) -> None:
@@ -202,14 +172,6 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
         result = classify(*args)
         assert (result.returncode, result.stdout) == (code, ""), (args, result)
         assert named in result.stderr
-
-
-def test_other_formats(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    rows = [f"a.bin,{first},{BLOCK * 50},read,{turn}" for turn in range(6) for first in range(0, BLOCK * 500, BLOCK * 50)]
-    path.write_text("\n".join(["file,offset,length,op,time", *rows]) + "\n")
-    (row,) = document(path)["rows"]
-    assert (row["class"], row["bytes"], row["passes"], row["period_s"]) == ("LOOP", 500 * BLOCK, 6, 1)
 
 
 USED, EXPERTS, TOKENS = 3, 12, 60
@@ -303,48 +265,3 @@ def test_a_mixture_in_shards_is_one(tmp_path: Path) -> None:
     (found,) = document(read_as(accesses, shards, tmp_path))["mixtures"]
     assert (found["model"], found["files"]) == (str(tmp_path / "m-*-of-00003.safetensors"), [1, 2])
     check_routing(found, names, parts[1].bytes_of(0))
-
-
-def test_the_tables_of_a_mixture(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.gguf", *MIXTURE)
-    result = classify(read_as(planned(path), [path], tmp_path))
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    heading = lines.index(f"experts of {path}:")
-    head, *layers = (line.split() for line in lines[heading + 1 : heading + 5])
-    assert " ".join(head) == "layer experts used visits uses top tenth top quarter again"
-    assert [cells[0] for cells in layers] == ["blk.0", "blk.1", "blk.2"]
-    assert all(cells[1] == "12" and cells[3:5] == ["60", "180"] and cells[-1].endswith("%") for cells in layers)
-    caption, shares, size, lru, best = lines[heading + 5 : heading + 10]
-    assert (
-        caption.startswith("hits of a cache of whole experts") and " ".join(shares.split()) == "5% 10% 12% 20% 30% 50% 80%"
-    )
-    assert size.split()[0] == "size" and lru.split()[0] == "LRU" and best.split()[0] == "Belady"
-
-
-def mixture(layers: int) -> MixtureUses:
-    of_layers = [ExpertLayer(f"model.decoder.layers.{n}", 4, 9, (n, 9, 0, 1), None if n else 0.5) for n in range(layers)]
-    caches = [ExpertCache(percent / 100, percent, 10**9, 0.25, 0.5) for percent in (5, 10, 12, 20, 30, 50, 80)]
-    return MixtureUses("/m", (0,), 4 * layers, 10**11, False, tuple(of_layers), tuple(caches), "3 are lost")
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_many_layers_of_experts_are_their_spread(width: int) -> None:
-    _, layers, _, caches, sizes, lost = expert_tables([mixture(MOST_EXPERT_LAYERS + 1)], width)
-    assert isinstance(layers, Table) and isinstance(caches, Table)
-    head, *rows = drawn(layers, width)
-    assert [row.split()[0] for row in rows] == ["least", "median", "most"] and "again" in head
-    assert max(map(len, [head, *rows, *drawn(caches, width)])) <= width and all(row.endswith("50.0%") for row in rows)
-    assert [row.split()[3] if width == 80 else "" for row in rows] == (["4"] * 3 if width == 80 else [""] * 3)
-    assert "approximate" in str(sizes) and str(lost).endswith("3 are lost")
-    _, few, *_ = expert_tables([mixture(MOST_EXPERT_LAYERS)], width)
-    assert isinstance(few, Table) and len(drawn(few, width)) == 1 + MOST_EXPERT_LAYERS
-
-
-def test_experts_are_named_beside_tensors() -> None:
-    def named(experts: dict[str, tuple[int, ...]] | None) -> str:
-        return names_line(Classification(0, "/f", "read", "HOT", (), 4096, 1, 1, 1, 0, 0, tensors=("a",), experts=experts))
-
-    assert named(None) == named({}) == "a"
-    assert named({"blk.0": (1, 2, 3, 7), "blk.1": (5,)}) == "a; experts 1-3,7 of blk.0, experts 5 of blk.1"
-    assert named({f"blk.{layer}": (1, 2) for layer in range(4)}) == "a; 8 experts of 4 layers"

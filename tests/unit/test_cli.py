@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import __version__, cli
-from llmcache.cli import base
 from llmcache.cli.mount import command as mount_command
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli
 from tests.unit.command_parts import called, ended
@@ -29,12 +28,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
         assert name in shown and summary.split(";")[0].split(".")[0] in shown
     assert "llmcachefs ~/models /mnt/models" in shown and "Exit codes: 0" in shown
     assert called().stdout == shown, "the same without a command"
-
-
-def test_version() -> None:
-    command = [sys.executable, "-m", "llmcache", "--version"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert told.stdout == f"llmcache, version {__version__}\n"
+    assert called("--version").stdout == f"llmcache, version {__version__}\n"
 
 
 @pytest.mark.parametrize("args", [("bogus",), ("--bogus",), ("mount", "--bogus"), ("help", "stats", "all")])
@@ -87,16 +81,10 @@ def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
-def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:
-    told = subprocess.run(program("(_ for _ in ()).throw(BrokenPipeError('a daemon'))"), stderr=subprocess.PIPE, check=False)
-    assert told.returncode == 1 and b"a daemon" in told.stderr
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_terminal_without_our_letters_gets_others(encoding: str) -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+def test_a_terminal_without_our_letters_gets_others() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(program("print('3 \\u2588')"), env=environment, stdout=subprocess.PIPE, check=True)
-    assert result.stdout.decode(encoding) == ("3 \u2588\n" if encoding == "utf-8" else "3 ?\n")
+    assert result.stdout == b"3 ?\n"
 
 
 # Errors
@@ -148,7 +136,6 @@ def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
     [
         (("bench", "--context", "64k", "--policy", "hillinfer", "--path"), signal.SIGTERM, 143),
         (("profile",), signal.SIGHUP, 129),
-        (("profile",), signal.SIGINT, 0),
     ],
 )
 def test_what_is_temporary_goes_when_a_command_is_told_to_end(
@@ -164,18 +151,3 @@ def test_what_is_temporary_goes_when_a_command_is_told_to_end(
         _, told = process.communicate(timeout=120)
     assert process.returncode == code and b"Traceback" not in told, told
     assert not list(spill.iterdir())
-
-
-def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end() -> None:
-    before = {number: signal.getsignal(number) for number in base.ENDING_SIGNALS}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with base.orderly_end():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            with pytest.raises(SystemExit, match="143"):
-                signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

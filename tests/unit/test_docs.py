@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import pkgutil
 import re
 import shlex
 import sys
@@ -22,10 +21,9 @@ from llmcache.cli.types import NameType
 from llmcache.fs.client.settings import NAMES
 from tests.property.contract import clauses, long_case
 from tests.unit.command_parts import parsed
-from tools.bench import readme, results
-from tools.bench.readme import PICTURE, TABLES, UnknownFigure, fill, pages
-from tools.bench.results import Bar, Document, with_bars
-from tools.site import BESIDE, linked, manual
+from tools.bench import readme
+from tools.bench.readme import TABLES
+from tools.site import BESIDE
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +34,6 @@ INDENTED = re.compile(r"^    (tools/\S+.*|apt-get .*|pipx .*)$", re.MULTILINE)
 QUICK = re.compile(r"llmcache (size(?!.*(--model|--measure))|(classify|info) traces/read-loop|completion|edram model)")
 """Commands that take a second at most and leave nothing behind."""
 OTHERS = {"apt-get", "pipx", "curl", "kill", "ln", "cp", "systemctl", "python", "python3", ".venv/bin/pip", "llama-cli"}
-STATIONS_MAX = 8
 
 
 def text_of(page: Path) -> str:
@@ -90,19 +87,6 @@ def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     beginning = text.partition("\n## ")[0].splitlines()
     assert len(beginning) <= 40, "a screen"
     assert all(any(line.startswith(f"    {command} ") for line in beginning) for command in ("tools/demo", "tools/test"))
-
-
-def test_the_manual_is_listed_and_on_the_site() -> None:
-    row = re.compile(r"^\| \[\S+\]\(\.\./tools/man/man\d/(\S+)\) \| (.*) \|$", re.MULTILINE)
-    listed = dict(row.findall(text_of(ROOT / "docs" / "manual.md")))
-    on_site = manual()
-    said = {name: re.findall(r"^<p>\S+ - (.*)</p>$", page, re.MULTILINE)[0] for name, page in on_site.items()}
-    assert listed == said
-    page = on_site["llmcache-size.1"]
-    assert page.startswith("# llmcache-size(1)\n") and "\n## Overhead\n" in page
-    assert '<a href="llmcachefs.1.html">llmcachefs(1)</a>' in page and "<dl><dt><b>--bw</b>" in page
-    assert not re.search(r"\\[f(e&%-]", "".join(on_site.values())), "an escape of troff is left"
-    assert linked("[a](../tools/man/man1/llmcache.1) [b](../SECURITY.md)") == "[a](man/llmcache.1.md) [b](SECURITY.md)"
 
 
 # Commands
@@ -171,11 +155,7 @@ def test_quick_commands_run(command: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.exit_code == 0, done.output
 
 
-def test_benchmarks_exist() -> None:
-    assert set(re.findall(r"`tools/bench (\w+)`", "".join(map(text_of, PAGES)))) <= set(TABLES)
-
-
-# Settings, Python, paths, stations
+# Settings, Python, paths
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -203,33 +183,6 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-def walks() -> dict[str, list[str]]:
-    """The stations of each walk in architecture.md, by its heading."""
-    sections = re.split(r"^## ", text_of(ROOT / "docs" / "architecture.md"), flags=re.MULTILINE)
-    each = {part.partition("\n")[0]: re.findall(r"^\d\. `([^`]+)`", part, re.MULTILINE) for part in sections}
-    return {heading: stations for heading, stations in each.items() if stations}
-
-
-def test_the_walks_are_short() -> None:
-    assert len(walks()) == 5 and all(2 < len(stations) <= STATIONS_MAX for stations in walks().values())
-
-
-STATIONS = [
-    pytest.param(station, marks=[pytest.mark.transformers] if ".transformers." in station else [])
-    for stations in walks().values()
-    for station in dict.fromkeys(stations)
-]
-
-
-@pytest.mark.parametrize("station", STATIONS)
-def test_stations_exist(station: str) -> None:
-    if station.startswith("bpf/"):
-        file, _, function = station.partition(": ")
-        assert re.search(rf"\b{function}\(|\({function}[,)]", (ROOT / file).read_text())
-    else:
-        assert callable(pkgutil.resolve_name(station))
-
-
 def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = (code for code in blocks(ROOT / "docs" / "contributing.md", "python") if "class FIFO(Policy)" in code)
     (tmp_path / "fifo.py").write_text(code)
@@ -246,54 +199,6 @@ def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 # Tables, figures and the picture: those of the JSON in the tree
 
-TEXT = "".join(map(text_of, pages()))
-
-
-def document(_name: str = "kvstore") -> Document:
-    return with_bars({}, [Bar("gather", "bandwidth", 0.7, ">=", 0.8), Bar("m", "memory", 3, "<", 4, "emulated")])
-
 
 def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
     assert readme.main([]) == 0, "python -m tools.bench.readme --write"
-
-
-def test_every_recorded_benchmark_has_its_table_once() -> None:
-    shown = re.findall(r"<!-- results:(\w+) -->", TEXT)
-    beside = {"demotime", "startup", "papers", "testtime"}  # of us, not of what users do
-    assert sorted(shown) == sorted({path.stem for path in results.DIRECTORY.glob("*.json")} - beside)
-    assert set(shown) <= set(TABLES)
-
-
-def test_no_line_begins_with_the_marker_of_a_figure() -> None:
-    assert not re.findall(r"^\s*<!-- figure:", TEXT, re.MULTILINE), "Markdown would take the line for HTML"
-
-
-def test_what_is_marked_is_replaced_and_nothing_else() -> None:
-    text = "a\n<!-- results:kvstore -->\nold\n<!-- /results -->\nb <!-- figure:kvstore.gather -->9<!-- /figure --> c\n"
-    text += "<!-- limit:kvstore.m -->8<!-- /limit -->, <!-- limit:kvstore.gather -->7<!-- /limit -->\n"
-    table = "| what | figure | bar |\n|---|---:|---:|\n| bandwidth | 0.7 | >= 0.8: **not reached** |\n"
-    table += "| *emulated*: memory | 3 | < 4 |\n"
-    filled = fill(text, document)
-    limits = text.replace("8", "< 4").replace("7", ">= 0.8: **not reached**")
-    assert filled == limits.replace("old\n", table).replace("9", "0.7")
-    assert fill(filled, document) == filled
-
-
-@pytest.mark.parametrize(
-    "marker", ["results:nothing", "figure:nothing.gather", "figure:kvstore.nothing", "limit:kvstore.nothing"]
-)
-def test_unknown_markers_are_named(marker: str) -> None:
-    kind = marker.partition(":")[0]
-    with pytest.raises(UnknownFigure, match="nothing"):
-        fill(f"<!-- {marker} -->{chr(10) if kind == 'results' else 1}<!-- /{kind} -->", document)
-
-
-def test_the_command_writes_and_checks(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    written = [tmp_path / name for name in ("README.md", "docs/page.md", PICTURE)]
-    for page in written[:2]:
-        page.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
-    assert readme.main([], tmp_path) == 1 and "-->1<" in written[0].read_text()
-    assert readme.main(["--write"], tmp_path) == 0 == readme.main([], tmp_path)
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(written)
-    assert all("-->1<" not in page.read_text() for page in written[:2])

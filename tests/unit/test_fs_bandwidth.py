@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import bandwidth
 from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
 from llmcache.fs.client.mountpoint import FSTYPE
@@ -102,7 +102,7 @@ def test_bursts_a_fast_start_and_reads_that_hang_do_not_change_the_rate() -> Non
 
 
 def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for code in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP, errno.EIO):
+    for code in (errno.EROFS, errno.ENOSPC, errno.EOPNOTSUPP):
         with monkeypatch.context() as patch:
             refusing(patch, code)
             with pytest.raises(EnvironmentProblem) as caught:
@@ -117,13 +117,6 @@ def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_too_little_space_is_seen_before_writing(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _path: Mock(f_bavail=10, f_frsize=4096))
-    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
-        measure(str(on_disk))
-    assert "free 134 MB" in (caught.value.hint or "")
-
-
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
 def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
     status = tmp_path.stat()
@@ -133,20 +126,13 @@ def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         measure(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["absent", "file"])
-def test_only_directories_are_measured(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="--measure"):
-        measure(str(tmp_path / name))
-
-
 @pytest.mark.cgroup
 def test_a_throttled_disk_shows_its_throttle(on_disk: Path) -> None:
     """In a process of its own, since the throttle takes what a task submits."""
     limit = 40 * MB
     with Cgroup("measure", directory=on_disk, read_bps=limit) as group:
-        command = [sys.executable, "-c", "import sys; from llmcache.fs.client.bandwidth import measure; "
-                   "print(measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
+        command = [sys.executable, "-c", "import sys; from llmcache.fs.client import bandwidth; bandwidth.READ_S = 1; "
+                   "print(bandwidth.measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
 
         def attempt() -> None:
             result = subprocess.run(

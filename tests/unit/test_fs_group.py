@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import cast
 
 import pytest
@@ -65,15 +64,6 @@ def test_what_is_dropped_untouched_again_and_again_is_not_fetched_ahead() -> Non
     assert group.next_absent(0, SIZE) == 2
 
 
-@given(st.booleans(), st.integers(0, SIZE - 1), st.integers(1, SIZE - 1), st.sets(st.integers(0, SIZE - 1)))
-def test_next_absent_is_the_first_ahead_within_its_span(loops: bool, head: int, span: int, present: set[int]) -> None:
-    state = new_state(1 << 40)
-    group = new_group(state, "file", SIZE, looping=loops)
-    bring(state, group, sorted(present), TOUCHED, 0)
-    ahead = [extent % SIZE for extent in range(head + 1, head + span + 1) if loops or extent < SIZE]
-    assert group.next_absent(head, span) == next((extent for extent in ahead if extent not in present), None)
-
-
 def test_whole_passes_make_a_loop_and_its_period_which_follows_when_more_of_it_is_pinned() -> None:
     group = new_group(new_state(1 << 40), "file", SIZE)
     whole = tuple(range(SIZE))
@@ -131,19 +121,3 @@ def test_files_without_a_reader_are_passed_over(monkeypatch: pytest.MonkeyPatch)
     with state.lock:
         assert loader._claim() is None
     assert looked == ["7"]
-
-
-def test_who_looks_after_experts_rests_also_after_a_second_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    slices = FuseBackend(new_state(10**8), cast(Holder, None)).slices
-    looks: list[int] = []
-
-    def look() -> list[tuple[int, int, int]]:
-        looks.append(1)
-        return []
-
-    monkeypatch.setattr(slices, "_stray_places", look)
-    for _ in range(2):
-        slices.start()
-        time.sleep(0.2)
-        slices.stop()
-    assert 2 <= len(looks) < 10, "no mixture is read: once a second"

@@ -85,27 +85,16 @@ def test_experts_that_are_kept_are_pages() -> None:
     assert layer["cells"]["pages"] == "99990000009900" + "00"
 
 
-def test_the_strip_shows_where_things_are() -> None:
-    state, group = model(33, [32 * MIB - HEADER])
-    for extent in range(16):
-        group.set_state(extent, PINNED)
-    group.set_state(20, READY)
-    cells = heat(state, "steer")["files"][0]["layers"][1]["cells"]
-    assert cells["pinned"] == "9" * 8 + "0" * 8
-    assert cells["window"] == "0" * 10 + "5" + "0" * 5
-    assert cells["cold"] == "0" * 8 + "9" * 2 + "5" + "9" * 5
-
-
 def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
     state = new_state(64 * MIB)
-    for number in range(20):
+    for number in range(8):
         group = new_group(state, f"{number}" * 200, 600, looping=True)
         tensors = [Tensor("層" * 300 + str(place), place * MIB, MIB, "F16") for place in range(600)]
         group.members[0].anatomy = Anatomy(ModelLayout("gguf", 0, tuple(tensors)))
     found = heat(state, "steer")
     assert len(json.dumps(found)) < 1 << 20
     told = sum(len(file["layers"]) for file in found["files"])
-    assert told == ROWS_MAX and found["left_out_files"] == 18
+    assert told == ROWS_MAX and found["left_out_files"] == 6
     assert found["files"][-1]["left_out_layers"] == 0
 
 
@@ -122,7 +111,7 @@ class HeldTimes:
 
 
 def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() -> None:
-    count = 100_000
+    count = 40_000
     state, group = model(count, [count * MIB // 80 - MIB] * 80)
     group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
     for extent in range(0, count, 3):
@@ -137,15 +126,14 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
     assert min(shares) < 1 / 4
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_of_a_running_engine_it_is_what_the_counters_say(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path, mode, monkeypatch) as rig:
+def test_of_a_running_engine_it_is_what_the_counters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("loop", LOOP)
         rig.sweep(file, 4)
         rig.until_pinned(file)
         group = rig.engine.state.owners[file.backing][0]
         before = group.pinned_bytes
-        (layer,) = heat(rig.engine.state, mode)["files"][0]["layers"]
+        (layer,) = heat(rig.engine.state, "steer")["files"][0]["layers"]
         after = group.pinned_bytes
         least, most = sorted((before, after))  # it goes on meanwhile
         assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB

@@ -58,16 +58,6 @@ os.write(1, b"after\\n")
     assert (tmp_path / "log.1").read_text() == "before\n" and (tmp_path / "log").read_text() == "after\n"
 
 
-def test_a_rotation_that_fails_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "log"
-    handler = logs.LogFile(str(path), 0, streams=False)
-    (tmp_path / "log.1" / "in the way").mkdir(parents=True)
-    handler.renew()
-    handler.emit(record("goes on"))
-    assert lines(path) == ["goes on"]
-    assert "cannot be rotated" in caplog.text
-
-
 def test_the_journal_gets_whole_messages_with_their_priority(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(tmp_path / "journal"))

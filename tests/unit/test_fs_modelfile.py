@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import struct
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from llmcache.cache.mixture import MixtureBytes
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.fs.layout import modelfile
+from llmcache.errors import DataError, UsageError
 from llmcache.fs.layout.modelfile import model_bytes
 from tests.unit.gguf_bytes import U16, U32, Gguf
 
@@ -84,14 +80,6 @@ def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) ->
     found = model_bytes(str(paths[given]))
     assert (found.files, found.row_bytes) == (2, 128)
     assert found.loop == MixtureBytes(256 + 64, 512, experts=8, used=2)
-
-
-def test_experts_used_by_layer_are_not_said(tmp_path: Path) -> None:
-    """An array is no number: the file is read, and the answer an upper bound."""
-    content = Gguf(data_bytes=512).tensor(EXPERTS[0], [16, 8], F32, 0)
-    content.array("test.expert_used_count", U32, [content.number(U32, 2)])
-    (tmp_path / "m.gguf").write_bytes(content.file())
-    assert model_bytes(str(tmp_path / "m.gguf")).used is None
 
 
 @pytest.mark.parametrize(
@@ -176,11 +164,3 @@ def test_what_is_not_there_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--model"):
         model_bytes(str(tmp_path / name))
-
-
-def test_what_must_not_be_read_is_the_environments_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = gguf(tmp_path / "m.gguf", LAYER)
-    refuse = Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    monkeypatch.setattr(modelfile, "open", refuse, raising=False)  # root may read everything
-    with pytest.raises(EnvironmentProblem, match=r"--model: .*Permission denied"):
-        model_bytes(str(path))

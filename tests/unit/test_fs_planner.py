@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 from llmcache.cache.loops import Cursor
-from llmcache.fs.engine.group import SINGLE, Group
+from llmcache.fs.engine.group import Group
 from llmcache.fs.engine.planner import Planner
 from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, NoHolder, new_group, new_state
@@ -70,15 +70,6 @@ def test_a_closed_loop_gives_way_to_an_open_one() -> None:
     assert len(wanted(old)) <= 4
 
 
-def test_single_extents_are_never_wanted() -> None:
-    state = new_state(100 * MIB)
-    group = looping(state, "loop", 60, 10**9)
-    for extent in (0, 1, 30):
-        group.set_state(extent, SINGLE)
-    planned(state)
-    assert wanted(group) == set(range(60)) - {0, 1, 30}
-
-
 def test_a_refused_lock_costs_pins_and_no_window() -> None:
     """A kernel that locks nothing more leaves streaming as good as it can be."""
     state = new_state(100 * MIB)
@@ -120,14 +111,6 @@ def test_readers_of_several_programs_that_fall_apart_get_a_wider_window_and_lose
     assert watched(state, group, 0.9, (0, 0)) == 3
     assert watched(state, group, 59, (0, 10**9)) == 3
     assert watched(state, group, 190, (0, 10**9)) == 0
-
-
-def test_threads_of_one_program_are_several_readers_only_when_they_stay_apart() -> None:
-    state = new_state(100 * MIB)
-    group = read_by(state, 1)
-    group.cursors.strays = 9
-    assert watched(state, group, 1.9, (0, 0)) == 0
-    assert watched(state, group, 2.9, (0, 0)) == 1
 
 
 def test_where_a_pass_is_short_a_cursor_that_has_stood_for_part_of_it_is_nobody() -> None:

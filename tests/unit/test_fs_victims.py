@@ -198,39 +198,6 @@ def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> Non
     assert set(coldest) <= set(brought)
 
 
-def test_experts_of_the_layer_that_is_computed_stay() -> None:
-    """A program that is in the middle of one would miss the rest of it at once."""
-    state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state), state.mixtures
-    for expert in (0, 1, 2, 8, 9, 8, 9):  # those of the second layer are used more, and later
-        if mixture.states[expert] == ABSENT:
-            cache.missed(mixture, expert)
-            cache.arrived(mixture, expert, True)
-        else:
-            cache.used(mixture, expert)
-    cache.missed(mixture, 3)
-    cache.arrived(mixture, 3, True)  # the first layer again
-    cache.room_bytes = 0
-    squeeze(state, 4 * MIB)  # and HEADROOM_BYTES
-    assert [debt[1] // (4 * MIB) for debt in cache.victims()] == [8, 9]
-    assert [debt[1] // (4 * MIB) for debt in cache.victims()] == [0], "there are no others"
-
-
-def test_a_use_that_was_missed_counts_once() -> None:
-    """The sample that follows sees it as well."""
-    state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state), state.mixtures
-    for expert in (0, 1):
-        cache.missed(mixture, expert)
-        cache.arrived(mixture, expert, True)
-        mixture.fresh.add(expert)
-        cache.used(mixture, expert)
-    assert 0 < cache.hot.value(1) - cache.hot.value(0) < 0.2, "one use each, one after the other; two count one more"
-    cache.used(mixture, 0)
-    assert cache.hot.least() == 1
-    assert state.counters.hit_bytes == 4 * MIB == state.counters.miss_bytes // 2
-
-
 def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> None:
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state), state.mixtures

@@ -2,6 +2,9 @@
 
 import ast
 import functools
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,11 +53,19 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below `node`; expressions have none."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, block, []):
+            yield child
+            yield from statements(child)
+
+
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
     """Full names of all modules that `path` imports, also inside functions; `from a import b` gives "a" and "a.b"."""
     found: list[str] = []
-    for node in ast.walk(tree_of(path)):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -120,3 +131,29 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(f"{relative(path)}:{node.lineno}")
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+# The daemon loads nothing large: its memory is beside the budget, and a mount starts in a moment.
+LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pandas"}
+DAEMON = [
+    "llmcache.cli.mount",
+    "llmcache.fs.client.mount",
+    "llmcache.fs.daemon.daemon",
+    "llmcache.fs.engine.engine",
+    "llmcache.fs.daemon.controlserver",
+    "llmcache.fs.engine.warmup",
+    "llmcache.fs.daemon.openmetrics",
+    "llmcache.fs.engine.report",
+    "llmcache.fs.client.settings",
+    "llmcache.fs.daemon.logs",
+    "llmcache.fs.daemon.accesslog",
+    "llmcache.cache.steering",
+    "llmcache.cache.loops",
+    "llmcache.cache.detector",
+]
+
+
+def test_the_daemon_loads_nothing_large() -> None:
+    code = f"import sys, {', '.join(DAEMON)}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not LARGE & set(result.stdout.split())

@@ -21,9 +21,7 @@ from llmcache.fs.layout.tensors import (
     Experts,
     ModelLayout,
     Tensor,
-    is_embedding,
     is_expert,
-    is_output,
     order_shards,
     shard_name,
 )
@@ -94,13 +92,6 @@ def test_experts_are_sparse_and_shared_experts_are_not() -> None:
     assert not is_expert("blk.3.ffn_up_shexp.weight")
 
 
-def test_names_of_other_families() -> None:
-    assert is_embedding("transformer.wte.weight") and is_embedding("gpt_neox.embed_in.weight")
-    assert is_output("embed_out.weight") and is_output("language_model.lm_head.weight")
-    assert not is_output("blk.0.attn_output.weight") and not is_output("blk.3.output.weight")
-    assert not is_embedding("blk.0.token_embd.weight")
-
-
 def test_shards_are_ordered_as_one_model() -> None:
     whole = MODELS["gguf"]
     parts = [whole[:40], whole[40:80], whole[80:]]
@@ -160,10 +151,10 @@ def test_every_byte_belongs_to_one_layer(layers: list[int]) -> None:
 
 
 def test_names_of_no_convention_do_not_make_it_large() -> None:
-    found = Anatomy(stored([f"strange_{number}" for number in range(20_000)]))
+    found = Anatomy(stored([f"strange_{number}" for number in range(5000)]))
     parts = list(found.parts())
     assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
-    assert sum(part.tensors for part in parts) == 20_000
+    assert sum(part.tensors for part in parts) == 5000
     assert sys.getsizeof(found._runs) < 1 << 20
     in_turns = Anatomy(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
     parts = list(in_turns.parts())
@@ -201,11 +192,3 @@ def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path
         else:
             number = int(tensor.name.split("experts.")[1].split(".")[0])
             assert (tensor.offset, tensor.size_bytes) in experts.ranges(first + number)
-
-
-def test_a_dense_model_and_one_with_more_slices_than_any_have_none(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.gguf", "--size", "3M")
-    huge = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 1 << 40, "F32", experts=1 << 38),))
-    for layout in (layout_of(path), huge):
-        experts = Experts(layout)
-        assert (experts.count, experts.layers, experts.runs) == (0, [], ())

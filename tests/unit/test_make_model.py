@@ -1,7 +1,6 @@
 """Generated models: right for llama.cpp, for the gguf package and for our own parser; the same bytes every time."""
 
 import hashlib
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import run_cli
-from llmcache.fs.layout.safetensors import index_shards
-from llmcache.fs.layout.tensors import order_shards
 from tests.unit.command_parts import ended
 from tools.bench.routing import layout_of
 from tools.make_model import main
@@ -41,8 +38,8 @@ def test_the_same_arguments_give_the_same_bytes_and_others_others(tmp_path: Path
     second = [Path(line) for line in told.splitlines()]
     other = made(tmp_path / "c" / "m.gguf", "--size", "3M", "--seed", "1")
     assert digest(first) == digest(second) != digest(other)
-    (large,) = made(tmp_path / "d" / "m.gguf", "--size", "40M")
-    for path, size_bytes in ((first[0], 3_000_000), (large, 40_000_000)):
+    (large,) = made(tmp_path / "d" / "m.gguf", "--size", "12M")
+    for path, size_bytes in ((first[0], 3_000_000), (large, 12_000_000)):
         assert abs(path.stat().st_size - size_bytes) < 0.2 * size_bytes
 
 
@@ -84,29 +81,7 @@ def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, tmp_path: Pat
     assert sum(region.size_bytes for region in layout.regions()) == pytest.approx(path.stat().st_size, abs=4096)
 
 
-def test_our_parser_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
-    import gguf
-    import numpy as np
-
-    path = tmp_path / "written.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_custom_alignment(64)
-    writer.add_token_list([f"token {i}" for i in range(1000)])
-    random = np.random.default_rng(0)
-    for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "BF16", "F16", "F32", "TQ2_0", "IQ4_XS"):
-        kind_id = gguf.GGMLQuantizationType[kind]
-        values, size_bytes = gguf.GGML_QUANT_SIZES[kind_id]
-        raw = random.integers(0, 256, (3, 512 // values * size_bytes), np.uint8)
-        writer.add_tensor(f"blk.0.{kind}.weight", raw, raw_dtype=kind_id)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    theirs = [(t.name, int(t.data_offset), int(t.n_bytes)) for t in gguf.GGUFReader(path).tensors]
-    assert theirs == [(t.name, t.offset, t.size_bytes) for t in layout_of(path).tensors]
-
-
-@pytest.mark.parametrize("args", [[], ["--tied"], ["--split", "3"]], ids=["whole", "tied", "shards"])
+@pytest.mark.parametrize("args", [[], ["--tied", "--split", "3"]], ids=["whole", "tied shards"])
 def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     first, *_ = made(tmp_path / "m.gguf", "--size", "3M", *args)
     # In a process of its own: should the library crash, this test fails alone.
@@ -118,33 +93,3 @@ def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, str(first)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-
-
-def test_shards_hold_what_the_whole_model_holds(tmp_path: Path) -> None:
-    (whole,) = made(tmp_path / "whole.gguf", "--size", "5M")
-    paths = made(tmp_path / "parts.gguf", "--size", "5M", "--split", "3")
-    assert [path.name for path in paths] == [f"parts-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    shards = [layout_of(path) for path in paths]
-    assert [shard.shard for shard in shards] == [(0, 3), (1, 3), (2, 3)]
-    ordered = [(r.name, r.role, r.size_bytes) for _, r in order_shards(shards) if r.role != "hot"]
-    assert ordered == [(r.name, r.role, r.size_bytes) for r in layout_of(whole).regions()[1:]]
-    content = whole.read_bytes()
-    by_name = {tensor.name: tensor for tensor in layout_of(whole).tensors}
-    for path, shard in zip(paths, shards, strict=True):
-        part = path.read_bytes()
-        for tensor in shard.tensors:
-            original = by_name[tensor.name]
-            assert part[tensor.offset : tensor.end] == content[original.offset : original.end]
-
-
-def test_safetensors_shards_and_index(tmp_path: Path) -> None:
-    *paths, index = made(tmp_path / "model.safetensors", "--format", "safetensors", "--size", "5M", "--split", "2")
-    assert index.name == "model.safetensors.index.json"
-    assert index_shards(index.read_bytes()) == tuple(path.name for path in paths)
-    shards = [layout_of(path) for path in paths]
-    weight_map = json.loads(index.read_bytes())["weight_map"]
-    for path, shard in zip(paths, shards, strict=True):
-        assert {tensor.name for tensor in shard.tensors} == {n for n, file in weight_map.items() if file == path.name}
-        assert shard.tensors[-1].end == path.stat().st_size
-    assert order_shards(shards)[2][1].name == "model.embed_tokens.weight"
-    assert order_shards(shards)[-1][1].name == "lm_head.weight"

@@ -17,7 +17,6 @@ from tools.make_man import TARGET, made, walk
 PAGES = made()
 COMMANDS = {words: command for words, command in walk(app, "llmcache") if not isinstance(command, click.Group)}
 WITHOUT_FIELDS = {"llmcache completion", "llmcache help"}
-WITH_OVERHEAD = ["trace", "mount", "top", "stats", "doctor", "kv bench", "kv profile", "warmup", "simulate", "reproduce"]
 
 
 def page(words: str) -> str:
@@ -30,12 +29,6 @@ def test_the_pages_in_the_tree_are_those_of_the_commands() -> None:
     assert [name for name in PAGES if there[name] != PAGES[name]] == [], "run tools/make_man.py"
 
 
-def test_they_are_installed() -> None:
-    project = (TARGET.parents[1] / "pyproject.toml").read_text()
-    for directory in {name.split("/")[0] for name in PAGES}:
-        assert f'"share/man/{directory}" = ["tools/man/{directory}/*' in project
-
-
 @pytest.mark.parametrize("words", [*COMMANDS, "llmcachefs"])
 def test_a_page_says_all_of_its_command(words: str) -> None:
     text = page(words)
@@ -46,11 +39,6 @@ def test_a_page_says_all_of_its_command(words: str) -> None:
     options = [name for parameter in command.params if isinstance(parameter, click.Option) for name in parameter.opts]
     assert [name for name in options if make_man.bold(name) not in text] == []
     assert all(f".TP\n\\fB{code}\\fP\n" in text for code in EXIT_CODES)
-
-
-@pytest.mark.parametrize("words", WITH_OVERHEAD)
-def test_what_costs_something_says_what(words: str) -> None:
-    assert "\n.SH OVERHEAD\n" in page(f"llmcache {words}")
 
 
 def test_pages_that_are_named_are_there() -> None:

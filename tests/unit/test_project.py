@@ -86,10 +86,3 @@ def test_the_version_is_one() -> None:
     assert released[0] == llmcache.__version__
     wheel = f"llmcache_toolkit-{llmcache.__version__}-py3-none-any.whl"
     assert all(wheel in (ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
-
-
-def test_scripts_can_be_executed() -> None:
-    tools = ["test", "demo", "docs", "fuzz", "make_man.py", "make_model.py", "make_traces.py", "train_recall.py"]
-    tools += ["long_context.py", "mount.llmcachefs"]
-    for script in (*(f"tools/{tool}" for tool in tools), ".ci/run"):
-        assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"

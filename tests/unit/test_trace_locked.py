@@ -37,12 +37,6 @@ def test_the_loop_is_what_was_seen_and_what_was_locked() -> None:
     assert any("1.23 MB of /mnt/models/m.gguf that its mount keeps locked" in line for line in summary(found))
 
 
-@pytest.mark.parametrize(("shown", "hidden"), [(1000, 0), (800, 200), (600, 300)])
-def test_what_was_seen_in_spite_of_it_counts_once(shown: int, hidden: int) -> None:
-    found = passes(locked_extra({0: 300 * BLOCK}), shown)
-    assert sum(each.size_bytes for each in found.locked) == hidden * BLOCK
-
-
 def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     answers = {FILE.path: [500, 300], OTHER.path: [0]}
     asked = LockedBytes(lambda file: answers[file.path].pop(0))

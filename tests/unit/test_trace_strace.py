@@ -308,14 +308,14 @@ LINES = ('openat(AT_FDCWD, "/m", O_RDONLY) = 3', 'read(3, "x", 1) = 1', 'read(3,
         (("1700000000.9 ", "1700000000.8 ", "1700000001.0 "), (1700000000900000000, 1700000001000000000), "-ttt"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("pid", ["", "77 ", "[pid    77] "])
 def test_times_and_processes_in_every_form(
-    prefixes: tuple[str, ...], times: tuple[int, int], clock: str, pid: str, tmp_path: Path
+    prefixes: tuple[str, ...], times: tuple[int, int], clock: str, tmp_path: Path
 ) -> None:
-    loaded = read("".join(f"{pid}{prefix}{line}\n" for prefix, line in zip(prefixes, LINES, strict=True)), tmp_path)
-    assert tuple(loaded.t_ns.tolist()) == times
-    assert clock in loaded.provenance.clock
-    assert set(loaded.pid.tolist()) == {77 if pid else 0}
+    for pid in ("", "77 ", "[pid    77] "):
+        loaded = read("".join(f"{pid}{prefix}{line}\n" for prefix, line in zip(prefixes, LINES, strict=True)), tmp_path)
+        assert tuple(loaded.t_ns.tolist()) == times
+        assert clock in loaded.provenance.clock
+        assert set(loaded.pid.tolist()) == {77 if pid else 0}
 
 
 def test_provenance_counts_what_is_uncertain(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def strace_problem() -> str | None:
     return tried.stderr.strip() or "strace cannot trace" if tried.returncode else None
 
 
-@pytest.mark.parametrize("options", ["-f -ttt -y", "-f -tt -yy -T", "-f -r", "-f -t -s 0"])
+@pytest.mark.parametrize("options", ["-f -tt -yy -T", "-f -r"])
 def test_a_real_log_means_what_the_program_did(options: str, tmp_path: Path) -> None:
     if problem := strace_problem():
         pytest.skip(problem)
