@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -143,6 +144,23 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
         Path(found.info).write_text(json.dumps({"pid": pid}))
         assert control.daemon_pid("/nowhere", OTHER) is None
     os.close(lock)
+
+
+def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
+    found = control.files("/nowhere")
+    os.close(controlserver.take_lock(found, "/nowhere"))
+    looking: list[bool] = []
+    plain = fcntl.flock
+
+    def look_twice(fd: int, how: int) -> None:
+        plain(fd, how)
+        if not looking:
+            looking.append(True)
+            looking.append(control.is_locked(found))
+
+    monkeypatch.setattr(fcntl, "flock", look_twice)
+    assert not control.is_locked(found) and looking == [True, False]
 
 
 def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str) -> None:
