@@ -59,12 +59,6 @@ def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "no spill file stays"
 
 
-def test_a_chain_and_everything_kept(tmp_path: Path) -> None:
-    told = task(tmp_path, "chain", "--context", "512", "--policy", "full,quest", "--budget", "64")
-    full, own, quest = (row["answers"] for row in told["rows"])
-    assert full["questions"] == 32 and own["right"] == full["right"] and quest["share"] < full["share"]
-
-
 def test_a_model_with_a_tokenizer_is_asked_in_words(tmp_path: Path) -> None:
     directory = worded(tmp_path / "model")
     told = task(tmp_path, "needle", "--model", str(directory), "--context", "1100", "--policy", "window", "--budget", "64")
