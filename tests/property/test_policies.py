@@ -29,7 +29,7 @@ def test_contract_on_short_traces(name: str, case: Case) -> None:
         clause(name, case)
 
 
-@pytest.mark.parametrize("capacity", [1, 20, 320])
+@pytest.mark.parametrize("capacity", [20, 320])
 @pytest.mark.parametrize("name", POLICIES)
 def test_contract_on_long_traces(name: str, capacity: int) -> None:
     for clause in clauses(name):
