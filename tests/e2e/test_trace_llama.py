@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
-TOKENS = 12
+TOKENS = 8
 PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the time of a token by much
 
 
