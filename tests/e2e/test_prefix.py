@@ -428,15 +428,6 @@ def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened
         assert other.flush(10) and other.counters.stored_blocks == 2
 
 
-def test_a_cache_is_asked_by_its_llama(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    model = opened(tiny)
-    with pytest.raises(TypeError, match="set_cache"):
-        cache[prompt(300)]
-    with pytest.raises(TypeError, match="set_cache"):
-        cache[prompt(300)] = model.save_state()
-    assert cache.cache_size == 0
-
-
 def test_what_cannot_be_written_is_dropped_with_a_line(
     tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
-from llmcache.kv.bench.results import STOCK, KvMemory, Speed
+from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.tasks import RECALL_MODEL
@@ -140,14 +140,3 @@ def test_lengths_are_measured_beside_the_stock_cache(tmp_path: Path) -> None:
     quest = rows[4]
     assert quest.kv_share(full) < 1 and quest.share_with_index(full) > quest.kv_share(full)
     assert not list(tmp_path.iterdir())
-
-
-def test_where_a_cache_gets_faster_is_told_from_the_longest_on() -> None:
-    speed = [(1, 2.0), (2, 0.9), (4, 1.1), (8, 0.8), (16, 0.5)]
-    rows = [made(tokens, policy, ms) for tokens, times in speed for policy, ms in (("stock", 1.0), ("quest", times))]
-    assert lengths.faster_from(rows, "quest") == 8
-    assert lengths.faster_from(rows[:6], "quest") is None
-
-
-def made(tokens: int, policy: str, ms: float) -> lengths.LengthRow:
-    return lengths.LengthRow(tokens, policy, policy, Speed(1, 0, 0, ms * 1e6, {}), KvMemory(1, 0), {})
