@@ -1,6 +1,6 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, and the names of models (smollm2, gemma)
+Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, and the names of a model (gemma)
 and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
@@ -106,7 +106,6 @@ TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
     "llama": (_lacking(*LLAMA), INSTALLED),
     "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
     "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),
-    "smollm2": (_lacking(*LLAMA, files=[SMOLLM2]), "tools/test fetches it"),
     "gemma": (_lacking(*LLAMA, files=[GEMMA]), "tools/test fetches it"),
     "models": (
         _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),

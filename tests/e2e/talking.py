@@ -55,14 +55,14 @@ def next_turn(ids: list[int]) -> torch.Tensor:
     return torch.cat([torch.tensor(ids), more])[None]
 
 
-def part(name: str, path: str, ssd: str, last: int) -> dict[str, Any]:
+def part(name: str, path: str, last: int) -> dict[str, Any]:
     """Return what a part of the conversation says; `last`: the last token that was said before it."""
     if name == "stock":
         cache = transformers.DynamicCache(config=model().config)
         first = turn(cache, prompt())
         return {"begin": first, "go-on": turn(cache, next_turn(first["ids"]))}
     enable(model())
-    options: dict[str, Any] = {"token_budget": 8192, "cpu_pages": CPU_PAGES, "ssd": ssd, "threads": 2}
+    options: dict[str, Any] = {"token_budget": 8192, "cpu_pages": CPU_PAGES, "threads": 2}
     if name == "begin":
         with SpillCache(model().config, path=path, **options) as spilled:
             said = turn(spilled, prompt())

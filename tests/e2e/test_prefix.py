@@ -23,7 +23,7 @@ import pytest
 
 from llmcache.kv.prefix.state import StateLayout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
-from tests.conftest import GEMMA, SMOLLM2
+from tests.conftest import GEMMA
 
 if TYPE_CHECKING:
     from llmcache.kv.llama import PrefixCache
@@ -141,13 +141,14 @@ def test_a_restored_prompt_goes_on_as_an_evaluated_one(
     assert logits(live) == logits(again)
 
 
-@pytest.mark.parametrize("common", [599, 513, 512, 300, 17])
+@pytest.mark.parametrize("common", [513, 300, 17])
 def test_a_prompt_that_differs_restores_what_is_common(tiny: Path, opened: Open, cache: PrefixCache, common: int) -> None:
     answer(opened(tiny, cache), prompt(600), 1)
     other = prompt(600)[:common] + prompt(50, seed=1)
     restored = common if common != 513 else 512  # 16 tokens of a block at least
     assert answer(opened(tiny, cache), other, 64) == reused(opened(tiny), prompt(600), other, restored, 64)
     assert cache.counters.restored_tokens == restored
+    assert cache.restore(opened(tiny, n_ctx=512), prompt(600)) == 512, "what fits into the context"
 
 
 def test_what_the_model_still_has_is_not_restored(tiny: Path, opened: Open, cache: PrefixCache) -> None:
@@ -191,7 +192,7 @@ def test_fifty_conversations_take_a_fifth_of_their_whole_states(tiny: Path, open
     assert sorted(entry.key.kind for entry in cache.store.entries()) == [*["kv"] * 8, *["part"] * 50]
 
 
-def test_another_model_of_the_same_name_has_other_blocks(
+def test_another_model_of_the_same_name_and_other_settings_have_other_blocks(
     tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
 ) -> None:
     other = make_model(tmp_path / "other" / tiny.name, "--seed", "1")
@@ -200,23 +201,17 @@ def test_another_model_of_the_same_name_has_other_blocks(
     answer(opened(tiny, cache), prompt(300), 16)
     assert answer(opened(other, cache), prompt(300), 16) == plain
     assert cache.counters.hits == 0 and len(cache.store.models()) == 2
+    for settings in ({"rope_freq_base": 5e4}, {"rope_freq_scale": 0.5}, {"flash_attn": True}, {"type_k": Q8_0}):
+        plain = answer(opened(tiny, **settings), prompt(300))
+        assert answer(opened(tiny, cache, **settings), prompt(300)) == plain
+        assert cache.counters.hits == 0, settings
     copy = tmp_path / "copied.gguf"
     copy.write_bytes(tiny.read_bytes())
     answer(opened(copy, cache), prompt(300), 16)
     assert cache.counters.hits == 1, "a copy is the same model"
 
 
-@pytest.mark.parametrize(
-    "settings", [{"rope_freq_base": 5e4}, {"rope_freq_scale": 0.5}, {"flash_attn": True}, {"type_k": Q8_0}], ids=str
-)
-def test_other_settings_have_other_blocks(tiny: Path, opened: Open, cache: PrefixCache, settings: dict[str, Any]) -> None:
-    answer(opened(tiny, cache), prompt(300), 1)
-    plain = answer(opened(tiny, **settings), prompt(300))
-    assert answer(opened(tiny, cache, **settings), prompt(300)) == plain
-    assert cache.counters.hits == 0
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 2])
 def test_a_damaged_block_ends_what_is_restored(
     tiny: Path, opened: Open, cache: PrefixCache, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,11 +393,6 @@ def test_what_llama_evaluates_anew_is_not_stored(
     assert not cache.store.entries()
 
 
-def test_a_longer_prompt_than_the_context_restores_what_fits(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    answer(opened(tiny, cache), prompt(600), 1)
-    assert cache.restore(opened(tiny, n_ctx=512), prompt(600)) == 512
-
-
 def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
     model = opened(tiny, cache, embedding=True)
     assert cache.restore(model, prompt(300)) == 0
@@ -415,16 +405,16 @@ def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, ca
 def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, opened: Open, cache: PrefixCache) -> None:
     def told(model: Any, echo: bool) -> list[float]:
         settings = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
-        answered = model.create_completion(TEXT[:500], **settings)["choices"][0]["logprobs"]["token_logprobs"]
+        answered = model.create_completion(TEXT[:400], **settings)["choices"][0]["logprobs"]["token_logprobs"]
         return [probability for probability in answered if probability is not None]
 
-    answer(opened(tiny, cache), TEXT[:500], 1)
+    answer(opened(tiny, cache), TEXT[:400], 1)
     plain, model = opened(tiny, logits_all=True), opened(tiny, cache, logits_all=True)
     assert told(model, echo=False) == pytest.approx(told(plain, echo=False), abs=1e-4)
     assert cache.counters.hits == 1
     echoed = told(model, echo=True)
     assert echoed == pytest.approx(told(plain, echo=True), abs=1e-4)
-    assert cache.counters.hits == 1 and len(echoed) > 200
+    assert cache.counters.hits == 1 and len(echoed) > 160
 
 
 def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened: Open, cache: PrefixCache) -> None:
@@ -436,15 +426,6 @@ def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened
     with stored(cache.store.directory.parent / "other") as other:
         other.keep(model, own)
         assert other.flush(10) and other.counters.stored_blocks == 2
-
-
-def test_a_cache_is_asked_by_its_llama(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    model = opened(tiny)
-    with pytest.raises(TypeError, match="set_cache"):
-        cache[prompt(300)]
-    with pytest.raises(TypeError, match="set_cache"):
-        cache[prompt(300)] = model.save_state()
-    assert cache.cache_size == 0
 
 
 def test_what_cannot_be_written_is_dropped_with_a_line(
@@ -485,7 +466,7 @@ def test_after_a_kill_everything_restored_is_right(
 ) -> None:
     plain = opened(tiny)
     with stored(tmp_path / "kv") as cache:
-        for turn in range(3):
+        for turn in range(2):
             command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
             pair = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
             for process in pair:
@@ -498,7 +479,7 @@ def test_after_a_kill_everything_restored_is_right(
                 process.wait()
             tokens = prompt(512) + prompt(256, seed=turn * 100)
             assert answer(opened(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
-        assert cache.counters.hits == 3 and not caplog.messages
+        assert cache.counters.hits == 2 and not caplog.messages
     BlockStore(tmp_path / "kv", 10**9)
     assert not list((tmp_path / "kv").rglob("new-*"))
 
@@ -512,20 +493,6 @@ def test_what_waits_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -
 TEXT = "".join(f"Item {i}: the value of register {i * 7919 % 1000} is {i * i % 977}.\n" for i in range(20))
 
 
-@pytest.mark.smollm2
-def test_smollm2_goes_on_from_the_disk(opened: Open, cache: PrefixCache) -> None:
-    settings = {"n_batch": 512}
-    model = opened(SMOLLM2, cache, **settings)
-    tokens = model.tokenize(TEXT.encode())[:300]
-    plain = opened(SMOLLM2, **settings)
-    assert answer(model, tokens, 32) == answer(plain, tokens, 32)
-    assert answer(opened(SMOLLM2, cache, **settings), tokens, 32) == reused(plain, tokens, tokens, len(tokens), 32)
-    assert cache.counters.restored_tokens == len(tokens) > 256
-    question, common = tokens[:-20] + model.tokenize(b"Who?", add_bos=False), len(tokens) - 20
-    assert answer(opened(SMOLLM2, cache, **settings), question, 32) == reused(plain, tokens, question, common, 32)
-    assert cache.counters.restored_tokens == len(tokens) + common
-
-
 @pytest.mark.gemma
 @pytest.mark.parametrize("full", [True, False], ids=["full-size", "window"])
 def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
@@ -534,11 +501,11 @@ def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
     settings = {"swa_full": full, "n_batch": 64, "n_ubatch": 64}
     model = opened(GEMMA, cache, **settings)
     tokens = (model.tokenize(TEXT.encode()) * 2)[:560]  # more than a window
-    plain = answer(model, tokens, 16)
+    plain = answer(model, tokens, 8)
     if full:
         model.set_cache(None)
-        plain = reused(model, tokens, tokens, 560, 16)
-    assert answer(opened(GEMMA, cache, **settings), tokens, 16) == plain
+        plain = reused(model, tokens, tokens, 560, 8)
+    assert answer(opened(GEMMA, cache, **settings), tokens, 8) == plain
     assert cache.counters.restored_tokens == (560 if full else 512)
     assert {entry.key.kind for entry in cache.store.entries()} == ({"kv", "part"} if full else {"state"})
     assert ("stored whole" in caplog.text) is not full
@@ -610,7 +577,6 @@ def test_a_server_that_was_killed_goes_on_from_the_disk(
     ("words", "told"),
     [
         (("--model", "x", "--cache", "true"), "--cache"),
-        (("--model", "/nowhere.gguf"), "does not exist"),
         ((), "--model FILE"),
     ],
 )

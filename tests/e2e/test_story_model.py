@@ -4,7 +4,7 @@ All is real: llama.cpp, the cap on its memory (a cgroup over client, daemon and 
 and the commands. Only the processor is *emulated*: it is made slow (`llama_tokens --compute`), so that the time of a
 token is about the same on a busy machine and on a quiet one; and llama.cpp and the mount are served before other work.
 T is what a token takes where storage is no limit: measured over the mount at work, so that it has what passing bytes on
-costs the processor, which the sizing calculator knows nothing of (arena copies each byte twice).
+costs the processor, which the sizing calculator knows nothing of.
 """
 
 from __future__ import annotations
@@ -84,15 +84,17 @@ def answers(model: Path) -> list[int]:
     return [event["crc"] for event in events if event["event"] == "step"]
 
 
-def tell(model: Path, scratch: Path, mode: str) -> Told:
+def tell(model: Path, scratch: Path) -> Told:
     """The whole story, once: enough memory, too little with fast storage and with slow, as advised, and enough again."""
     scratch.mkdir()
     storage = bandwidth(model)
     forget(model)
     enough = 2 * model.stat().st_size
+    command = (*first_served(), sys.executable, "-m", "llmcache", "mount")
+    mount = Mounted(command=command, options=("--mode", "steer"))
     with (
         Cgroup("story", directory=model) as group,
-        _mount(mode).open(group, model.parent, enough, scratch) as opened,
+        mount.open(group, model.parent, enough, scratch) as opened,
         decoding(opened.root / model.name, group, COMPUTE_S, scratch / "story") as running,
     ):
         compute_s = running.next_seconds(3, skip=1)
@@ -124,10 +126,6 @@ def tell(model: Path, scratch: Path, mode: str) -> Told:
     return Told(classes, header, before, after, stats, *times, answers, oom_kills)
 
 
-def _mount(mode: str) -> Mounted:
-    return Mounted(command=(*first_served(), sys.executable, "-m", "llmcache", "mount"), options=("--mode", mode))
-
-
 def _memory(header: dict[str, Any], model: Path) -> int:
     """The cap: what the advised cache, client and mount need, which is less than client and model."""
     cap = int(header["llmcachefs_cache_bytes"]) + CLIENT_BYTES + MOUNT_BYTES
@@ -146,14 +144,13 @@ def _traced(running: Decoding, trace: Path) -> tuple[float, dict[str, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_a_model_larger_than_memory(model: Path, answers: list[int], tmp_path: Path, mode: str) -> None:
+def test_a_model_larger_than_memory(model: Path, answers: list[int], tmp_path: Path) -> None:
     for number in range(1, TIMES_TOLD + 1):
-        told = tell(model, tmp_path / str(number), mode)
+        told = tell(model, tmp_path / str(number))
         assert told.oom_kills == 0
         assert told.answers == answers[: len(told.answers)], "the mount gave a wrong byte"
         try:
-            check_the_loop(told, mode)
+            check_the_loop(told)
             check_the_times(told)
             return
         except AssertionError as error:
@@ -163,7 +160,7 @@ def test_a_model_larger_than_memory(model: Path, answers: list[int], tmp_path: P
                 raise
 
 
-def check_the_loop(told: Told, mode: str) -> None:
+def check_the_loop(told: Told) -> None:
     """The trace has the loop that the model's header tells, at the pace of the tokens."""
     loops = [row for row in told.classes["rows"] if (row["class"], row["op"]) == ("LOOP", "read")]
     main = max(loops, key=lambda row: int(row["accesses"]))
@@ -172,7 +169,7 @@ def check_the_loop(told: Told, mode: str) -> None:
     assert told.before["loop_bytes"] == pytest.approx(told.header["loop_bytes"], rel=0.03)
     locked = totals["locked_loop_bytes"]
     assert totals["loop_at_once_bytes"] + locked == pytest.approx(told.before["loop_bytes"], rel=1e-6)
-    assert 0.9 * TOO_SMALL < locked / 1e6 <= TOO_SMALL if mode == "steer" else locked == 0
+    assert 0.9 * TOO_SMALL < locked / 1e6 <= TOO_SMALL
 
 
 def check_the_times(told: Told) -> None:

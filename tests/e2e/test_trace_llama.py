@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
-TOKENS = 12
+TOKENS = 8
 PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the time of a token by much
 
 
@@ -82,10 +82,3 @@ def test_layers_come_in_their_order_and_from_storage(run: Run) -> None:
         assert layer["miss_ratio"] > 0.5
     (output,) = (layer for layer in layers if layer["layer"] == "output.weight")
     assert output["place"] > numbered[-1]["place"]
-
-
-def test_the_sizing_it_suggests_is_about_the_loop(run: Run) -> None:
-    command = [sys.executable, "-m", *run.classes["size_command"].split(), "--bw", "500", "--t", "20ms", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT)
-    need = json.loads(result.stdout)["loop_cache_bytes"]
-    assert need == pytest.approx(run.loop_bytes - 500e6 * 0.02, rel=0.03)

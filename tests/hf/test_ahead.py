@@ -43,12 +43,11 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
     assert torch.equal(found, seen["queries"])
 
 
-@pytest.mark.parametrize("ssd", ["file", "csd"])
-def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled: Enabled, ssd: str, tmp_path: Path) -> None:
+def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled: Enabled, tmp_path: Path) -> None:
     model = enabled("qwen3")
     results = []
     for ahead in (False, True):
-        settings: dict[str, Any] = {"token_budget": 80, "path": tmp_path, "cpu_pages": 5, "ssd": ssd, "threads": 2}
+        settings: dict[str, Any] = {"token_budget": 80, "path": tmp_path, "cpu_pages": 5, "threads": 2}
         with SpillCache(model.config, **settings, lookahead=ahead) as cache:
             results.append(generate(model, cache, prompt(200)))
     check_same(results[0], results[1])

@@ -14,8 +14,8 @@ from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.subject import accuracy, load_model
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from tests.hf.tiny_models import tiny, words
-from tools import long_context
-from tools.train_recall import copying, far_recalling, recalling, train
+from tools import long_context, train_recall
+from tools.train_recall import train
 
 CONTEXTS = 4
 
@@ -39,14 +39,9 @@ def full(tokens: int) -> float:
     return accuracy(model(), questions(tokens))
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_the_model_knows_its_task(tokens: int) -> None:
-    assert full(tokens) >= 0.99
-
-
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_a_fifth_of_the_context_is_enough(tokens: int) -> None:
-    assert share("hillinfer", tokens, alpha=0.2) >= full(tokens) - 0.01
+def test_a_fifth_of_the_context_is_enough() -> None:
+    assert min(full(1024), full(4096)) >= 0.99, "the model knows its task"
+    assert share("hillinfer", 4096, alpha=0.2) >= full(4096) - 0.01
 
 
 def test_so_are_128_tokens_from_the_ssd(tmp_path: Path) -> None:
@@ -58,8 +53,8 @@ def test_the_newest_tokens_alone_are_not() -> None:
 
 
 def test_a_passkey_is_found_at_every_depth() -> None:
-    for depth in np.arange(0, 1, 0.19):
-        task = passkey(np.random.default_rng(5), 4, 1024, depth=float(depth))
+    for depth in (0, 0.4, 0.95):
+        task = passkey(np.random.default_rng(5), 4, 1024, depth=depth)
         assert accuracy(model(), task, "mass", token_budget=64, threads=2) == 1, f"depth {depth}"
 
 
@@ -112,40 +107,14 @@ def test_a_model_from_a_directory_is_asked_about_a_text(
         lines(monkeypatch, capsys, *(argument + "x" if argument == str(text) else argument for argument in arguments))
 
 
-# The script that trains the model: its lessons say what they should, and a few steps of it go through
+# The script that trains the model: a few steps of it go through
 
 
-def test_what_is_to_be_foreseen_can_be() -> None:
-    rng = np.random.default_rng(0)
-    copied = copying(rng, 4, 64)
-    for ids, foreseen in zip(copied.ids, copied.foreseen, strict=True):
-        period = int(np.flatnonzero(ids[1:] == ids[0])[0]) + 1
-        places = np.flatnonzero(foreseen)
-        assert (ids[places] == ids[places - period]).all()
-        assert len(places) == 64 - period - 1
-    lesson = recalling(rng, 4, 256)
-    assert lesson.ids.shape == (4, 256)
-    for ids, foreseen in zip(lesson.ids, lesson.foreseen, strict=True):
-        for place in np.flatnonzero(foreseen):
-            first = np.flatnonzero(ids == ids[place - 1])[0]
-            assert first < place - 1
-            assert ids[first + 1] == ids[place]
-
-
-def test_positions_jump_but_never_back() -> None:
-    lesson = far_recalling(np.random.default_rng(0), 512)
-    assert lesson.positions is not None
-    steps = np.diff(lesson.positions)
-    assert (steps >= 1).all()
-    assert 1 <= (steps > 1).sum() <= 2
-    assert lesson.positions.max() < 8192
-
-
-def test_a_few_steps_write_a_model(tmp_path: Path) -> None:
+def test_a_few_steps_write_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_recall, "known", lambda model, tokens, contexts: tokens / 10_000)
     options = argparse.Namespace(out=tmp_path, start=None, short_steps=2, long_steps=1, contexts=1, threads=2, seed=3)
     result = train(options, lambda line: None)
     assert set(result["known"]) == {512, 1024, 2048, 4096}
-    assert result["known"][512] < 0.5
     assert (tmp_path / "model.safetensors").stat().st_size > 1_800_000
     with pytest.raises(UsageError, match=r"OUT: .* is not empty"):
         train(options, lambda line: None)

@@ -18,8 +18,10 @@ from tests.unit.kv_parts import small_disk
 from tests.unit.store_parts import crash
 
 
-@pytest.mark.parametrize(("ssd", "full_tokens"), [("file", 0), ("csd", 0), ("file", 165), ("csd", 4096)])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "ssd", "full_tokens"),
+    [("llama", "file", 0), ("gemma3", "csd", 0), ("gemma3", "file", 165), ("llama", "file", 4096)],
+)
 def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(
     enabled: Enabled, family: str, ssd: str, full_tokens: int, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from llmcache.errors import UsageError
 from llmcache.kv.transformers import SpillCache, enable
 from tests.hf.tiny_models import VOCABULARY, Enabled, both, check_same, generate, prompt, single, stock, tiny, whole, words
 
-POLICIES = ["hillinfer", "h2o", "icecache", "mass"]
+POLICIES = ["hillinfer", "h2o", "icecache"]
 
 
 def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
@@ -34,15 +34,14 @@ def steps(model: Any, cache: Any, tokens: int = 20, batch: int = 3) -> torch.Ten
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_autocast(family: str) -> None:
+def test_autocast() -> None:
     """Rotary embeddings leave keys in float32 there, and values are in half precision."""
 
     def run(model: Any, cache: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return generate(model, cache, prompt())
 
-    check_same(*both(tiny(family), whole("full"), run))
+    check_same(*both(tiny("gemma3"), whole("full"), run))
 
 
 def test_inference_mode(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert expected == got
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_prompt_of_embeddings(enabled: Enabled, family: str, tmp_path: Path) -> None:
     """Their ids are not known."""
     model, ids = enabled(family), single(70)["input_ids"]
@@ -109,17 +108,16 @@ def test_two_caches_in_two_threads(llama: Any, tmp_path: Path) -> None:
         check_same(generate(llama, stock(llama), asked), got[number])
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path, lookahead: bool) -> None:
+def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None:
     """Wherever the signal comes, the cache holds whole steps, and goes on like one that has read the same tokens.
 
     Python loses a signal that comes within a weak reference's callback: what is generated then fits the budget, too.
     """
     torch.set_grad_enabled(False)
     try:
-        with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
+        with whole(path=tmp_path, cpu_pages=4, lookahead=True)(llama) as cache:
             generate(llama, cache, single(), max_new_tokens=40, eos_token_id=-1)  # compiles what is not compiled yet
-        for delay in (0.03, 0.06, 0.09, 0.12):
+        for delay, lookahead in ((0.03, True), (0.05, False), (0.07, True), (0.09, False), (0.12, True)):
             with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
                 timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
                 with suppress(KeyboardInterrupt):
@@ -179,7 +177,7 @@ def test_sequences_that_were_chosen_are_as_if_they_had_been_read(llama: Any, pol
                 llama(input_ids=inputs if after else inputs[chosen], past_key_values=cache)
                 if after:
                     cache.batch_select_indices(chosen)
-                found.append(steps(llama, cache, 36))
+                found.append(steps(llama, cache, 20))
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
 
 
@@ -231,11 +229,6 @@ def test_no_gradient_is_wrong_silently(llama: Any) -> None:
         with pytest.raises(UsageError, match="backward: "):
             loss.backward()
     llama.zero_grad()
-
-
-def test_keys_and_values_of_two_types() -> None:
-    with SpillCache(tiny("llama").config) as cache, pytest.raises(UsageError, match="dtype: keys of type"):
-        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16).half(), 0)
 
 
 def test_half_precision_after_enable() -> None:

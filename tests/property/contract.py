@@ -62,7 +62,7 @@ def long_case(capacity: int, seed: int) -> Case:
     """Thousands of references over 600 blocks: a loop in fragments, scans and hot blocks; windows and ghosts fill."""
     source = np.random.default_rng(seed)
     runs: list[tuple[int, int]] = []
-    for _ in range(30):
+    for _ in range(15):
         runs += [(at, 50) for at in range(0, 300, 50)]
         runs += [(int(block), 1) for block in source.integers(300, 340, 20)]
         start = int(source.integers(340, 560))

@@ -81,43 +81,8 @@ def test_a_longer_interval_only_saves(one: Configuration) -> None:
     np.testing.assert_allclose(kv * RISING, kv[0], rtol=1e-9)
 
 
-def pair(one: Configuration) -> list[Configuration]:
-    """The configuration without eviction and with it, neither recomputing; an evictor's own power is a loss by itself."""
-    policy = replace(one.policy, recompute="none")
-    one = replace(one, profile=replace(one.profile, evictor_w=0.0))
-    return [one.on(replace(one.system, policy=replace(policy, evict=evict))) for evict in (False, True)]
-
-
-def by_cache_alone(one: Configuration) -> Configuration:
-    """The case without what can make eviction gain less where there is more to evict.
-
-    The prefill (alike for both if the budget holds the context), the chip's own memory (of one size, it helps a small
-    cache more than a large one), overlap (a step that the array bounds gains little, whatever DRAM does).
-    """
-    bare = replace(one.system, hardware=replace(one.hardware, kv_capacity_bytes=0, overlap=False))
-    return with_workload(one.on(bare), context=min(one.workload.context, one.workload.budget))
-
-
 STALLS = 2e-3
 """What the evictor's stalls cost at most in energy: leakage and refresh of a cycle per head, layer and sequence."""
-
-
-@given(cases())
-@settings(max_examples=examples(60), deadline=None)
-def test_eviction_never_gains_more_than_its_bound(one: Configuration) -> None:
-    """mean(n) / mean(min(n, N')), strictly once anything is evicted; costs are linear if nothing stays on the chip.
-
-    Or the same of tiles: the array takes as long for a part of one as for a whole one.
-    """
-    one = by_cache_alone(one)
-    found = evaluate(pair(one), groups=None)  # means of groups differ by more than some gains
-    latency_s = found.latency_s - found.latencies_s["eviction"]
-    cached, rows = one.workload.context + 1 + np.arange(one.workload.decode), one.hardware.array_rows
-    tiles = [np.ceil(tokens / rows).sum() for tokens in (cached, np.minimum(cached, one.workload.budget))]
-    assert one.workload.eviction_bound >= 1
-    bound = max(one.workload.eviction_bound, tiles[0] / tiles[1])
-    for gain in (latency_s[0] / latency_s[1], found.energy_j[0] / found.energy_j[1]):
-        assert gain < bound or (bound == 1 and gain <= 1 + SLACK)
 
 
 @given(cases())

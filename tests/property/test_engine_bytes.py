@@ -34,7 +34,7 @@ def test_every_byte_is_right_and_memory_is_bounded(rig: Rig) -> None:
             in_threads(
                 looper(rig, small, 4),
                 looper(rig, large, 2),
-                *[reader(rig, files, seed * 100 + n, 250) for n in range(4)],
+                *[reader(rig, files, seed * 100 + n, 150) for n in range(4)],
             )
         finally:
             done.set()

@@ -66,13 +66,13 @@ def state_of(core: Steering) -> dict[str, Any]:
 
 def two_loops(rig: Rig) -> None:
     files = [rig.file("a", LOOP), rig.file("b", 20 * MIB)]
-    in_threads(looper(rig, files[0], 5), looper(rig, files[1], 8))
+    in_threads(looper(rig, files[0], 4), looper(rig, files[1], 6))
 
 
 def random_readers(rig: Rig) -> None:
     files = [rig.file("a", LOOP), rig.file("b", 5 * MIB), rig.file("c", LOOP + MIB)]
-    jobs: list[Callable[[], None]] = [reader(rig, files, seed, 400) for seed in range(3)]
-    in_threads(*jobs, looper(rig, files[0], 4))
+    jobs: list[Callable[[], None]] = [reader(rig, files, seed, 200) for seed in range(3)]
+    in_threads(*jobs, looper(rig, files[0], 3))
 
 
 def changes_behind(rig: Rig) -> None:
@@ -93,7 +93,7 @@ def budgets(rig: Rig) -> None:
             rig.engine.resize(source.randrange(4, 40) * MIB)
             rig.kernel.read(file, source.randrange(LOOP), 300_000)
 
-    in_threads(looper(rig, file, 6), looper(rig, file, 6), resize)
+    in_threads(looper(rig, file, 4), looper(rig, file, 4), resize)
 
 
 def storage_errors(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from llmcache.errors import UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.policies.base import PolicySettings
-from llmcache.kv.policies.baselines import RULES, LeoAM, LeoAMSettings, OracleSettings, largest_channels
+from llmcache.kv.policies.baselines import RULES, LeoAM, LeoAMSettings, OracleSettings
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.mass import MassSettings
 from llmcache.kv.tiers import KvStore, Selection
@@ -59,35 +59,29 @@ def selections(name: str, settings: PolicySettings, case: Case, path: Path, step
 # The contract
 
 
-@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
 @pytest.mark.parametrize("name", POLICIES)
-def test_selections_are_in_order_in_the_middle_and_of_the_right_size(name: str, case: Case, tmp_path: Path) -> None:
-    with running(name, QUARTER, case, tmp_path) as run:
+def test_selections_are_in_order_in_the_middle_and_of_the_right_size(name: str, tmp_path: Path) -> None:
+    """And to select changes nothing."""
+    with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
         assert expected(run) > 0
-        for _ in range(20):  # the window moves on
-            for layer in range(LAYERS):
-                check_selection(run, run.policy.select(layer, run.queries(layer)))
+        for _ in range(18):  # the window moves on
+            traffic, found = run.store.traffic, []
+            before = traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist()
+            for layer in (0, *range(LAYERS)):
+                found.append(run.policy.select(layer, run.queries(layer)))
+                check_selection(run, found[-1])
+            np.testing.assert_array_equal(found[0].positions, found[1].positions)
+            assert before == (traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist())
             run.step()
 
 
-@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, case: Case, tmp_path: Path) -> None:
-    with running(name, ALL, case, tmp_path) as run:
-        for _ in range(3):
-            for layer, (_, out) in enumerate(run.step()):
-                assert np.array_equal(out, run.full(layer))
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_selecting_changes_nothing(name: str, tmp_path: Path) -> None:
-    with running(name, QUARTER, CASE, tmp_path) as run:
-        run.step()
-        traffic = run.store.traffic
-        before = traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist()
-        found = [run.policy.select(layer, run.queries(layer)).positions for layer in (0, 1, 0)]
-        np.testing.assert_array_equal(found[0], found[2])
-        assert before == (traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist())
+def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, tmp_path: Path) -> None:
+    for number, case in enumerate(variants(CASE)):
+        with running(name, ALL, case, tmp_path / str(number)) as run:
+            for _ in range(2):
+                for layer, (_, out) in enumerate(run.step()):
+                    assert np.array_equal(out, run.full(layer)), case
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -125,7 +119,7 @@ def test_padding_is_chosen_last(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
     with running(name, PolicySettings(token_budget=64), Case(context=5), tmp_path) as run:
-        for _ in range(59):
+        for _ in range(20):
             for layer, (selection, out) in enumerate(run.step()):
                 assert np.array_equal(out, run.full(layer))
                 assert selection.count <= PAGE
@@ -139,11 +133,11 @@ def test_queries_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
                 policy_class(name)(store).select(0, np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, dtype: str, tmp_path: Path) -> None:
-    exact = selections(name, QUARTER, CASE, tmp_path / "exact")
-    for found, wanted in zip(selections(name, QUARTER, replace(CASE, dtype=dtype), tmp_path / dtype), exact, strict=True):
+def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, tmp_path: Path) -> None:
+    exact = selections(name, QUARTER, CASE, tmp_path / "exact", 2)
+    rounded = [selections(name, QUARTER, replace(CASE, dtype=dtype), tmp_path / dtype, 2) for dtype in ("bfloat16", "int8")]
+    for found, wanted in zip(itertools.chain(*rounded), exact * 2, strict=True):
         assert found.shape == wanted.shape
         for head, other in zip(found[0], wanted[0], strict=True):
             assert len(np.intersect1d(head, other)) > 0.9 * len(head)
@@ -216,7 +210,7 @@ def best(scores: Array, run: Run, tokens: int) -> Array:
     return np.sort(order + start, axis=2)
 
 
-@pytest.mark.parametrize("pool", [None, 3, 9])
+@pytest.mark.parametrize("pool", [None, 3])
 @pytest.mark.parametrize("name", ["prefetch", "hillinfer"])
 def test_the_best_tokens_are_chosen_wherever_they_are(name: str, pool: int | None, tmp_path: Path) -> None:
     with running(name, QUARTER, Case(batch=2, pool=pool), tmp_path) as run:
@@ -288,15 +282,9 @@ def test_the_window_ends_where_the_store_s_window_begins(tmp_path: Path) -> None
         assert found[0, 0].tolist() == list(range(stop - found.shape[2], stop))
 
 
-def test_the_largest_channels_of_a_query() -> None:
-    queries = np.array([[[1.0, -5.0, 0.5, 3.0]]], np.float32)
-    assert largest_channels(queries, 0.5).tolist() == [[[0.0, -5.0, 0.0, 3.0]]]
-    assert largest_channels(queries, 1.0) is queries
-
-
 # HillInfer's switches
 
-SWITCHES = list(itertools.product([True, False], repeat=3))
+SWITCHES = [(True, True, True), (False, True, True), (True, False, True), (True, True, False), (False, False, False)]
 
 
 @FORKED
@@ -305,9 +293,7 @@ def test_the_switches_change_when_and_where_but_not_what(tmp_path: Path) -> None
     for hie, bkp, app in SWITCHES:
         settings = HillInferSettings(alpha=0.4, hie=hie, bkp=bkp, app=app)
         found.append(selections("hillinfer", settings, Case(batch=2), tmp_path / f"{hie}{bkp}{app}", steps=6))
-    for hie in (True, False):
-        settings = HillInferSettings(alpha=0.4, hie=hie)
-        found.append(selections("hillinfer", settings, Case(batch=2, ssd="csd"), tmp_path / f"{hie}", steps=6))
+    found.append(selections("hillinfer", HillInferSettings(alpha=0.4), Case(batch=2, ssd="csd"), tmp_path / "csd", steps=6))
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             np.testing.assert_array_equal(one, two)
@@ -321,7 +307,13 @@ def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
 
 
 def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits, once it has begun, for the other to begin: one after the other, they would wait in vain."""
+    """Each waits, once it has begun, for the other to begin: one after the other, they would wait in vain.
+
+    Without the switch they take turns.
+    """
+    turns = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path / "turns")
+    host, far = ([span for span in turns.spans if span.resource == resource] for resource in (CPU, LINK))
+    assert far[0].end_ns <= host[0].begin_ns
     both = threading.Barrier(2, timeout=60)
 
     def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,20 +336,13 @@ def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     assert far[0].begin_ns < host[0].end_ns
 
 
-def test_without_hie_they_take_turns(tmp_path: Path) -> None:
-    timeline = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path)
-    host, far = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
-    assert far[0].end_ns <= host[0].begin_ns
-
-
 @FORKED
 def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
     timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
     assert {span.resource for span in timeline.spans} == {CPU, DEVICE}
 
 
-@pytest.mark.parametrize("first", [0, 2 * PAGE])
-@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
+@pytest.mark.parametrize(("case", "first"), [(CASE, 0), (replace(CASE, batch=2, heads=2), 0), (CASE, 2 * PAGE)])
 def test_mass_is_the_weight_of_softmax_over_everything(case: Case, first: int, tmp_path: Path) -> None:
     """From an index and from what is attended in any case, it is what the oracle finds by a look at all keys."""
     exact = MassSettings(alpha=0.5, scorer="exact")

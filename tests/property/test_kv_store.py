@@ -246,6 +246,6 @@ class Device(Store):
 
 
 TestFile: Any = Store.TestCase
-TestFile.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+TestFile.settings = settings(max_examples=examples(30), stateful_step_count=25, deadline=None)
 TestDevice: Any = Device.TestCase
 TestDevice.settings = settings(max_examples=3, stateful_step_count=30, deadline=None)

@@ -24,7 +24,7 @@ BLOCK = 4096
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(rows(), st.integers(1, 80), st.integers(0, BLOCK - 1))
 def test_lru_rows_are_those_of_a_plain_lru(made: list[Row], capacity: int, odd_bytes: int) -> None:
     (row,) = simulate(trace_of(made), ["lru"], [capacity * BLOCK + odd_bytes])
@@ -90,7 +90,7 @@ def curve_of(trace: Trace) -> Curve:
     return simulate_all([trace], Plan((), (), curves=True)).curves[0].curve
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(rows())
 def test_every_size_has_the_hits_of_a_replay(made: list[Row]) -> None:
     curve = curve_of(trace_of(made))

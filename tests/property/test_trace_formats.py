@@ -23,6 +23,7 @@ from tests.unit.test_trace_strace import CASES
 from tests.unit.trace_parts import blocks, traces
 
 
+@settings(deadline=None, max_examples=examples(60))
 @given(traces(), st.integers(1, 70), st.integers(1, 70))
 def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> None:
     """Appended in parts of any size and read in batches of any size: the same rows, in row groups of bounded size."""
@@ -45,7 +46,7 @@ def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> No
         record_trace.GROUP_ROWS = group_rows
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(50))
 @given(traces())
 def test_csv_keeps_accesses_and_times(made: Trace) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -60,7 +61,7 @@ def test_csv_keeps_accesses_and_times(made: Trace) -> None:
         assert (Path(directory) / "again.csv").read_bytes() == target.read_bytes()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(50))
 @given(traces())
 def test_oracle_general_keeps_which_accesses_are_of_one_block(made: Trace) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -82,7 +83,7 @@ def test_oracle_general_keeps_which_accesses_are_of_one_block(made: Trace) -> No
         assert len(set(places.values())) == len(places) and set(loaded.count.tolist()) == {1}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(50))
 @given(traces())
 def test_info_counts_what_is_there(made: Trace) -> None:
     with tempfile.TemporaryDirectory() as directory:
