@@ -87,11 +87,10 @@ def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_
     assert samples and not over, over[:5]
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
-    source: Path, checks: dict[str, Path], tmp_path: Path, mode: str
+    source: Path, checks: dict[str, Path], tmp_path: Path
 ) -> None:
-    with live(source, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount:
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "steer") as mount:
         short = start_reader(mount.mountpoint / "short.bin", checks["short.bin"], "read", 600)
         with readers([(mount.mountpoint / "long.bin", checks["long.bin"], "read")], 600):
             try:
@@ -125,13 +124,12 @@ sys.stdin.read()
 
 @pytest.mark.long
 @pytest.mark.cgroup
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode: str) -> None:
+def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> None:
     """A neighbour in the same capped group takes half of what is pinned: nobody is killed; then pins grow again."""
     cache, cap = 128 * MIB, 256 * MIB
     with (
         Cgroup("pressure", directory=source, memory_bytes=cap) as group,
-        live(source, tmp_path / "mnt", str(cache), "--mode", mode, wrap=group.wrap) as mount,
+        live(source, tmp_path / "mnt", str(cache), "--mode", "steer", wrap=group.wrap) as mount,
     ):
         words = client("loop_reader", mount.mountpoint / "long.bin", "--passes", 10**6, "--seconds", 600)
         reader = subprocess.Popen(group.wrap(words), stdout=subprocess.DEVNULL)
@@ -139,7 +137,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
         try:
             wait_for(lambda: mount.stats()["pinned_bytes"] > cache // 2, "the loop is pinned")
             pinned = mount.stats()["pinned_bytes"]
-            free = cap - group.usage().anon_bytes - pinned  # an arena is shared memory, which is not in anon either
+            free = cap - group.usage().anon_bytes - pinned
             hog = subprocess.Popen(
                 group.wrap([sys.executable, "-c", HOG, str((free + pinned // 2) // MIB), str((pinned // 2 + SPARE) // MIB)]),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -190,9 +188,8 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path, mode: str) -> None:
-    with live(hostile, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount, ExitStack() as stack:
+def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path) -> None:
+    with live(hostile, tmp_path / "mnt", str(CACHE), "--mode", "arena") as mount, ExitStack() as stack:
         pid = mount.daemon.pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
         before = peak_bytes(pid)
@@ -213,6 +210,6 @@ def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path, m
         assert mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "*.gguf").returncode == 0
         control.request(str(mount.mountpoint), {"op": "heat"})
         stats = mount.stats()
-        assert peak_bytes(pid) < before + HOSTILE_ROOM + (CACHE if mode == "arena" else 0)
+        assert peak_bytes(pid) < before + HOSTILE_ROOM + CACHE
         assert stats["window_bytes"] + stats["pinned_bytes"] <= CACHE + OVERHEAD_BYTES
         assert {file["path"]: file["class"] for file in stats["files"]}["/largest.bin"] == "paged"

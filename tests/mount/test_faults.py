@@ -82,10 +82,9 @@ def end_readers(running: list[Reader]) -> None:
         reader.wait(120)
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
+def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]]) -> None:
     mountpoint = tmp_path / "mnt"
-    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 600) as running:
+    with live(source, mountpoint, CACHE, "--mode", "steer") as mount, readers(jobs, 600) as running:
         time.sleep(1)
         helpers = mount.helpers()
         mount.daemon.send_signal(signal.SIGTERM)
@@ -141,9 +140,9 @@ def test_kill_9_of_the_pin_helper_under_load(source: Path, tmp_path: Path, jobs:
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
 
 
-@pytest.fixture(params=["steer", "arena"])
-def mounted(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Iterator[Live]:
-    with live(source, tmp_path / "mnt", CACHE, "--mode", request.param) as mount:
+@pytest.fixture
+def mounted(source: Path, tmp_path: Path) -> Iterator[Live]:
+    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
         yield mount
 
 
@@ -248,8 +247,7 @@ def places_on_disk(path: Path) -> list[int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="loop devices need root, e2fsprogs")
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tmp_path: Path, mode: str) -> None:
+def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tmp_path: Path) -> None:
     source, image = failing_disk
     contents = {path: path.read_bytes() for path in source.glob("*.bin")}
     places = {path: places_on_disk(path) for path in contents}
@@ -260,7 +258,7 @@ def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tm
     for path in contents:
         drop(path)
     os.truncate(image, cut)
-    with live(source, tmp_path / "mnt", "32Mi", "--mode", mode) as mount:
+    with live(source, tmp_path / "mnt", "32Mi", "--mode", "arena") as mount:
         check_broken(mount.mountpoint / broken.name, contents[broken], bad)
         assert (mount.mountpoint / good.name).read_bytes() == contents[good]
         check_broken(mount.mountpoint / broken.name, contents[broken], bad)

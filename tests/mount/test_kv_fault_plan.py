@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "ssd"), [(None, "file"), (None, "csd"), ("steer", "file"), ("arena", "csd")])
+@pytest.mark.parametrize(("mode", "ssd"), [(None, "file"), ("steer", "file"), ("arena", "csd")])
 def test_a_plan_of_faults_under_a_store(tmp_path: Path, mode: str | None, ssd: str) -> None:
     end = time.monotonic() + SECONDS
     seed = int(SEED) if SEED else time.time_ns() % 1_000_000 if SECONDS else 7

@@ -35,14 +35,14 @@ def gone(mounted: Mounted) -> bool:
 
 
 @pytest.fixture
-def reading(mount: Mounter, mode: str) -> Mounted:
+def reading(mount: Mounter) -> Mounted:
     """A mount of the test's own, to be ended."""
-    return mount("--mode", mode)
+    return mount()
 
 
-def test_mount_umount_mount(mount: Mounter, mode: str) -> None:
+def test_mount_umount_mount(mount: Mounter) -> None:
     for _ in range(3):
-        mounted = mount("--mode", mode)
+        mounted = mount()
         (mounted.source / "f").write_text("x")
         assert (mounted.point / "f").read_text() == "x"
         result = llmcache("umount", mounted.point)
@@ -51,11 +51,11 @@ def test_mount_umount_mount(mount: Mounter, mode: str) -> None:
         assert not os.path.exists(mounted.files.socket)
 
 
-def test_over_itself(mount: Mounter, tmp_path: Path, mode: str) -> None:
+def test_over_itself(mount: Mounter, tmp_path: Path) -> None:
     place = tmp_path / "models"
     (place / "sub").mkdir(parents=True)
     (place / "sub" / "f").write_text("inside")
-    mounted = mount("--mode", mode, source=place, point=place)
+    mounted = mount(source=place, point=place)
     assert (place / "sub" / "f").read_text() == "inside"
     (place / "new.kv").write_text("written")
     result = llmcache("umount", place)
@@ -170,12 +170,12 @@ def test_signals_end_it_cleanly(reading: Mounted, number: int, which: int) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_foreground(tmp_path: Path, number: int, mode: str) -> None:
+def test_foreground(tmp_path: Path, number: int) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "mnt").mkdir()
     words = [sys.executable, "-m", "llmcache", "mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "-f"]
     daemon = subprocess.Popen(
-        [*words, "--cache", "32Mi", "--mode", mode], env=environment(), stderr=subprocess.PIPE, text=True
+        [*words, "--cache", "32Mi", "--mode", "arena"], env=environment(), stderr=subprocess.PIPE, text=True
     )
     try:
         assert daemon.stderr is not None
@@ -380,10 +380,10 @@ def test_a_link_in_place_of_the_socket_leads_to_no_other_daemon(mount: Mounter, 
     assert ask(str(second.point), {"op": "stats"})["budget_bytes"] == 32 << 20
 
 
-def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path, mode: str) -> None:
+def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path) -> None:
     """A pin helper that was started later has a namespace of its own, which must not keep this mount."""
-    first = mount("--mode", mode, point=tmp_path / "first")
-    second = mount("--mode", mode, point=tmp_path / "second")
+    first = mount("--mode", "arena", point=tmp_path / "first")
+    second = mount("--mode", "steer", point=tmp_path / "second")
     (first.source / "f").write_bytes(bytes(100_000))
     for mounted in (first, second):
         assert len((mounted.point / "f").read_bytes()) == 100_000

@@ -104,8 +104,8 @@ def test_names_of_files_are_told_to_the_user_and_to_others_only_on_request(mount
     assert 'file="/secret-loop.bin"' in scrape(stats(open_to_all)["metrics"])
 
 
-def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path, mode: str) -> None:
-    mounted = mount("--mode", mode, "--metrics", "127.0.0.1:0", source=source)
+def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path) -> None:
+    mounted = mount("--metrics", "127.0.0.1:0", source=source)
     host, _, port = stats(mounted)["metrics"].rpartition(":")
     hanging = [socket.create_connection((host, int(port)), timeout=60) for _ in range(40)]
     for connection in hanging[::2]:

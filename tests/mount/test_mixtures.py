@@ -65,6 +65,7 @@ def mode(request: pytest.FixtureRequest, model: Model) -> str:
 
 
 @pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["inplace", "steer"], indirect=True)
 def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path: Path, mode: str) -> None:
     """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
     routed = routing.generate(TOKENS, model.layers, EXPERTS, USED, routing.Habits(zipf=1.2))
@@ -81,9 +82,9 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    # In arena what is dense passes through a window for each token, and loaders have that to do as well. Over FUSE the
-    # kernel reads around faults the further the later it is answered: 1.1 on a quiet machine, 1.3 beside others' work.
-    allowed = {"inplace": 1.3, "steer": 1.5, "arena": 1.6}[mode]
+    # Over FUSE the kernel reads around faults the further the later it is answered: 1.1 on a quiet machine, 1.3 beside
+    # others' work.
+    allowed = {"inplace": 1.3, "steer": 1.5}[mode]
     assert sum(step.storage_bytes for step in done.steps[WARM:]) < allowed * expected
 
 

@@ -127,8 +127,8 @@ def test_what_was_warmed_is_not_read_again(mount: Mounter, mode: str, source: Pa
     assert by_mmap(mounted.point / "loop.bin") == by_read(source / "loop.bin")
 
 
-def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, mode: str, source: Path) -> None:
-    mounted = mount("--mode", mode, "--cache", "64Mi", source=source)
+def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source: Path) -> None:
+    mounted = mount("--mode", "arena", "--cache", "64Mi", source=source)
     reply = said("warmup", mounted.point)
     warm = {row["path"]: row["warm_bytes"] for row in reply["files"]}
     assert warm["/model.safetensors"] > 32 * MIB
@@ -171,8 +171,8 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, mode: s
     assert stats(mounted)["budget_bytes"] == 64 * MIB
 
 
-def test_pinned_files_come_before_loops_and_stay(mount: Mounter, mode: str, source: Path) -> None:
-    mounted = mount("--mode", mode, "--cache", "56Mi", "--pin", "loop.bin", "--pin", "*.json", source=source)
+def test_pinned_files_come_before_loops_and_stay(mount: Mounter, source: Path) -> None:
+    mounted = mount("--mode", "steer", "--cache", "56Mi", "--pin", "loop.bin", "--pin", "*.json", source=source)
     wait_for(lambda: pinned_bytes(mounted, "loop.bin") > 40 * MIB, "loop.bin is pinned")
     wait_for(lambda: pinned_bytes(mounted, "tokens.json") == MIB, "tokens.json is pinned")
     for _ in range(4):
@@ -180,8 +180,7 @@ def test_pinned_files_come_before_loops_and_stay(mount: Mounter, mode: str, sour
     assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
     assert said("evict", mounted.point)["pinned"] == ["/loop.bin", "/tokens.json"]
     assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
-    if mode == "steer":
-        wait_for(lambda: resident_bytes(mounted.point / "loop.bin") > 40 * MIB, "it is locked")
+    wait_for(lambda: resident_bytes(mounted.point / "loop.bin") > 40 * MIB, "it is locked")
     before = stats_at_rest(mounted)["backing_read_bytes"]
     assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
     assert stats(mounted)["backing_read_bytes"] - before < MIB
@@ -199,8 +198,8 @@ def test_evict_tells_how_far_it_is_and_refuses_what_names_no_file(mount: Mounter
     assert done.returncode == 2 and "no file of the mount matches *.gguf" in done.stderr
 
 
-def test_two_warm_ups_at_once_read_once(mount: Mounter, mode: str, source: Path) -> None:
-    mounted = mount("--mode", mode, "--cache", "100Mi", source=source)
+def test_two_warm_ups_at_once_read_once(mount: Mounter, source: Path) -> None:
+    mounted = mount("--cache", "100Mi", source=source)
     with ThreadPoolExecutor(2) as pool:
         replies = list(pool.map(lambda _: said("warmup", mounted.point, "*.bin"), range(2)))
     for reply in replies:

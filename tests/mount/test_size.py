@@ -46,27 +46,26 @@ def quickest_s(done: ClientRun) -> float:
 @pytest.mark.long
 @pytest.mark.cgroup
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["steer", "arena"])
-def test_stalls_begin_where_the_formula_says(source: Path, tmp_path: Path, mode: str) -> None:
+def test_stalls_begin_where_the_formula_says(source: Path, tmp_path: Path) -> None:
     """A machine whose CPUs are taken away is timed again; a formula that is wrong is so each time."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            check_stalls(source, tmp_path, mode)
+            check_stalls(source, tmp_path)
             return
         except AssertionError:
             if attempt == ATTEMPTS:
                 raise
 
 
-def check_stalls(source: Path, scratch: Path, mode: str) -> None:
-    period_s = quickest_s(run(source, scratch, mode, round(0.6 * LOOP), None))
+def check_stalls(source: Path, scratch: Path) -> None:
+    period_s = quickest_s(run(source, scratch, "arena", round(0.6 * LOOP), None))
     rate = round(MISSING * LOOP / period_s)
     setting = SizingParameters(rate, round(period_s * 1e9), 0)
     wanted = need(LOOP, setting).loop_cache_bytes
     assert wanted == pytest.approx((1 - MISSING) * LOOP, rel=0.01)
 
     below, above = round(0.7 * wanted), round(1.2 * wanted)
-    stalled, free = run(source, scratch, mode, below, rate), run(source, scratch, mode, above, rate)
+    stalled, free = (run(source, scratch, "arena", size, rate) for size in (below, above))
     for done, cache_bytes in ((stalled, below), (free, above)):
         missing = passes(LOOP, cache_bytes, setting).missing_bytes
         read = sorted(step.storage_bytes for step in done.measured(WARMUP))

@@ -87,7 +87,7 @@ def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make, monkeypatc
         write(self, *arguments)
 
     monkeypatch.setattr(RawFile, "write", failing)
-    for after in (*range(1, 25), *range(25, 400, 5)):
+    for after in (*range(1, 25), *range(25, 400, 20)):
         failed = _story(make, left, after)
         (tmp_path / "a.kv").unlink()
         (tmp_path / "tables-a.kv").unlink(missing_ok=True)
