@@ -15,6 +15,8 @@ from llmcache.kv.planning import profile
 from llmcache.kv.planning.plan import PlanOptions, plan
 from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, cached_profile, hardware_of, key_of, profile_of
 from llmcache.units import parse_tokens
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.test_kv_planning import LLAMA_8B, QWEN3_30B_A3B
 
 HOST = HostSpeeds(40e9, 30e9, 3e11)
@@ -61,6 +63,7 @@ def run(args: Sequence[str]) -> int:
 # kv profile
 
 
+@FORKED
 def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "FILE_BYTES", 16 << 20)
     monkeypatch.setattr(profile, "MEMORY_BYTES", 32 << 20)

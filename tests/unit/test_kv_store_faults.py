@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
@@ -26,7 +27,7 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
-from tests.unit.kv_parts import devices, flip, small_disk
+from tests.unit.kv_parts import flip, small_disk
 from tests.unit.store_parts import Make, Plain, crash, shape_of
 from tests.unit.store_parts import make as make
 
@@ -234,18 +235,19 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
         plain.check_all(found)
 
 
+@FORKED
 @KINDS
 def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -> None:
     store, _ = make(40, ssd=ssd)
     store.close()
     other = KvShape("other", 2, 2, 8, page_tokens=4)
-    files, before = sorted(os.listdir(tmp_path)), devices()
+    files, before = sorted(os.listdir(tmp_path)), psutil.Process().children()
     with pytest.raises(DataError, match="another model's spill file") as caught:
         KvStore.restore(tmp_path / "a.kv", StoreConfig(other, ssd=ssd))
     assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
     with pytest.raises(EnvironmentProblem, match="opening"):
         KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
-    assert devices() == before
+    assert psutil.Process().children() == before, "no device is left"
 
 
 @contextlib.contextmanager
@@ -322,6 +324,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
         assert found.length == 8, "what could not be taken away has gone, once there is space"
 
 
+@FORKED
 @KINDS
 def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str) -> None:
     (tmp_path / "a.txt").write_text("a file")
