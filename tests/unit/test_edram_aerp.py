@@ -54,13 +54,6 @@ def test_a_setting_that_cannot_be_is_named(name: str, make: Callable[[], object]
         make()
 
 
-def test_x_pays_for_more_than_half_of_the_heads_of_mha_and_never_for_gqa() -> None:
-    mha, llama3, qwen2 = LayerShape(32, 32, 128, 4096), LayerShape(32, 8, 128, 4096), LayerShape(28, 4, 128, 3584)
-    assert not mha.x_pays(16) and mha.x_pays(17)
-    assert not llama3.x_pays(8) and not qwen2.x_pays(4)
-    assert not LayerShape(4, 2, 32, 128).x_pays(2)  # as large as keys and values: nothing is saved
-
-
 def test_what_is_no_number_does_not_decide_who_stays() -> None:
     slots = Slots(AerpSettings(4, sinks=1, window=1), 1)
     slots.fill(np.array([[5.0, 1.0, 2.0, 3.0]]))
@@ -116,13 +109,6 @@ def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None
         assert votes[index] == (2 * retaining.sum() >= len(retaining))
 
 
-def test_by_score_alone_a_new_token_has_a_low_one() -> None:
-    layer, _ = lossy()
-    layer.cells = CellSettings(protect=False)
-    newest = layer.slots.positions == layer.slots.newest
-    assert newest.any(axis=1).all() and not layer.high_scores()[newest].any()
-
-
 Floats = NDArray[np.float32]
 ROWS, DIM = 4000, 32
 
@@ -149,15 +135,6 @@ def test_every_bit_is_lost_at_the_rate_of_its_group() -> None:
         for bit in range(16):
             rate, found = (msb if bit >= 8 else lsb), (lost >> bit & 1).mean()
             assert abs(found - rate) < 4.5 * np.sqrt(rate * (1 - rate) / lost.size), bit
-
-
-def test_bits_are_lost_independently_of_each_other() -> None:
-    lost, _ = draw(name_rows(0, np.arange(ROWS)), DIM, FlipRates.uniform(0.1))
-    planes = np.stack([lost >> bit & 1 for bit in range(16)]).reshape(16, -1).astype(np.float64)
-    off = np.corrcoef(planes) - np.eye(16)
-    assert np.abs(off).max() < 5 / np.sqrt(lost.size)
-    along = np.corrcoef(lost[:, :-1].reshape(-1) & 1, lost[:, 1:].reshape(-1) & 1)[0, 1]
-    assert abs(along) < 5 / np.sqrt(lost.size)
 
 
 def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
@@ -188,16 +165,6 @@ def test_integers_round_by_half_a_step_of_the_largest_number() -> None:
     assert (cells(NO_FLIPS, rows, format="exact").readings.view(np.uint32) == rows.view(np.uint32)).all()
 
 
-def test_a_lost_low_byte_of_an_integer_is_small_and_a_lost_exponent_of_a_half_is_not() -> None:
-    rows = normal()
-    largest = np.abs(rows).max(1, keepdims=True)
-    low = settled(cells(FlipRates(hst_lsb=1.0), rows), True)
-    assert (np.abs(low - rows) <= 256 / 32767 * largest).all()
-    halves = settled(cells(FlipRates(hst_msb=0.01), rows, format="fp16"), True)
-    integers = settled(cells(FlipRates(hst_msb=0.01), rows), True)
-    assert np.abs(halves - rows).max() > 1000 * np.abs(integers - rows).max()
-
-
 def test_halves_that_are_no_number_read_as_said() -> None:
     ones = np.full((200, 16), 1.0, np.float32)  # 0x3c00: losing bit 14 gives infinity or NaN
     rates = FlipRates.uniform(0.3)
@@ -216,13 +183,6 @@ def test_a_bit_lost_as_a_low_score_token_stays_lost_unless_told_otherwise() -> N
         high, low, back = (settled(made, hst) for hst in (True, False, True))
         assert (low != high).any()
         assert (back == (low if sticky else high)).all()
-
-
-def test_a_group_without_losses_heals_nothing_and_loses_nothing() -> None:
-    made = cells(FlipRates(hst_msb=0.1), normal(200))
-    assert (settled(made, False) == settled(cells(NO_FLIPS, normal(200)), False)).all()
-    lost = settled(made, True)
-    assert (settled(made, False) == lost).all()
 
 
 def test_a_rewrite_heals_and_lost_bits_are_counted() -> None:
@@ -264,12 +224,6 @@ def test_2drp_loses_more_bits_than_the_uniform_interval_beside_it(printed_ns: in
     rates = FlipRates.of_intervals(intervals)
     assert iso_failure(intervals).mean == pytest.approx(rates.mean) and iso_power(intervals).mean < rates.mean / 3
     assert iso_power(intervals).mean == pytest.approx(paper_curve().failure(intervals.mean_ns))
-
-
-def test_a_curve_rises() -> None:
-    for curve in (paper_curve(), LogNormal(1e6, 0.5), Points(((1e3, 1e-7), (1e5, 1e-3), (1e6, 0.2)))):
-        found = [curve.failure(10**power) for power in range(3, 10)]
-        assert found == sorted(found) and found[0] >= 0 and found[-1] <= 1
 
 
 def test_points_are_met_and_between_two_of_a_log_normal_lies_the_log_normal() -> None:

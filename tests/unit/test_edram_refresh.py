@@ -115,18 +115,6 @@ def test_rules_that_cannot_be_followed() -> None:
         account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=0)
 
 
-def test_places_do_not_vanish_and_durations_are_for_all_steps_or_none() -> None:
-    recorder = RunRecorder(HALF)
-    recorder.observe(0, "kv", np.arange(3), np.zeros(3, np.bool_))
-    with pytest.raises(ValueError, match=r"^ids: "):
-        recorder.observe(0, "kv", np.arange(2), np.zeros(2, np.bool_))
-    for first, second in ((None, 1.0), (1.0, None), (1.0, -1.0)):
-        recorder = RunRecorder(HALF)
-        recorder.end_step(first)
-        with pytest.raises(ValueError, match=r"^duration_ns: "):
-            recorder.end_step(second)
-
-
 @pytest.mark.parametrize(
     ("place", "value", "names"),
     [

@@ -14,7 +14,6 @@ from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.planning import profile
 from llmcache.kv.planning.plan import PlanOptions, plan
 from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, cached_profile, hardware_of, key_of, profile_of
-from llmcache.units import parse_tokens
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.test_kv_planning import LLAMA_8B, QWEN3_30B_A3B
@@ -83,12 +82,6 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
     machine = hardware_of(found.profile)
     assert machine.score_bytes_per_s == host.score_bytes_per_s and machine.origins["ssd_bytes_per_s"].kind == "measured"
     assert "emulated" in machine.origins["device_bytes_per_s"].text
-
-
-def test_a_machine_that_pauses_has_no_storage_without_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(bytes(1 << 16))
-    monkeypatch.setattr(profile, "READ_S", -1.0)  # the time is up before the first read
-    assert profile._disk_rate(tmp_path / "file", 4096, scattered=True, direct=False) > 0
 
 
 def test_a_profile_is_measured_once_and_again_by_force(
@@ -242,11 +235,6 @@ def test_a_gpu_whose_speed_was_not_measured_is_assumed(tmp_path: Path, measured:
     with_one = hardware_of(profile_of(tmp_path).profile, 12 * GIB)
     assert with_one.has_gpu and with_one.origins["gpu_bytes_per_s"].kind == "assumed"
     assert with_one.score_bytes_per_s == HOST.score_bytes_per_s and with_one.origins["gpu_bytes"].kind == "given"
-
-
-def test_contexts_as_typed() -> None:
-    found = [parse_tokens(text) for text in ("8192", "128k", "1M", "1.5K", "128Ki")]
-    assert found == [8192, 131072, 1 << 20, 1536, 131072]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from llmcache.kv.index.scorers import (
     QuestScorer,
     Scorer,
     ScorerSettings,
-    Trial,
     recall_of,
     rounded,
 )

@@ -299,8 +299,10 @@ def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: 
     return calls
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("name", ["pwrite", "posix_fallocate", "fdatasync"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("posix_fallocate", errno.ENOSPC), ("fdatasync", errno.EIO)],
+)
 def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name: str, code: int) -> None:
     """Whatever fails, the file can be opened again, holds what was flushed, and goes on where it ended."""
     for after in range(100):

@@ -122,13 +122,6 @@ def test_a_needle_is_one_of_many_and_its_depth_is_known() -> None:
         assert depth <= at / 400 < depth + 0.1
 
 
-def test_a_part_of_a_probe_keeps_question_answer_and_depth_together() -> None:
-    whole = symbols("passkey", random(), 100, 1)
-    part = whole.part(slice(3, 5))
-    assert (part.ids == whole.ids[3:5]).all() and (part.answers[0] == whole.answers[0][3:5]).all()
-    assert part.depths == whole.depths[3:5] if whole.depths else False
-
-
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
@@ -145,12 +138,6 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
             assert right.strip().isdecimal() and right.strip() in told and right not in asked
     assert len(probes[0].asked) == (RECALLED if task == "recall" else 1)
     assert (probes[0].depths is None) == (task == "recall")
-
-
-def test_a_passkey_in_words_lies_where_it_should() -> None:
-    first, *_, last = texts("passkey", random(), 3000, 1, letters, [])
-    places = ["".join(map(chr, probe.ids[0])).index("pass key is") / 3000 for probe in (first, last)]
-    assert places[0] < 0.1 and 0.85 < places[1] < 0.97
 
 
 @pytest.mark.parametrize(
@@ -309,13 +296,6 @@ def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["task"] == "passkey"
 
 
-def test_panels_follow_from_the_data() -> None:
-    one, two = of_policies(), bench({(STOCK, None): [9], ("quest", 64): [5]}, (1024, 4096))
-    assert [part.name for part in kv_task.parts_of(two)][-1] == "scaling"
-    assert "scaling" not in [part.name for part in kv_task.parts_of(one)]
-    assert [axes.get_title("left") for axes in kv_task.figure_of(two).axes][-1] == "Time per token by context"
-
-
 def test_depths_are_drawn_as_they_were_found() -> None:
     found = bench({(STOCK, None): [10, 10, 10], ("quest", 64): [0, 5, 10]}, (1024, 2048))
     figure = kv_task.depth_figure(found)
@@ -329,10 +309,9 @@ def test_depths_are_drawn_as_they_were_found() -> None:
 def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
-    for form, begin in (("png", b"\x89png"), ("html", b"<!doctype html>")):
-        invoke("plot", str(run), "-o", str(tmp_path / f"run.{form}"))
-        assert (tmp_path / f"run.{form}").read_bytes().lower().startswith(begin)
+    invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
     page = (tmp_path / "run.html").read_text()
+    assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
     assert "figure 6" in page and "figure 7c" in page and "Measured" in page
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):
