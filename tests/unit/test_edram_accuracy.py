@@ -54,7 +54,7 @@ def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: in
 
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
-    decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
+    decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 3, 400, pairs=48, questions=14)
     setup = AccuracySetup(400 + 28)
     variants = {"budgets": EXPERIMENTS["budgets"](setup)[2:6]}
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
@@ -64,8 +64,8 @@ def accuracies() -> Accuracies:
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = AccuracySetup(400 + 28), KELLE_INTERVALS.scaled(8)
-    asked = recall(np.random.default_rng(6), 10, 400, pairs=48, questions=14)
+    setup, slow = AccuracySetup(300 + 28), KELLE_INTERVALS.scaled(8)
+    asked = recall(np.random.default_rng(6), 6, 300, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
         setup.losing("2drp", FlipRates.of_intervals(slow)),
@@ -78,7 +78,7 @@ def test_the_order_of_harm_is_that_of_2drp() -> None:
 
 
 def test_fewer_tokens_and_more_lost_bits_answer_less(accuracies: Accuracies) -> None:
-    assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (5, 14)
+    assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (3, 14)
     harms = [accuracies.row(f"uniform={rate}").harm.mean for rate in ("1e-4", "1e-2", "5e-2")]
     assert harms[0] < 0.05 < harms[1] < harms[2]
     assert accuracies.row("halves").harm.mean > 2  # halves do not bear what integers bear

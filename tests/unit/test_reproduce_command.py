@@ -9,9 +9,10 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, EnvironmentProblem
-from llmcache.report import REPRODUCTIONS, judge, paper_io_caching, reproduce
+from llmcache.report import REPRODUCTIONS, judge, paper_io_caching, reproduce, theme
 from llmcache.report.judge import Finding, Judged, Verdict
 from llmcache.report.reproduce import Reproduction, Tell
 from tests.unit.command_parts import called
@@ -35,10 +36,14 @@ def run(*args: str | Path) -> CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, unlaid: None) -> Path:
-    """Page and document of each paper, done once; io-caching replays at 4 cache sizes, as 10 would take half a minute."""
+    """Page and document of each paper, done once; io-caching replays at 4 cache sizes.
+
+    Its pictures of accesses are blank, as `test_report_plot` has them.
+    """
     directory = tmp_path_factory.mktemp("results") / "new"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paper_io_caching, "QUICK_STEPS", SIZES)
+        patched.setattr(paper_io_caching, "access_figure", lambda *_: Figure((1, 1)))
         assert run("all", "--quick", "-o", directory).returncode == 0
     return directory
 
@@ -123,7 +128,8 @@ def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["hillinfer", "icecache"])
-def test_what_was_not_measured_is_said_to_be_missing(name: str, saved: Path) -> None:
+def test_what_was_not_measured_is_said_to_be_missing(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theme, "figure_bytes", lambda *_: b"")
     file = saved / f"{name}.json"
     parts = {"icecache": ("passkey", "recall", "chain", "needle", "lengths")}.get(name, HILLINFER)
     empty = {"tasks": {}, "lengths": {"rows": []}} if name == "icecache" else dict.fromkeys(parts)
