@@ -77,15 +77,6 @@ def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int,
     assert joined.data.tobytes() == data.tobytes()
 
 
-@pytest.mark.parametrize("parts", SHAPES)
-def test_the_beginning_of_a_block_serves(parts: list[tuple[int, bool, int]]) -> None:
-    state = read_state(state_bytes(parts, list(range(40))))
-    part, whole = Joined(state.layout, 7), Joined(state.layout, 7)
-    part.put(0, rows_of(state, 0, 40), 7)
-    whole.put(0, rows_of(state, 0, 7))
-    assert (part.data == whole.data).all()
-
-
 def test_cells_in_another_order_are_put_in_order() -> None:
     order = [3, 0, 4, 1, 2]
     rows = rows_of(read_state(state_bytes([(1, False, 2)], order)), 0, 5)
