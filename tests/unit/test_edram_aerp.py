@@ -124,15 +124,6 @@ def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
     assert before.any()
 
 
-def test_a_seed_decides_all_and_order_nothing() -> None:
-    rates = FlipRates.uniform(0.05)
-    names = name_rows(1, np.arange(3)[:, None], np.arange(5))
-    whole = draw(names, 8, rates)[0]
-    assert (draw(names[::-1, ::-1], 8, rates)[0] == whole[::-1, ::-1]).all()
-    assert (draw(name_rows(1, 2, np.arange(5)), 8, rates)[0] == whole[2]).all()
-    assert (draw(name_rows(2, np.arange(3)[:, None], np.arange(5)), 8, rates)[0] != whole).any()
-
-
 def test_halves_that_are_no_number_read_as_said() -> None:
     ones = np.full((200, 16), 1.0, np.float32)  # 0x3c00: losing bit 14 gives infinity or NaN
     rates = FlipRates.uniform(0.3)

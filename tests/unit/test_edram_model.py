@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmcache.edram.accelerator import evaluate, point_at, roofline_of
+from llmcache.edram.accelerator import evaluate
 from llmcache.edram.chip import Access, baseline, evictor_cost, kelle, lifetimes_of
 from llmcache.edram.constants import CHIP, PAPER
 from llmcache.edram.latency import (
@@ -79,20 +79,6 @@ def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str)
     for share in np.geomspace(1e-5, 1, 100):
         other = np.minimum(share, eligible)
         assert (step_s(best) <= step_s(other) * (1 + 1e-12))[steps.count > 0].all()
-
-
-def test_a_roofline_has_its_points_under_the_roof() -> None:
-    for model in ("llama2-7b", "llama3-8b"):
-        for task in WORKLOADS:
-            roof = roofline_of(configuration(model, task))
-            assert [point.name for point in roof.points] == ["no recomputation", "recomputation", "over-recomputation"]
-            for point in roof.points:
-                assert point.ops_per_s <= min(roof.peak_ops_per_s, point.intensity * roof.dram_bytes_per_s) * (1 + 1e-9)
-            none, best, over = roof.points
-            assert best.ops_per_s >= none.ops_per_s and best.share >= 0
-            assert over.share > best.share and over.bound == "array" and over.ops_per_s < best.ops_per_s
-    assert roofline_of(configuration()).ridge == 64
-    assert point_at(configuration("llama2-7b", "LA", batch=256), "large", 0.0).bound == "array"
 
 
 def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:

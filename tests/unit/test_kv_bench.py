@@ -253,13 +253,6 @@ def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.Cap
     assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
 
 
-def test_a_modelled_table_has_no_measured_column(capsys: pytest.CaptureFixture[str]) -> None:
-    told = printed(SWEEP, capsys)
-    assert "modelled, on a machine that is not here" in told
-    assert not [word for word in ("measured", "in memory", "speed-up") if word in told]
-    assert "f_c / f_s = 2, memory ends at 3; expected minimum at 2" in told
-
-
 @pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
 def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
@@ -286,17 +279,6 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
     page = kv_bench.drawn(replace(MEASURED, rows=tuple(rows)), "run.json", "html").decode()
     assert f"figures are {told}." in page and f"M{told[1:]}." in page and "every figure" not in page
     assert kv_bench.kind_of(SWEEP) == "modelled"
-
-
-def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{")
-    for run, picture, told in (
-        ("run", "a.png", "not JSON"),
-        ("none", "a.png", "cannot read"),
-        ("run", "a.jpg", "must end in"),
-    ):
-        with pytest.raises((DataError, UsageError), match=told):
-            kv_bench.plot(str(tmp_path / f"{run}.json"), str(tmp_path / picture), False)
 
 
 def test_variants_are_named_by_what_they_lack() -> None:

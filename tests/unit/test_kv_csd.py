@@ -343,15 +343,3 @@ def test_more_rows_than_the_ring_holds(make: Make) -> None:
     assert keys.nbytes + values.nbytes > 2 << 23
     rows = device.gather(0, 0, [np.arange(12_000)] * 2)
     assert (rows.keys == keys.reshape(-1, 128)).all() and (rows.values == values.reshape(-1, 128)).all()
-
-
-@FORKED
-def test_rows_that_cannot_be(make: Make) -> None:
-    device = make(shape=ROWS)
-    filled_rows(device, 100)
-    for wrong in ([1, 1], [2, 1], [-1], [112]):
-        with pytest.raises(ValueError, match=r"positions: |has 7 pages"):
-            device.gather(0, 0, [np.array(wrong)] * 2)
-    with pytest.raises(ValueError, match="positions: for 1 heads, the model has 2"):
-        device.gather(0, 0, [np.array([1])])
-    assert device.gather(0, 0, [np.array([5]), np.empty(0, np.int64)]).keys.shape == (1, 64), "the device goes on"

@@ -134,16 +134,6 @@ def test_memory_is_not_taken_for_storage(
     assert "no speeds of storage" in capsys.readouterr().out
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert profile_of(tmp_path).file is None
-    assert run(["profile", str(tmp_path)]) == 0
-    assert "nowhere" in capsys.readouterr().out
-
-
 def test_storage_that_cannot_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

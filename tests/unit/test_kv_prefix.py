@@ -452,10 +452,10 @@ def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
 def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
     tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """LLMCACHE_PREFIX_KILLS (6): how often one of two writers on one directory is killed."""
+    """LLMCACHE_PREFIX_KILLS (4): how often one of two writers on one directory is killed."""
     turns = random.Random(0)
     pair = [writers(0), writers(1)]
-    kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "6"))
+    kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "4"))
     for kill in range(kills):
         time.sleep(turns.random() * 0.1)
         pair[kill % 2].kill()

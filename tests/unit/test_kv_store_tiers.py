@@ -85,15 +85,6 @@ def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: 
     assert store.traffic.ping_pong_share == counted and store.traffic.to_json()["ping_pong_pages"] == counted
 
 
-def test_a_prompt_that_comes_in_pieces_moves_nothing_down(make: Make) -> None:
-    store, plain = make(200, cpu_pages=8)
-    plain.step(store, 320)
-    assert store.in_cpu(0, 0).sum() == 8 and store.traffic.pages_down == 0
-    store.move_down(0, 0, np.flatnonzero(store.in_cpu(0, 0))[2:3])
-    store.move_up(0, 0, np.array([5]))
-    assert (store.traffic.pages_up, store.traffic.ping_pong_pages) == (1, 0)
-
-
 def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:
     store, plain = make(40)
     asked: list[tuple[int, int, list[int], int]] = []

@@ -25,10 +25,10 @@ from llmcache.kv.bench.results import STOCK, Answers, read_task
 from llmcache.kv.bench.task import Candidate, candidates
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
-from llmcache.kv.tasks.recall import BEGINNING, DEPTHS, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
+from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
 from tests.unit.report_parts import unlaid as unlaid
-from tests.unit.task_parts import answers, bench, of_policies
+from tests.unit.task_parts import answers, of_policies
 
 pytestmark = pytest.mark.usefixtures("unlaid")
 
@@ -95,15 +95,6 @@ def test_the_weights_are_those_of_their_provenance() -> None:
 
 
 # What is asked
-
-
-def test_passkeys_lie_at_every_depth() -> None:
-    probe = symbols("passkey", random(), 200, 3)
-    assert probe.depths == [depth for depth in DEPTHS for _ in range(3)] and len(DEPTHS) == 20
-    for ids, asked, answer, depth in zip(probe.ids, probe.asked[0], probe.answers[0], probe.depths, strict=True):
-        (at,) = np.flatnonzero(ids == asked[0])
-        assert ids[at + 1] == answer[0] and at == 1 + round(depth * 197)
-        assert (np.delete(ids[1:], [at - 1, at]) >= FIRST_NOISE).all()
 
 
 def letters(text: str) -> list[int]:
@@ -266,16 +257,6 @@ def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) ->
     assert "measured on this machine" in told and "IceCache 64" in told and "90.0% ± 0.0%" in told
     kv_task.show(of_policies(), True)
     assert json.loads(capsys.readouterr().out)["task"] == "passkey"
-
-
-def test_depths_are_drawn_as_they_were_found() -> None:
-    found = bench({(STOCK, None): [10, 10, 10], ("quest", 64): [0, 5, 10]}, (1024, 2048))
-    figure = kv_task.depth_figure(found)
-    assert figure is not None
-    (image,) = figure.axes[0].images
-    assert np.asarray(image.get_array()).tolist() == [[0.0, 0.5, 1.0]] * 2
-    without = replace(found, rows=tuple(replace(row, answers=answers([5])) for row in found.rows))
-    assert kv_task.depth_figure(without) is None
 
 
 def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
