@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -101,15 +100,6 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RawFile, "read_runs", counted)
     return reads
-
-
-def devices() -> list[int]:
-    """Return the process ids of this process's emulated devices; one that ends meanwhile is none."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            found += [child.pid] if "llmcache.kv.csd.device" in child.cmdline() else []
-    return found
 
 
 def unmount(point: Path) -> None:

@@ -16,7 +16,6 @@ from llmcache.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
     AccuracySetup,
-    CacheVariant,
     custom,
     evaluate,
     harm,
@@ -24,11 +23,11 @@ from llmcache.edram.accuracy import (
 )
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS
-from llmcache.edram.decoder import Config, Decoder, parse_tensors, read_model
+from llmcache.edram.decoder import Config, Decoder, parse_tensors
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import read_run
-from llmcache.errors import DataError, LlmcacheError, UsageError
-from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
+from llmcache.errors import DataError
+from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
 from tests.unit.edram_parts import random_decoder
@@ -55,10 +54,9 @@ def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: in
 
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
-    decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
+    decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 3, 400, pairs=48, questions=14)
     setup = AccuracySetup(400 + 28)
-    variants = {"intervals": EXPERIMENTS["intervals"](setup)[3:6]}
-    variants["budgets"] = EXPERIMENTS["budgets"](setup)[2:6]
+    variants = {"budgets": EXPERIMENTS["budgets"](setup)[2:6]}
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
     variants["halves"] = [setup.losing("halves", FlipRates.uniform(1e-3), "fp16")]
     return run(decoder, questions, setup, variants)
@@ -66,8 +64,8 @@ def accuracies() -> Accuracies:
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = AccuracySetup(400 + 28), KELLE_INTERVALS.scaled(8)
-    asked = recall(np.random.default_rng(6), 10, 400, pairs=48, questions=14)
+    setup, slow = AccuracySetup(300 + 28), KELLE_INTERVALS.scaled(8)
+    asked = recall(np.random.default_rng(6), 6, 300, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
         setup.losing("2drp", FlipRates.of_intervals(slow)),
@@ -80,28 +78,13 @@ def test_the_order_of_harm_is_that_of_2drp() -> None:
 
 
 def test_fewer_tokens_and_more_lost_bits_answer_less(accuracies: Accuracies) -> None:
-    assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (5, 14)
+    assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (3, 14)
     harms = [accuracies.row(f"uniform={rate}").harm.mean for rate in ("1e-4", "1e-2", "5e-2")]
     assert harms[0] < 0.05 < harms[1] < harms[2]
     assert accuracies.row("halves").harm.mean > 2  # halves do not bear what integers bear
     names = ("N'=256", "N'=128", "N'=256, recent only", "N'=128, recent only")
     found = [accuracies.row(name).accuracy.mean for name in names]
     assert found[0] > found[1] and found[2] > found[3] and found[0] > found[2] and found[1] > found[3]
-
-
-def test_equal_power_loses_fewer_bits_than_equal_failure(accuracies: Accuracies) -> None:
-    both, equal, power = (
-        accuracies.row(f"1050 us: {way}") for way in ("2DRP", "uniform, iso-failure", "uniform, iso-power")
-    )
-    assert both.lost_bits == pytest.approx(equal.lost_bits, rel=0.05)
-    assert power.lost_bits < both.lost_bits / 3
-
-
-def test_halves_that_are_no_number_cost_a_guess() -> None:
-    decoder, questions = random_decoder(), Questions(*(np.random.default_rng(2).integers(0, 50, (1, n)) for n in (20, 3, 3)))
-    cells = CellSettings("fp16", FlipRates.uniform(0.2), nonfinite="keep")
-    found = evaluate(decoder, questions, [CacheVariant("nan", AerpSettings(40, 2, 4), cells)])["nan"]
-    assert found.loss == pytest.approx(np.log(50)) and found.stored_bytes.tolist() == [2 * 2 * 2 * 4 * 8 * 26]
 
 
 def tensors(**entries: Any) -> bytes:
@@ -133,18 +116,6 @@ def test_models_that_are_not_supported_are_named() -> None:
             Config.parse(data | {name: value})
     with pytest.raises(DataError, match=r"^rope_parameters: "):
         Config.parse(data | {"use_sliding_window": True})
-
-
-def test_directories_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^model: "):
-        read_model(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(LlmcacheError):
-        read_model(tmp_path)
-    decoder = random_decoder()
-    with pytest.raises(DataError, match="missing in the model"):
-        Decoder(decoder.config, {})
 
 
 SMALL = ["--model", str(RECALL_MODEL), "--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]

@@ -115,38 +115,17 @@ def test_rules_that_cannot_be_followed() -> None:
         account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=0)
 
 
-def test_places_do_not_vanish_and_durations_are_for_all_steps_or_none() -> None:
-    recorder = RunRecorder(HALF)
-    recorder.observe(0, "kv", np.arange(3), np.zeros(3, np.bool_))
-    with pytest.raises(ValueError, match=r"^ids: "):
-        recorder.observe(0, "kv", np.arange(2), np.zeros(2, np.bool_))
-    for first, second in ((None, 1.0), (1.0, None), (1.0, -1.0)):
-        recorder = RunRecorder(HALF)
-        recorder.end_step(first)
-        with pytest.raises(ValueError, match=r"^duration_ns: "):
-            recorder.end_step(second)
-
-
 @pytest.mark.parametrize(
     ("place", "value", "names"),
     [
         (("schema",), "llmcache.edram-run/2", "schema"),
         (("pair_bytes",), 0, "pair_bytes"),
-        (("pair_bytes",), True, "pair_bytes"),
-        (("x_bytes",), 0, "x_bytes"),
-        (("settings",), [], "settings"),
         (("steps", "high_kv"), [1], "steps.low_kv"),
         (("steps", "high_kv", 0), 1.5, "steps.high_kv"),
         (("steps", "appended_x", 3), 9999, "steps.high_x"),
-        (("steps", "duration_ns"), [1.0], "steps.duration_ns"),
-        (("steps", "duration_ns", 0), 0, "steps.duration_ns"),
         (("steps", "duration_ns", 0), float("nan"), "steps.duration_ns"),
-        (("lives", 0), 1, "lives"),
         (("lives", 0, "kind"), "q", "lives"),
-        (("lives", 0, "begin"), -1, "lives.begin"),
-        (("lives", 0, "count"), 0, "lives.count"),
         (("lives", 0, "count"), 99, "lives"),
-        (("lives", 0, "path"), [], "lives.path"),
         (("lives", 0, "path"), [[True, 10**6]], "lives.path"),
     ],
 )
@@ -158,7 +137,7 @@ def test_what_is_wrong_in_a_file_is_named(place: tuple[str | int, ...], value: A
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
 def test_files_that_hold_no_run(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)

@@ -7,19 +7,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from matplotlib.patches import Rectangle
 
 from llmcache import cli
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.synthetic import PolicySession, Setup, Variant, compare, modelled, variants_of, workplace
+from llmcache.kv.bench.synthetic import PolicySession, Setup, Variant, compare, modelled, variants_of
 from llmcache.kv.pipeline import Span, Timeline
 from llmcache.kv.planning import MODELS, PAPER_PC
 from llmcache.kv.workload import StreamSpec
 from llmcache.report import kv_bench
+from tests.unit.forked_device import FORKED
+from tests.unit.forked_device import forked as forked
 from tests.unit.report_parts import unlaid as unlaid
 
 pytestmark = pytest.mark.usefixtures("unlaid")
@@ -44,18 +44,19 @@ def bench(*args: str) -> dict[str, Any]:
     return told
 
 
+@FORKED
 def test_a_measured_run_of_all_policies(tmp_path: Path, model: str) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
     told = bench(
         "--model", model, "--context", "1k", "--steps", "3", "--compute", "3ms", "--path", str(spill), "--threads", "2",
-        "--policy", "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app", "--block", "64",
+        "--policy", "full,prefetch,hillinfer,hillinfer-no-app", "--block", "64",
     )  # fmt: skip
     assert list(spill.iterdir()) == [], "no spill file is left"
     assert told["kind"] == "measured" and told["conditions"]["stream"]["synthetic"]
     assert "emulated: 3.00 ms a layer" in told["conditions"]["compute"]
     rows = {row["policy"]: row for row in told["rows"]}
-    assert list(rows) == ["full", "h2o", "prefetch", "leoam", "hillinfer", "hillinfer-no-app"]
+    assert list(rows) == ["full", "prefetch", "hillinfer", "hillinfer-no-app"]
     for row in rows.values():
         _check_times(row)
     assert rows["full"]["observed"]["attended_tokens"] == 1024 + 4 + 3
@@ -133,20 +134,11 @@ def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.Monk
     ("words", "named"),
     [
         ("--policy lru", "--policy: there is no 'lru'"),
-        ("--sweep-beta", "--sweep-beta"),
         ("--policy window --profile paper", "--policy: 'window' has no latency model"),
-        ("--profile paper --layers 3", "--layers"),
-        ("--context none", "--context: 'none'"),
         ("--context 1k,2k", "--context: '1024,2048' are several"),
-        ("--alpha nan", "--alpha: 'nan'"),
         ("--alpha 0.2 --budget 64", "--budget"),
-        ("--beta -1", "--beta: '-1'"),
-        ("--beta 1 --sweep-beta --policy hillinfer", "--beta"),
         ("--csd floppy", "--csd"),
-        ("--compute abacus", "--compute"),
         ("--path /nowhere", "--path"),
-        ("--model /nowhere/config.json", "--model"),
-        ("--ram 0", "--ram: '0'"),
         ("--budget 16", "token_budget: 16"),
         ("--ram 1k", "cpu_pages"),
         ("--context 1000M --layers 1000", "--path: /tmp: .* are needed"),
@@ -167,22 +159,6 @@ def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--plot: "):
             CliRunner().invoke(cli.app, wrong, catch_exceptions=False)
     assert list(tmp_path.iterdir()) == [picture]
-
-
-def test_the_place_of_work_goes_away_also_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), workplace(tmp_path) as made:
-        (made / "x.kv").write_text("x")
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UsageError, match="--path"), workplace(tmp_path / "none"):
-        pass
-
-
-def test_an_emulated_accelerator_takes_longer_for_more_weights_and_tokens() -> None:
-    layer_ns = modelled(PAPER_PC, MODELS["Qwen-7B"], 8).layer_ns
-    least_ns = 1e9 * MODELS["Qwen-7B"].layer_weight_bytes(1) / PAPER_PC.gpu_bytes_per_s
-    assert layer_ns is not None and layer_ns(4096) > layer_ns(16) > least_ns
-    assert modelled(PAPER_PC, MODELS["Qwen-7B"], 1).title.startswith("emulated")
 
 
 def test_a_session_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +229,8 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         ({"schema": "llmcache.size/1"}, "schema"),
         ({"kind": "guessed"}, "kind"),
-        ({"rows": [{"policy": "full"}]}, "title: missing"),
-        ({"marks": {"f_c": 1}}, "f_s: missing"),
-        ({"rows": 3}, "int"),
         ({"rows": []}, "rows: none"),
         ({"rows": [{**asdict(row("full", 90)), "token_ns": "soon"}]}, "token_ns: 'soon'"),
-        ({"rows": [{**asdict(row("full", 90)), "stages_ns": {"evaluate": 1.0}}]}, "stages_ns"),
         ({"rows": [{**asdict(MEASURED.rows[0]), "observed": {**asdict(observed()), "timeline": {}}}]}, "emulated: missing"),
     ],
 )
@@ -281,41 +253,7 @@ def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.Cap
     assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
 
 
-def test_a_modelled_table_has_no_measured_column(capsys: pytest.CaptureFixture[str]) -> None:
-    told = printed(SWEEP, capsys)
-    assert "modelled, on a machine that is not here" in told
-    assert not [word for word in ("measured", "in memory", "speed-up") if word in told]
-    assert "f_c / f_s = 2, memory ends at 3; expected minimum at 2" in told
-
-
-def test_the_gantt_chart_has_a_bar_for_every_span() -> None:
-    figure = kv_bench.timeline_figure(MEASURED, "run.json")
-    assert len(figure.axes) == 2
-    for panel, wanted in zip(figure.axes, MEASURED.rows, strict=True):
-        bars = [path for found in panel.collections for path in found.get_paths()]
-        assert len(bars) == 6 and not [patch for patch in panel.patches if isinstance(patch, Rectangle)]
-        edges = sorted(round(path.get_extents().x1) for path in bars)
-        assert edges == [4, 9, 14, 19, 24, 29], "ms"
-        assert panel.get_title(loc="left").startswith(f"{wanted.title}: {wanted.idle_share:.0%}")
-        assert next(label.get_text() for label in panel.get_yticklabels()) == "compute (emulated)"
-    assert set(kv_bench.STAGE_COLOURS) == {"evaluate", "fetch", "compute", "update"}
-    with pytest.raises(DataError, match="rows: modelled ones have no timeline"):
-        kv_bench.timeline_figure(SWEEP, "run.json")
-
-
-def test_the_sweep_marks_the_rule_and_where_memory_ends() -> None:
-    figure = kv_bench.beta_figure(SWEEP, "run.json")
-    (panel,) = figure.axes
-    betas, times = (np.asarray(found).tolist() for found in panel.lines[0].get_data())
-    assert betas == [0.5, 1.0, 2.0, 4.0] and times == [50, 30, 24, 27]
-    marks = {line.get_label(): np.asarray(line.get_xdata())[0] for line in panel.lines[2:]}
-    assert marks == {"f_c / f_s = 2": 2.0, "M0 = 3": 3.0}
-    assert "modelled" in panel.get_ylabel() and b"expects the least at 2" in kv_bench.drawn(SWEEP, "run.json", "html")
-    with pytest.raises(DataError, match="marks"):
-        kv_bench.beta_figure(MEASURED, "run.json")
-
-
-@pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "svg"), (SWEEP, "png")])
+@pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
 def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
     run.write_text(json.dumps(found.document()))
@@ -323,7 +261,7 @@ def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, 
     data = output.read_bytes()
     assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE"}[form])
     if form == "svg":
-        assert (b"Measured, with an emulated accelerator." if found is MEASURED else b"Modelled.") in data
+        assert b"Measured, with an emulated accelerator." in data
     with pytest.raises(UsageError, match=r"exists|there"):
         kv_bench.plot(str(run), str(output), force=False)
     kv_bench.plot(str(run), str(output), force=True)
@@ -343,17 +281,6 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
     assert kv_bench.kind_of(SWEEP) == "modelled"
 
 
-def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{")
-    for run, picture, told in (
-        ("run", "a.png", "not JSON"),
-        ("none", "a.png", "cannot read"),
-        ("run", "a.jpg", "must end in"),
-    ):
-        with pytest.raises((DataError, UsageError), match=told):
-            kv_bench.plot(str(tmp_path / f"{run}.json"), str(tmp_path / picture), False)
-
-
 def test_variants_are_named_by_what_they_lack() -> None:
     assert variants_of("full, hillinfer-no-app", ["bkp"]) == [Variant("full"), Variant("hillinfer", bkp=False, app=False)]
     variant = Variant("hillinfer", bkp=False, app=False)
@@ -361,7 +288,7 @@ def test_variants_are_named_by_what_they_lack() -> None:
     assert variants_of(variant.name) == [variant]
 
 
-@pytest.mark.parametrize("text", ["", ",", "full,full", "hillinfer-no-x", "full-no-app", "hillinfer,hillinfer-no-"])
+@pytest.mark.parametrize("text", ["", "full,full", "hillinfer-no-x", "full-no-app"])
 def test_variants_that_there_are_not_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--policy: ") as caught:
         variants_of(text)

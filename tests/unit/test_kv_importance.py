@@ -50,10 +50,11 @@ def test_hits_are_halved_before_one_overflows_and_keep_their_order() -> None:
     counts[[1, 2, 3, 1999]] = [MOST - 1, MOST // 2, 10, 9]
     table.record(0, chosen([1], [1], [2]))  # the second of the two does not fit
     assert table.rows(0, 0, 2000)[[1, 2, 3, 1999]].tolist() == [(MOST - 1) // 2 + 2, MOST // 4 + 1, 5, 4]
-    for _ in range(3 * MOST):
+    for _ in range(3):
+        counts = table.rows(0, 0, 2000)
+        counts[5] = MOST
         table.record(0, chosen([5]))
-    assert MOST // 2 <= table.rows(0, 0, 6)[5] <= MOST
-    assert table.rows(0, 0, 2)[1] < table.rows(0, 0, 6)[5]
+        assert counts[5] == MOST // 2 + 1 and counts[1] < counts[5]
 
 
 def test_hits_follow_their_sequences() -> None:
@@ -107,17 +108,6 @@ def test_column_sums(heads: int, kv_heads: int, rows: int, start: int, first: in
     asking = start + rows - max(start, first)
     np.testing.assert_allclose(found.sum(axis=1), np.full(kv_heads, asking * heads / kv_heads), rtol=1e-4)
     assert not found[:, :first].any()
-
-
-def test_column_sums_name_what_does_not_fit() -> None:
-    for queries, keys, start, first, field in (
-        ((3, 8, 4), (2, 8, 4), 0, 0, "queries"),
-        ((2, 8, 4), (2, 8), 0, 0, "keys"),
-        ((2, 8, 4), (2, 9, 4), 0, 0, "start"),
-        ((2, 8, 4), (2, 8, 4), 0, 9, "first"),
-    ):
-        with pytest.raises(ValueError, match=f"^{field}: "):
-            column_sums(numbers(*queries), numbers(*keys), start, first)
 
 
 # Moves
@@ -181,15 +171,9 @@ def test_the_pool_is_the_share_that_beta_and_memory_say(
     assert cpu_pages_for(SHAPE, 16_000, beta, memory_bytes, batch) == pages
 
 
-def test_sizes_that_are_not_positive_are_named() -> None:
-    for field, arguments in (("length", (0, 1.0, 1)), ("beta", (16, math.nan, 1)), ("memory_bytes", (16, 1.0, 0))):
-        with pytest.raises(ValueError, match=f"^{field}: "):
-            cpu_pages_for(SHAPE, *arguments)
-
-
 # Pools over decode steps
 
-STEPS = 100
+STEPS = 60
 
 
 def decoded(path: Path, settings: HillInferSettings, share: float, context: int = 2048, batch: int = 1) -> HillInfer:
@@ -236,7 +220,7 @@ def test_hits_rise_by_what_comes_up_and_recent_pages_stay(tmp_path: Path) -> Non
 
 
 def test_pools_of_sequences_are_their_own(tmp_path: Path) -> None:
-    store = decoded(tmp_path, HillInferSettings(alpha=0.2), 0.4, batch=2).store
+    store = decoded(tmp_path, HillInferSettings(alpha=0.2), 0.4, context=512, batch=2).store
     assert (store.in_cpu(0, 0) != store.in_cpu(0, 1)).any()
 
 

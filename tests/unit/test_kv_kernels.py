@@ -65,15 +65,15 @@ def plain(queries: Floats, keys: Floats, combine: str) -> Floats:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("combine", ["max", "sum"])
-@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 33), (4, 80), (8, 128)])
-def test_scores_of_whole_numbers_are_exact(dtype: str, combine: str, group: int, dim: int) -> None:
+@pytest.mark.parametrize(("group", "dim"), [(3, 33), (9, 64)])
+def test_scores_of_whole_numbers_are_exact(dtype: str, group: int, dim: int) -> None:
     keys, queries = whole((2, 3, 301, dim), 1), whole((2, 3 * group, dim), 2)
     by = np.random.default_rng(3).integers(1, 5, (2, 3, 301)).astype(np.float32) if dtype == "int8" else None
-    wanted = plain(queries, keys, combine) * (1 if by is None else by)
-    for threads in (1, 3):
-        found = score(queries, carried(keys, dtype), by, combine=combine, threads=threads)
-        assert found.dtype == np.float32 and (found == wanted).all()
+    for combine in ("max", "sum"):
+        wanted = plain(queries, keys, combine) * (1 if by is None else by)
+        for threads in (1, 3):
+            found = score(queries, carried(keys, dtype), by, combine=combine, threads=threads)
+            assert found.dtype == np.float32 and (found == wanted).all()
 
 
 def test_large_inputs_are_split_among_threads_without_a_seam() -> None:
@@ -82,14 +82,14 @@ def test_large_inputs_are_split_among_threads_without_a_seam() -> None:
 
 
 def test_infinities_and_nan_stay_what_they_are() -> None:
-    keys = np.ones((1, 1, 3, 16), np.float16)
+    keys = np.ones((1, 1, 3, 64), np.float16)
     keys[0, 0, 0, 3], keys[0, 0, 1, 3] = np.inf, np.nan
-    found = score(np.ones((1, 1, 16), np.float32), keys)[0, 0]
-    assert found[0] == np.inf and np.isnan(found[1]) and found[2] == 16
+    found = score(np.ones((1, 1, 64), np.float32), keys)[0, 0]
+    assert found[0] == np.inf and np.isnan(found[1]) and found[2] == 64
 
 
 def test_any_strides_of_keys() -> None:
-    keys, queries = whole((2, 5, 40, 32), 1).astype(np.float16), whole((2, 5, 32), 2)
+    keys, queries = whole((2, 5, 40, 64), 1).astype(np.float16), whole((2, 5, 64), 2)
     wanted = plain(queries, keys.astype(np.float32), "max")
     swapped, turned = keys.swapaxes(1, 2).copy().swapaxes(1, 2), keys[::-1, ::-1].copy()[::-1, ::-1]
     for same in (swapped, turned, np.asfortranarray(keys), np.repeat(keys, 2, 2)[:, :, ::2]):
@@ -98,7 +98,8 @@ def test_any_strides_of_keys() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_products_of_each_query(dtype: str) -> None:
-    for group, pages in ((1, 3), (2, 1), (3, 4), (4, 2), (7, 400)):  # 400: by several threads
+    # Loops are compiled by the number of queries and the type; 400 pages are multiplied by several threads.
+    for group, pages in ((1, 3), (2, 1), (3, 4), (4, 2), (7, 400)) if dtype == "float16" else ((3, 4), (7, 400)):
         keys, queries = whole((pages, 3, 16, 200), group), whole((3 * group, 200), 9)
         scales = whole((pages, 3, 16), 4) if dtype == "int8" else None
         wanted = np.einsum("hgd,phtd->hgpt", queries.reshape(3, group, 200), keys)
@@ -203,13 +204,13 @@ SCORES = {
 
 
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("count", [1, 2, 100, 4096, 5000, 70_001])
-def test_top_is_what_a_sort_would_choose(kind: str, count: int) -> None:
-    scores = np.asarray(SCORES[kind](np.random.default_rng(count), count), np.float32)  # type: ignore[no-untyped-call]
-    for k in sorted({1, min(2, count), max(1, count // 100), max(1, count // 5), max(1, count - 1), count}):
-        found = top(scores, k)
-        assert found.dtype == np.int64 and (found == chosen(scores, k)).all()
-    assert (top(scores, count + 5) == np.arange(count)).all()
+def test_top_is_what_a_sort_would_choose(kind: str) -> None:
+    for count in (1, 2, 100, 4096, 5000, 70_001):
+        scores = np.asarray(SCORES[kind](np.random.default_rng(count), count), np.float32)  # type: ignore[no-untyped-call]
+        for k in sorted({1, min(2, count), max(1, count // 100), max(1, count // 5), max(1, count - 1), count}):
+            found = top(scores, k)
+            assert found.dtype == np.int64 and (found == chosen(scores, k)).all(), (count, k)
+        assert (top(scores, count + 5) == np.arange(count)).all()
 
 
 def test_a_sample_that_misleads_is_seen_through() -> None:
@@ -237,7 +238,7 @@ def test_top_of_many_rows() -> None:
     st.integers(1, 20),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_blocks_merged_in_any_order_choose_the_same(blocks: list[list[float]], k: int, chance: Any) -> None:
     scores = np.array([value for block in blocks for value in block], np.float32)
     starts = np.cumsum([0, *map(len, blocks)])

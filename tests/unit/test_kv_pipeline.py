@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention, widened
+from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
 from llmcache.kv.spill import SpillFile
@@ -32,7 +32,7 @@ from tests.unit.kv_policy_parts import Best
 
 SPEC = StreamSpec(layers=3, kv_heads=2, heads=4, head_dim=16, context=300, batch=2, dtype="float32")
 STREAM = SyntheticStream(SPEC)
-STEPS = 20
+STEPS = 8
 
 
 def opened(**settings: object) -> tuple[KvStore, Best]:
@@ -116,9 +116,8 @@ def test_what_is_attended_to_are_the_rows_of_the_stream() -> None:
             check_rows(found, layer, SPEC.context + STEPS)
 
 
-@pytest.mark.parametrize("app", [False, True])
-def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(app: bool) -> None:
-    for step, layers in enumerate(run(alpha=1.0, app=app)):
+def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit() -> None:
+    for step, layers in enumerate(run(alpha=1.0)):
         for layer, found in enumerate(layers):
             asked = STREAM.queries(layer, step)
             whole = attention(asked, *STREAM.keys_values(layer, range(SPEC.context + step + 1)))
@@ -343,28 +342,9 @@ def test_it_is_the_softmax_of_scaled_products_for_each_head() -> None:
             np.testing.assert_allclose(out[b, head], share @ VALUES[b, head // 2], rtol=1e-4, atol=1e-6)
 
 
-def test_types_of_keys_and_values_are_widened_not_rounded_again() -> None:
-    bits = (KEYS.view(np.uint32) >> 16).astype(np.uint16)
-    assert np.array_equal(widened(bits), (bits.astype(np.uint32) << 16).view(np.float32))
-    narrow = [side.astype(np.float16) for side in (KEYS, VALUES)]
-    once, again = attention(QUERIES, *narrow), attention(QUERIES, *(side.astype(np.float32) for side in narrow))
-    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
-
-
 def test_large_logits_do_not_overflow() -> None:
     out, weights = attention(1e4 * QUERIES, KEYS, VALUES)
     assert np.isfinite(out).all() and weights.max() == 1
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
-    for keys, values, name in (
-        (KEYS[:1], VALUES, "keys"),
-        (np.repeat(KEYS, 3, axis=1)[:, :3], VALUES, "keys"),
-        (KEYS, VALUES[:, :, :10], "values"),
-        (KEYS[:, :, :0], VALUES[:, :, :0], "keys: no tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name}"):
-            attention(QUERIES, keys, values)
 
 
 # Timelines
@@ -409,33 +389,3 @@ def test_what_is_paused_takes_no_time() -> None:
     (span,) = timeline.spans
     assert span.end_ns - span.begin_ns <= taken_ns <= real_ns - 200_000_000
     assert span.end_ns - span.begin_ns >= 50_000_000
-
-
-def test_spans_of_several_threads_are_all_there_also_after_errors() -> None:
-    timeline = Timeline()
-
-    def record(layer: int) -> None:
-        for step in range(50):
-            with pytest.raises(KeyError), timeline.span("cpu", "evaluate", layer, step):
-                raise KeyError
-
-    threads = [threading.Thread(target=record, args=(layer,)) for layer in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    recorded = [(span.layer, span.step) for span in timeline.spans]
-    assert sorted(recorded) == [(layer, step) for layer in range(4) for step in range(50)]
-    assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
-
-
-def test_what_is_no_resource_or_stage_is_refused() -> None:
-    timeline = Timeline()
-    with pytest.raises(ValueError, match="resource: 'gpu'"), timeline.span("gpu", "compute", 0, 0):
-        pass
-    with pytest.raises(ValueError, match="stage: 'sleep'"), timeline.span("cpu", "sleep", 0, 0):
-        pass
-    with pytest.raises(ValueError, match="emulated: disk"):
-        Timeline(["disk"])
-    with pytest.raises(ValueError, match="end_ns"):
-        timeline.add(Span("cpu", "fetch", 0, 0, 5, 4))

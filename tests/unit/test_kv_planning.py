@@ -13,7 +13,6 @@ from llmcache.kv.planning import (
     MODELS,
     PAPER_PC,
     SYSTEMS,
-    TYPICAL_PC,
     ModelShape,
     Workload,
     hillinfer,
@@ -23,7 +22,7 @@ from llmcache.kv.planning import (
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
 from llmcache.kv.planning.latency import place
 from llmcache.kv.planning.models import shape_of
-from llmcache.kv.planning.placement import by_beta, by_ssd_share, largest_context, room, rule_share
+from llmcache.kv.planning.placement import by_ssd_share, largest_context, room, rule_share
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
@@ -80,26 +79,6 @@ GLM_4_5: dict[str, Any] = LLAMA_8B | {
     "vocab_size": 151552,
 }
 
-LLAMA4_MAVERICK: dict[str, Any] = {
-    "model_type": "llama4",
-    "text_config": LLAMA_8B
-    | {
-        "model_type": "llama4_text",
-        "num_hidden_layers": 48,
-        "hidden_size": 5120,
-        "num_attention_heads": 40,
-        "head_dim": 128,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "interleave_moe_layer_step": 2,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 1,
-        "vocab_size": 202048,
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
-}
-
-
 # Machines
 
 
@@ -110,22 +89,6 @@ def test_every_number_of_a_machine_says_where_it_comes_from(machine: Any) -> Non
     assert all(origin.text for origin in machine.origins.values())
     told = machine.to_json()
     assert told["ssd_bytes_per_s"] == {"value": 7e9, "origin": "assumed", "source": machine.origins["ssd_bytes_per_s"].text}
-
-
-def test_what_the_paper_says_of_its_machine() -> None:
-    said = {name for name, origin in PAPER_PC.origins.items() if origin.kind == "paper"}
-    assert said == {"gpu_bytes", "host_bytes", "device_bytes_per_s", "device_memory_bytes"}
-    assert (PAPER_PC.gpu_bytes, PAPER_PC.host_bytes, PAPER_PC.device_bytes_per_s) == (24 * GIB, 64 * GIB, 4e9)
-    assert TYPICAL_PC.gpu_bytes + TYPICAL_PC.host_bytes == 44 * GIB  # section 1: "memory limits 44GB"
-
-
-def test_a_machine_needs_speeds_and_origins() -> None:
-    with pytest.raises(ValueError, match="ssd_bytes_per_s: 0"):
-        replace(PAPER_PC, ssd_bytes_per_s=0)
-    with pytest.raises(ValueError, match="host_bytes: -1"):
-        replace(PAPER_PC, host_bytes=-1)
-    with pytest.raises(ValueError, match="origins: \\['gpu_bytes'\\]"):
-        replace(PAPER_PC, origins={name: origin for name, origin in PAPER_PC.origins.items() if name != "gpu_bytes"})
 
 
 def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
@@ -149,12 +112,6 @@ def test_a_device_scores_from_its_memory_what_fits_there() -> None:
 )
 def test_parameters_of_the_papers_models(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, abs=0.006)
-
-
-def test_kv_of_a_token() -> None:
-    assert QWEN.token_bytes == 2 * 32 * 32 * 128 * 2
-    assert replace(QWEN, kv_heads=8).token_bytes == QWEN.token_bytes / 4
-    assert replace(QWEN, kv_dtype="int8").token_bytes == 2 * 32 * 32 * (128 + 4)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("Qwen-7B", 30), ("Llama2-13B", 51)])
@@ -201,18 +158,10 @@ def test_other_names_for_the_same_sizes() -> None:
     assert nested.layers == 32
 
 
-def test_quantised_weights_and_types() -> None:
-    assert shape(quantization_config={"bits": 4}).weight_bytes == shape().weight_bytes // 4
-    assert shape(quantization_config={"load_in_8bit": True}).weight_bits == 8
-    assert shape(torch_dtype="float32").weight_bits == 32
-    assert shape(torch_dtype="float8_e4m3fn").kv_dtype == "float16"
-    assert "4096" in shape(sliding_window=4096).notes[0] and not shape(sliding_window=4096, use_sliding_window=False).notes
-
-
 @pytest.mark.parametrize(
     ("config", "billions", "used"),
-    [(MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32), (LLAMA4_MAVERICK, 400, 16)],
-    ids=["mixtral", "qwen3", "glm", "llama4"],
+    [(MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32)],
+    ids=["mixtral", "qwen3", "glm"],
 )
 def test_parameters_of_mixtures_are_those_that_their_makers_name(
     config: dict[str, Any], billions: float, used: float
@@ -221,13 +170,6 @@ def test_parameters_of_mixtures_are_those_that_their_makers_name(
     found = shape_of(config, "x/config.json")
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
-
-
-def test_a_config_without_experts_in_any_layer_is_dense() -> None:
-    assert shape(num_experts=1, num_experts_per_tok=1).mixture is None
-    assert shape(num_experts=8, num_experts_per_tok=2, mlp_only_layers=list(range(32))).mixture is None
-    some = shape(num_experts=8, num_experts_per_tok=2, decoder_sparse_step=2, first_k_dense_replace=5, mlp_only_layers=[7])
-    assert some.mixture is not None and some.mixture.layers == 13  # 5, 9, 11 .. 31
 
 
 def test_a_mixture_keeps_all_weights_and_reads_those_of_the_batch() -> None:
@@ -286,32 +228,6 @@ def test_the_rule_is_equation_1_and_m0_binds() -> None:
             assert places.host == found.host_kv < share * kv
         else:
             assert places.beta == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
-
-
-def test_weights_that_the_gpu_has_no_room_for_take_from_the_host() -> None:
-    found = room(PAPER_PC, MODELS["Llama2-13B"], Workload(4096), 0.2)
-    assert found.weights_on_host > 0 and found.lacking == 0
-    assert found.weights_on_gpu + found.weights_on_host == MODELS["Llama2-13B"].weight_bytes
-    assert found.host_kv == pytest.approx(60 * GIB - found.weights_on_host)
-    tiny = PAPER_PC.with_sizes(4 * GIB, 8 * GIB)
-    assert room(tiny, MODELS["Llama2-13B"], Workload(4096), 0.2).lacking > 0
-
-
-def test_what_fits_on_the_gpu_stays_there() -> None:
-    found = room(PAPER_PC, QWEN, Workload(512, batch=1), 1.0)
-    kv = QWEN.kv_bytes(512, 1)
-    assert found.gpu_kv == kv and all(place(system, found, kv, PAPER_PC).gpu == kv for system in SYSTEMS.values())
-    assert room(PAPER_PC.with_sizes(gpu_bytes=0), QWEN, Workload(512, batch=1), 1.0).gpu_kv == 0
-
-
-def test_pools_by_ratio_and_share() -> None:
-    assert by_beta(100, 3.0).host == 75 and by_beta(100, 3.0).beta == pytest.approx(3)
-    assert by_ssd_share(100, 0.2).ssd == 20 and by_ssd_share(100, 0).beta == float("inf")
-    assert by_ssd_share(100, 0).to_json()["beta"] is None
-    with pytest.raises(ValueError, match="beta: -1"):
-        by_beta(100, -1)
-    with pytest.raises(ValueError, match=r"share: 1\.5"):
-        by_ssd_share(100, 1.5)
 
 
 # Latency: sums by hand, for one layer that is all of the model
@@ -391,26 +307,3 @@ def test_evaluation_by_score_blocks_moves_a_64th() -> None:
     judged = replace(PLAIN, important_on_ssd=0.0)
     host, device = (latency(policy, FLAT, ONE, judged, HALF).moved for policy in ("prefetch", "hillinfer"))
     assert host["ssd to host"] / device["device to host"] == pytest.approx(64)
-
-
-def test_idle_share_and_busy_times() -> None:
-    found = latency("hillinfer", PAPER_PC, QWEN, Workload(16384))
-    assert found.idle_share == pytest.approx(1 - found.stages["compute"] / found.token_ns)
-    assert set(found.busy) == {"compute", "cpu", "device", "link", "gpu link"}
-    assert max(found.busy.values()) <= found.token_ns
-    assert found.end_to_end_ns(10) == pytest.approx(found.prefill_ns + 10 * found.token_ns)
-    assert latency("full", PAPER_PC.with_sizes(gpu_bytes=0), QWEN, Workload(4096)).moved["host to gpu"] == 0
-    told = found.to_json()
-    assert told["kind"] == "modelled" and told["policy"] == "hillinfer" and told["machine"] == "paper"
-
-
-def test_wrong_arguments_are_named() -> None:
-    wrong: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 1.1}, {"context": 0}, {"batch": 0}, {"important_on_ssd": 2.0}]
-    for changes in wrong:
-        with pytest.raises(ValueError, match=next(iter(changes))):
-            replace(PLAIN, **changes)
-    with pytest.raises(ValueError, match="host_evaluates"):
-        replace(PLAIN, host_evaluates="nothing")
-    with pytest.raises(KeyError):
-        latency("infinigen", PAPER_PC, QWEN, PLAIN)
-    assert list(SYSTEMS) == ["full", "h2o", "prefetch", "leoam", "hillinfer"]

@@ -77,15 +77,6 @@ def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int,
     assert joined.data.tobytes() == data.tobytes()
 
 
-@pytest.mark.parametrize("parts", SHAPES)
-def test_the_beginning_of_a_block_serves(parts: list[tuple[int, bool, int]]) -> None:
-    state = read_state(state_bytes(parts, list(range(40))))
-    part, whole = Joined(state.layout, 7), Joined(state.layout, 7)
-    part.put(0, rows_of(state, 0, 40), 7)
-    whole.put(0, rows_of(state, 0, 7))
-    assert (part.data == whole.data).all()
-
-
 def test_cells_in_another_order_are_put_in_order() -> None:
     order = [3, 0, 4, 1, 2]
     rows = rows_of(read_state(state_bytes([(1, False, 2)], order)), 0, 5)
@@ -461,10 +452,10 @@ def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
 def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
     tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """LLMCACHE_PREFIX_KILLS (12): how often one of two writers on one directory is killed."""
+    """LLMCACHE_PREFIX_KILLS (4): how often one of two writers on one directory is killed."""
     turns = random.Random(0)
     pair = [writers(0), writers(1)]
-    kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "12"))
+    kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "4"))
     for kill in range(kills):
         time.sleep(turns.random() * 0.1)
         pair[kill % 2].kill()

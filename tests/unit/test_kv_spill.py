@@ -26,9 +26,10 @@ SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("extent_pages", [1, 3])
-@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize(
+    ("dtype", "extent_pages", "direct"),
+    [("float32", 1, None), ("float16", 3, False), ("bfloat16", 1, False), ("int8", 3, None), ("int8", 1, False)],
+)
 def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None) -> None:
     shape = KvShape("tiny", 3, 2, 5, dtype, page_tokens=3, value_dim=1207)  # values in several blocks
     with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=extent_pages, direct=direct) as file:
@@ -299,28 +300,32 @@ def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: 
     return calls
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("name", ["pwrite", "posix_fallocate", "fdatasync"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("posix_fallocate", errno.ENOSPC), ("fdatasync", errno.EIO)],
+)
 def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name: str, code: int) -> None:
     """Whatever fails, the file can be opened again, holds what was flushed, and goes on where it ended."""
     for after in range(100):
-        path = tmp_path / f"{after}.kv"
         made = None
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EnvironmentProblem):
             calls_failing(patch, name, code, after)
-            made = SpillFile.create(path, SHAPE)
-        assert made or not list(tmp_path.iterdir()), "a file that cannot be made leaves nothing behind"
+            made = SpillFile.create(tmp_path / "new.kv", SHAPE)
         if made:
             made.close()
-            path.unlink()
+            break
+        assert not list(tmp_path.iterdir()), "a file that cannot be made leaves nothing behind"
+    assert made
+    for after in range(100):
+        path = tmp_path / f"{after}.kv"
         file = SpillFile.create(path, SHAPE, extent_pages=2)
         append(file, 0, ids(0, 12))
         file.flush()
         with pytest.MonkeyPatch.context() as patch:
             calls = calls_failing(patch, name, code, after)
             try:
-                append(file, 0, ids(12, 20))
-                append(file, 1, ids(12, 20))
+                append(file, 0, ids(12, 12))
+                append(file, 1, ids(12, 8))
                 file.flush()
             except LlmcacheError as error:
                 assert error.exit_code == 3
@@ -332,9 +337,9 @@ def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name
         file.close()
         with SpillFile.open(path, SHAPE) as again:
             found = restored(again, 0)
-            assert found == list(range(32 if done else 16))
+            assert found == list(range(24 if done else 16))
             assert again.recovery.torn_entries == 0
-            assert set(restored(again, 1)) <= set(range(12, 32))
+            assert set(restored(again, 1)) <= set(range(12, 20))
         path.unlink()
         if done:
             return

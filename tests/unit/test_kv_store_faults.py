@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
-from tests.unit.kv_parts import devices, flip, small_disk
+from tests.unit.kv_parts import flip, small_disk
 from tests.unit.store_parts import Make, Plain, crash, shape_of
 from tests.unit.store_parts import make as make
 
@@ -76,62 +77,57 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
             assert found.restored is not None and found.restored.may_be_lost == 0
 
 
-def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The n-th write fails once: each call is done in memory, and the file follows."""
-    write, left = RawFile.write, [0]
+EVERY = 16
 
-    def failing(self: RawFile, *arguments: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise problem(self.path, "spilling", OSError(errno.ENOSPC, "full"))
-        write(self, *arguments)
 
-    monkeypatch.setattr(RawFile, "write", failing)
-    for after in (*range(1, 25), *range(25, 400, 20)):
-        failed = _story(make, left, after)
+def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make) -> None:
+    """One in 16 writes fails, from each of the first 16 on: each call is done in memory, and the file follows."""
+    for begin in range(EVERY):
+        _story(make, begin)
         (tmp_path / "a.kv").unlink()
         (tmp_path / "tables-a.kv").unlink(missing_ok=True)
-        if not failed:
-            assert after > 60
-            return
-    raise AssertionError("never got through")
 
 
-def _story(make: Make, left: list[int], after: int) -> bool:
-    """Everything that writes; returns whether the write number `after` was among it."""
-    left[0] = 0
+def _story(make: Make, begin: int) -> None:
+    """Everything that writes; the write number `begin` and each `EVERY`-th after it fail."""
+    write, writes, told = RawFile.write, itertools.count(-begin), []
     store, plain = make(6, batch=2)
-    left[0] = after
+
+    def failing(self: RawFile, *arguments: Any) -> None:
+        if next(writes) % EVERY == 0:
+            raise problem(self.path, "spilling", OSError(errno.ENOSPC, "full"))
+        write(self, *arguments)
 
     def tried(call: Callable[[], None]) -> None:
         try:
             call()
         except LlmcacheError as error:
             assert error.exit_code == 3 and "no space left" in error.message
+            told.append(error)
 
-    for step, tokens in enumerate((10, 1, 3, 5)):
-        for layer in (1, 0):
-            tried(partial(store.append, layer, *plain.grow(layer, tokens, step)))
-        tried(partial(plain.commit, store, tokens, step))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RawFile, "write", failing)
+        for step, tokens in enumerate((10, 1, 3, 5)):
+            for layer in (1, 0):
+                tried(partial(store.append, layer, *plain.grow(layer, tokens, step)))
+            tried(partial(plain.commit, store, tokens, step))
+            plain.check_all(store)
+            if step == 1:
+                tried(lambda: store.select(np.array([1, 1])))
+                plain.choose(np.array([1, 1]))
+            if step == 2:
+                tried(store.save)
         plain.check_all(store)
-        if step == 1:
-            tried(lambda: store.select(np.array([1, 1])))
-            plain.choose(np.array([1, 1]))
-        if step == 2:
-            tried(store.save)
-    plain.check_all(store)
-    tried(lambda: store.crop(17))
-    plain.crop(17)
-    plain.check_all(store)
-    failed = left[0] <= 0
-    left[0] = 0
+        tried(lambda: store.crop(17))
+        plain.crop(17)
+        plain.check_all(store)
+    assert len(told) > 2, "it writes often enough to fail several times"
     store.save()
     plain.check_all(store)
     store.close()
     with again(store) as found:
         plain.check_all(found)
         assert (found.ids == plain.ids).all()
-    return failed
 
 
 @FORKED
@@ -234,18 +230,16 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
         plain.check_all(found)
 
 
-@KINDS
-def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -> None:
-    store, _ = make(40, ssd=ssd)
+def test_the_spill_file_of_another_model(make: Make, tmp_path: Path) -> None:
+    store, _ = make(40)
     store.close()
     other = KvShape("other", 2, 2, 8, page_tokens=4)
-    files, before = sorted(os.listdir(tmp_path)), devices()
+    files = sorted(os.listdir(tmp_path))
     with pytest.raises(DataError, match="another model's spill file") as caught:
-        KvStore.restore(tmp_path / "a.kv", StoreConfig(other, ssd=ssd))
+        KvStore.restore(tmp_path / "a.kv", StoreConfig(other))
     assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
     with pytest.raises(EnvironmentProblem, match="opening"):
-        KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
-    assert devices() == before
+        KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE))
 
 
 @contextlib.contextmanager
@@ -278,15 +272,15 @@ def test_sequences_that_go_and_a_crash_take_none_along(tmp_path: Path, make: Mak
 
 
 def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path, make: Make) -> None:
-    """Three sequences of less than a page: after every write there are three, or none at all, and saved they are whole."""
+    """Two sequences of less than a page: after every write there are both, or none at all, and saved they are whole."""
     found = []
     for writes in range(100):
-        store, plain = make(3, batch=3)
+        store, plain = make(3, batch=2)
         with killed_after(writes):
             store.save()
         crash(store)
         with KvStore.restore(tmp_path / "a.kv", store.config) as restored:
-            assert restored.batch == 3
+            assert restored.batch == 2
             found.append(restored.length)
             plain.crop(restored.length)
             plain.step(restored, 9, seed=1)
@@ -322,12 +316,12 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
         assert found.length == 8, "what could not be taken away has gone, once there is space"
 
 
-@KINDS
-def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str) -> None:
+@FORKED
+def test_a_directory_that_is_none(tmp_path: Path, make: Make) -> None:
     (tmp_path / "a.txt").write_text("a file")
     for where in ("nowhere", "a.txt"):
         with pytest.raises(UsageError, match=f"{where}: is not a directory"):
-            make(path=tmp_path / where / "a.kv", ssd=ssd)
+            make(path=tmp_path / where / "a.kv", ssd="csd")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 

@@ -85,15 +85,6 @@ def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: 
     assert store.traffic.ping_pong_share == counted and store.traffic.to_json()["ping_pong_pages"] == counted
 
 
-def test_a_prompt_that_comes_in_pieces_moves_nothing_down(make: Make) -> None:
-    store, plain = make(200, cpu_pages=8)
-    plain.step(store, 320)
-    assert store.in_cpu(0, 0).sum() == 8 and store.traffic.pages_down == 0
-    store.move_down(0, 0, np.flatnonzero(store.in_cpu(0, 0))[2:3])
-    store.move_up(0, 0, np.array([5]))
-    assert (store.traffic.pages_up, store.traffic.ping_pong_pages) == (1, 0)
-
-
 def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:
     store, plain = make(40)
     asked: list[tuple[int, int, list[int], int]] = []
@@ -298,8 +289,6 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
 @pytest.mark.parametrize(
     ("error", "field", "options"),
     [
-        (ValueError, "batch", {"batch": 0}),
-        (ValueError, "sink_tokens", {"sink_tokens": -1}),
         (ValueError, "ssd", {"ssd": "tape"}),
         (UsageError, "cpu_pages", {"cpu_pages": 4}),
         (UsageError, "cpu_pages", {"cpu_pages": 2, "path": Path("a.kv"), "sink_tokens": 5, "window_tokens": 1}),
@@ -316,16 +305,12 @@ def test_arguments_that_do_not_fit(make: Make) -> None:
     calls: dict[str, Callable[[], object]] = {
         "keys: ": lambda: store.append(0, keys[:, :1], values),
         "values: ": lambda: store.append(0, keys, values[:, :, :1]),
-        "key_scales: ": lambda: store.append(0, keys, values, np.ones((1, 2, 2), np.float32)),
         "layer: 2, the model has 2": lambda: store.append(2, keys, values),
         "sequence: 1": lambda: store.in_cpu(0, 1),
         "only tokens 4 to 31": lambda: store.gather(0, chosen(store, 3, 5)),
         "positions: shape": lambda: store.gather(0, Selection.none(2, 2)),
-        "positions: int32": lambda: Selection(np.zeros((1, 2, 3), np.int32)),
         "tokens: 42": lambda: store.crop(42),
         r"index: \[1\]": lambda: store.select(np.array([1])),
-        r"index: \[\]": lambda: store.select(np.array([], np.int64)),
-        r"index: \[\[0\]\]": lambda: store.select(np.array([[0]])),
     }
     for told, call in calls.items():
         with pytest.raises(ValueError, match=told):
@@ -333,9 +318,3 @@ def test_arguments_that_do_not_fit(make: Make) -> None:
     with pytest.raises(UsageError, match="no device"):
         store.restart_device()
     plain.check_all(store)
-
-
-def test_selections_of_pages() -> None:
-    found = Selection.of_pages(np.array([[[4, 2]]]), 3)
-    assert found.positions.tolist() == [[[6, 7, 8, 12, 13, 14]]] and found.count == 6
-    assert Selection.of_all(range(2, 4), 1, 2, 3).positions.tolist() == [[[6, 7, 8, 9, 10, 11]] * 2]

@@ -25,10 +25,10 @@ from llmcache.kv.bench.results import STOCK, Answers, read_task
 from llmcache.kv.bench.task import Candidate, candidates
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
-from llmcache.kv.tasks.recall import BEGINNING, DEPTHS, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
+from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
 from tests.unit.report_parts import unlaid as unlaid
-from tests.unit.task_parts import answers, bench, of_policies
+from tests.unit.task_parts import answers, of_policies
 
 pytestmark = pytest.mark.usefixtures("unlaid")
 
@@ -58,7 +58,7 @@ def check_answers(found: Questions, tokens: int, pairs: int) -> None:
             assert ids[place + 1] == answer
 
 
-@pytest.mark.parametrize(("tokens", "pairs", "questions"), [(129, 64, 8), (500, 64, 8), (100, 16, 16)])
+@pytest.mark.parametrize(("tokens", "pairs", "questions"), [(129, 64, 8), (100, 16, 16)])
 def test_recall_asks_for_pairs_that_are_there_each_once(tokens: int, pairs: int, questions: int) -> None:
     found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
     check_answers(found, tokens, pairs)
@@ -70,14 +70,6 @@ def test_a_passkey_lies_at_its_depth(depth: float, place: int) -> None:
     found = passkey(random(), 2, 100, depth=depth, symbols=5)
     check_answers(found, 100, 5)
     assert (found.ids[:, place] == found.asked[:, 0]).all()
-
-
-def test_a_text_with_answers_goes_on_where_the_context_ends() -> None:
-    found = recall(random(), 2, 200, questions=4)
-    text = found.with_answers()
-    assert (text[:, :200] == found.ids).all()
-    assert (text[:, 200::2] == found.asked).all()
-    assert (text[:, 201::2] == found.answers).all()
 
 
 @pytest.mark.parametrize("pairs", [5, 64])
@@ -105,30 +97,6 @@ def test_the_weights_are_those_of_their_provenance() -> None:
 # What is asked
 
 
-def test_passkeys_lie_at_every_depth() -> None:
-    probe = symbols("passkey", random(), 200, 3)
-    assert probe.depths == [depth for depth in DEPTHS for _ in range(3)] and len(DEPTHS) == 20
-    for ids, asked, answer, depth in zip(probe.ids, probe.asked[0], probe.answers[0], probe.depths, strict=True):
-        (at,) = np.flatnonzero(ids == asked[0])
-        assert ids[at + 1] == answer[0] and at == 1 + round(depth * 197)
-        assert (np.delete(ids[1:], [at - 1, at]) >= FIRST_NOISE).all()
-
-
-def test_a_needle_is_one_of_many_and_its_depth_is_known() -> None:
-    probe = symbols("needle", random(), 400, 5)
-    assert len(probe.asked) == 1 and probe.depths is not None
-    for ids, asked, depth in zip(probe.ids, probe.asked[0], probe.depths, strict=True):
-        (at,) = np.flatnonzero(ids == asked[0])
-        assert depth <= at / 400 < depth + 0.1
-
-
-def test_a_part_of_a_probe_keeps_question_answer_and_depth_together() -> None:
-    whole = symbols("passkey", random(), 100, 1)
-    part = whole.part(slice(3, 5))
-    assert (part.ids == whole.ids[3:5]).all() and (part.answers[0] == whole.answers[0][3:5]).all()
-    assert part.depths == whole.depths[3:5] if whole.depths else False
-
-
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
@@ -147,24 +115,13 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
     assert (probes[0].depths is None) == (task == "recall")
 
 
-def test_a_passkey_in_words_lies_where_it_should() -> None:
-    first, *_, last = texts("passkey", random(), 3000, 1, letters, [])
-    places = ["".join(map(chr, probe.ids[0])).index("pass key is") / 3000 for probe in (first, last)]
-    assert places[0] < 0.1 and 0.85 < places[1] < 0.97
-
-
 @pytest.mark.parametrize(
     ("made", "told"),
     [
         (lambda: recall(random(), 1, 128), "tokens: 128"),
-        (lambda: recall(random(), 1, 5000, pairs=513), "pairs: 513"),
         (lambda: passkey(random(), 1, 100, depth=1.5), "depth: "),
-        (lambda: passkey(random(), 1, 10, depth=0, symbols=5), "tokens: 10"),
-        (lambda: chain(random(), 1, 300, steps=3, pairs=65), "pairs: 65"),
         (lambda: symbols("sorting", random(), 100, 1), "the recall model has no 'sorting'"),
         (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: 100 tokens"),
-        (lambda: [*texts("chain", random(), 100, 1, letters, [])], "not a task in English"),
-        (lambda: [*texts("common", random(), 50, 1, letters, [])], "--context: 50 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> None:
@@ -234,13 +191,8 @@ def test_defaults_ask_the_recall_model() -> None:
     [
         ("--task sorting", "--task"),
         ("--policy magic", "--policy: there is no 'magic'"),
-        ("--policy quest,quest", "--policy"),
         ("--budget 64,0", "--budget: 0"),
         ("--alpha 0.2", "--alpha"),
-        ("--layers 2", "--layers"),
-        ("--sweep-beta", "--task"),
-        ("--batch 2", "--batch"),
-        ("--path /nowhere", "--path"),
         ("--context 1k,much", "--context: 'much'"),
         ("--plot run.gif", ".png, .svg or .html"),
     ],
@@ -285,10 +237,8 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         (["rows"], [], "rows: none"),
         (["rows", 0, "policy"], "quest", "none of 'stock'"),
-        (["rows", 1, "speed", "tpot_ns"], "soon", "tpot_ns: 'soon'"),
         (["rows", 1, "answers", "right"], [1], "not of the same contexts"),
         (["rows", 1, "memory"], {}, "kv_bytes"),
-        (["conditions"], 3, "int"),
     ],
 )
 def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> None:
@@ -309,30 +259,12 @@ def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["task"] == "passkey"
 
 
-def test_panels_follow_from_the_data() -> None:
-    one, two = of_policies(), bench({(STOCK, None): [9], ("quest", 64): [5]}, (1024, 4096))
-    assert [part.name for part in kv_task.parts_of(two)][-1] == "scaling"
-    assert "scaling" not in [part.name for part in kv_task.parts_of(one)]
-    assert [axes.get_title("left") for axes in kv_task.figure_of(two).axes][-1] == "Time per token by context"
-
-
-def test_depths_are_drawn_as_they_were_found() -> None:
-    found = bench({(STOCK, None): [10, 10, 10], ("quest", 64): [0, 5, 10]}, (1024, 2048))
-    figure = kv_task.depth_figure(found)
-    assert figure is not None
-    (image,) = figure.axes[0].images
-    assert np.asarray(image.get_array()).tolist() == [[0.0, 0.5, 1.0]] * 2
-    without = replace(found, rows=tuple(replace(row, answers=answers([5])) for row in found.rows))
-    assert kv_task.depth_figure(without) is None
-
-
 def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
-    for form, begin in (("png", b"\x89png"), ("html", b"<!doctype html>")):
-        invoke("plot", str(run), "-o", str(tmp_path / f"run.{form}"))
-        assert (tmp_path / f"run.{form}").read_bytes().lower().startswith(begin)
+    invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
     page = (tmp_path / "run.html").read_text()
+    assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
     assert "figure 6" in page and "figure 7c" in page and "Measured" in page
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):

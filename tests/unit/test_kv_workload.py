@@ -65,22 +65,6 @@ def test_any_part_of_a_stream_is_what_the_whole_has_there() -> None:
     assert len(made.ids(range(120, 140))) == 20
 
 
-def test_the_last_tokens_of_the_prompt_have_queries_too() -> None:
-    made = SyntheticStream(SPEC)
-    found = made.prompt_queries(1)
-    assert found.shape == (1, 4, 32, 64) and np.isfinite(found).all()
-    assert np.array_equal(found[:, :, -1], made.queries(1, -1))
-
-
-def test_an_estimate_is_near_the_query_but_not_the_same() -> None:
-    made = SyntheticStream(SPEC)
-    asked, guessed = made.queries(1, 3), made.estimate(1, 3)
-    cosine = (asked * guessed).sum(axis=2) / np.linalg.norm(asked, axis=2) / np.linalg.norm(guessed, axis=2)
-    assert guessed.shape == asked.shape == (1, 4, 64)
-    assert cosine.min() > 0.9 and cosine.max() < 1
-    assert np.array_equal(made.estimate(1, 3, error=0), asked)
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("context", 0), ("heads", 3), ("head_dim", 30), ("dtype", "int8"), ("topics", 0)]
 )
