@@ -129,9 +129,18 @@ def trimmed(tree: Tree) -> Tree:
     return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})
 
 
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
+"""Of all that is compiled here: without the GIL, sums in any order."""
+
+
 def compiled(function: Any) -> Any:
-    """Returns `function` compiled when first called, without the GIL, sums in any order."""
-    return numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")(function)
+    """Returns `function` compiled when first called, and kept on disk."""
+    return numba.njit(cache=True, **OPTIONS)(function)
+
+
+def part(function: Any) -> Any:
+    """Returns a function that compiled ones call, compiled with them: alone, each kept and callable, takes twice as long."""
+    return numba.extending.register_jitable(**OPTIONS)(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -150,7 +159,7 @@ def fetch_ahead(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-@compiled
+@part
 def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-untyped-def]
     """Begins to load a page."""
     fetch_ahead(children, page * slots)
@@ -159,7 +168,7 @@ def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-unty
         fetch_ahead(rows, at)
 
 
-@compiled
+@part
 def product(rows, index, key):  # type: ignore[no-untyped-def]
     """The product of a key and row `index` of halves."""
     at = np.uint64(index * key.size)
@@ -169,7 +178,7 @@ def product(rows, index, key):  # type: ignore[no-untyped-def]
     return total
 
 
-@compiled
+@part
 def four_products(rows, index, key):  # type: ignore[no-untyped-def]
     """The products of a key and four rows from `index` on: the key is read once for all of them."""
     dim = key.size
@@ -185,13 +194,13 @@ def four_products(rows, index, key):  # type: ignore[no-untyped-def]
     return a, b, c, d
 
 
-@compiled
+@part
 def similarity(tree, slot, key, lift):  # type: ignore[no-untyped-def]
     """The product of transformed keys (equation 2; a query has lift 0, equation 3), times (c / s)^2."""
     return product(tree.rows, slot, key) + lift * tree.lifts[slot]
 
 
-@compiled
+@part
 def unpacked(rows, index, dim):  # type: ignore[no-untyped-def]
     """Returns row `index` of halves as float32."""
     key = np.empty(dim, np.float32)
@@ -200,7 +209,7 @@ def unpacked(rows, index, dim):  # type: ignore[no-untyped-def]
     return key
 
 
-@compiled
+@part
 def sink(scores, slots, at, size):  # type: ignore[no-untyped-def]
     """Restores a heap whose least is on top, after its entry `at` was replaced; of equal scores the later slot is less."""
     score, slot = scores[at], slots[at]
@@ -219,7 +228,7 @@ def sink(scores, slots, at, size):  # type: ignore[no-untyped-def]
     scores[at], slots[at] = score, slot
 
 
-@compiled
+@part
 def best_first(scores, slots):  # type: ignore[no-untyped-def]
     """Sorts both by scores, the largest first; of equal ones the earlier slot."""
     for at in range(scores.size // 2 - 1, -1, -1):
@@ -230,7 +239,7 @@ def best_first(scores, slots):  # type: ignore[no-untyped-def]
         sink(scores, slots, 0, last)
 
 
-@compiled
+@part
 def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyped-def]
     """Appends every point of `nodes` with its similarity; returns the new count.
 
@@ -261,7 +270,7 @@ def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyp
     return count
 
 
-@compiled
+@part
 def bound(tree, slot, asked, simple):  # type: ignore[no-untyped-def]
     """P-DCI's lower bound of the distance: least over composite indices of the largest over their simple indices."""
     at = slot * asked.size
@@ -274,7 +283,7 @@ def bound(tree, slot, asked, simple):  # type: ignore[no-untyped-def]
     return least
 
 
-@compiled
+@part
 def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
     """Appends the `take` points of a node (all, if it has fewer) that have the least bounds: Prioritized-DCI-Query.
 
@@ -305,7 +314,7 @@ def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count
     return count + take
 
 
-@compiled
+@part
 def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped-def]
     """Copies the points found on a level behind `half`, as a heap whose best is on top: scores are turned around."""
     records, size = tree.nodes.reshape(-1), count - start
@@ -318,7 +327,7 @@ def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped
     return heap, heap_slots
 
 
-@compiled
+@part
 def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  # type: ignore[no-untyped-def]
     """Takes nodes below the best of `left` points off a heap, until they have `batch` points; those without are passed over.
 
@@ -344,7 +353,7 @@ def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  #
     return left if width < view else 0, width
 
 
-@compiled
+@part
 def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-def]
     """True if points below a point with score `best` or less can hardly be among the `k` best of `scores`.
 
@@ -361,7 +370,7 @@ def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-
     return best + mean + margin * np.sqrt(max(spread[2] / spread[0] - mean * mean, 0.0)) < least
 
 
-@compiled
+@part
 def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore[no-untyped-def]
     """Collects candidates in `scratch`; returns from where on they belong to the target, their number, and the products."""
     scores, slots, nodes, above = scratch[:4]
@@ -399,7 +408,7 @@ def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore
     return (0 if target == EVERY_LEVEL else start), count
 
 
-@compiled
+@part
 def note_spread(tree, nodes, above, scores, spread):  # type: ignore[no-untyped-def]
     """Adds up how much the scores of points differ from those of the points above them."""
     at = 0
@@ -412,7 +421,7 @@ def note_spread(tree, nodes, above, scores, spread):  # type: ignore[no-untyped-
     spread[0] += at
 
 
-@compiled
+@part
 def projection(direction, key, lift):  # type: ignore[no-untyped-def]
     """The product of a transformed key with a random direction."""
     total = lift * direction[key.size]
@@ -450,7 +459,7 @@ def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: igno
         best_first(out_scores[index, :size], out_slots[index, :size])
 
 
-@compiled
+@part
 def new_page(tree, node):  # type: ignore[no-untyped-def]
     """Puts an empty page in front of the chain of a node and returns it."""
     state = tree.state
@@ -467,7 +476,7 @@ def new_page(tree, node):  # type: ignore[no-untyped-def]
     return page
 
 
-@compiled
+@part
 def free_page(tree, page):  # type: ignore[no-untyped-def]
     """Takes a page out of the chain of its node."""
     node, after = tree.pages[page, HOME], tree.pages[page, FOLLOW]
@@ -484,7 +493,7 @@ def free_page(tree, page):  # type: ignore[no-untyped-def]
     tree.state[LIVE_PAGES] -= 1
 
 
-@compiled
+@part
 def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
     """Returns a node without pages, for points of `level` below the point of token `owner`."""
     node = tree.state[FREE_NODE]
@@ -497,7 +506,7 @@ def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
     return node
 
 
-@compiled
+@part
 def free_node(tree, node):  # type: ignore[no-untyped-def]
     """Gives back a node that has no pages."""
     tree.nodes[node, OWNER], tree.nodes[node, LEVEL], tree.nodes[node, SIZE] = NONE, 0, 0
@@ -505,7 +514,7 @@ def free_node(tree, node):  # type: ignore[no-untyped-def]
     tree.state[FREE_NODE] = node
 
 
-@compiled
+@part
 def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyped-def]
     """Writes a point, of which the halves are row `index` of `bits`, to a slot."""
     dim = tree.state[DIM]
@@ -515,7 +524,7 @@ def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyp
     tree.where[token - tree.state[BASE]] = slot
 
 
-@compiled
+@part
 def project(tree, slot, key):  # type: ignore[no-untyped-def]
     """Writes the products of the point in a slot with the random directions."""
     count = tree.directions.shape[0]
@@ -523,7 +532,7 @@ def project(tree, slot, key):  # type: ignore[no-untyped-def]
         tree.projections[slot * count + index] = projection(tree.directions[index], key, tree.lifts[slot])
 
 
-@compiled
+@part
 def move(tree, old, new):  # type: ignore[no-untyped-def]
     """Copies a point to another slot; the old one is to be given up."""
     count = tree.directions.shape[0]
@@ -532,7 +541,7 @@ def move(tree, old, new):  # type: ignore[no-untyped-def]
         tree.projections[new * count + index] = tree.projections[old * count + index]
 
 
-@compiled
+@part
 def page_for(tree, node, key, lift):  # type: ignore[no-untyped-def]
     """Returns the page of a node that a new key belongs to: that of its nearest sibling; split if it is full."""
     page = tree.nodes[node, HEAD]
@@ -551,7 +560,7 @@ def page_for(tree, node, key, lift):  # type: ignore[no-untyped-def]
     return page if tree.pages[page, COUNT] < slots else split(tree, page, key, lift)
 
 
-@compiled
+@part
 def split(tree, page, key, lift):  # type: ignore[no-untyped-def]
     """Moves the half of a full page that is on the side of `key` to a new one, and returns that.
 
@@ -589,7 +598,7 @@ def attach(tree, bits, lifts, tokens, level, nodes):  # type: ignore[no-untyped-
     tree.state[KEYS] += nodes.size
 
 
-@compiled
+@part
 def add(tree, node, bits, index, dim, lift, token, child):  # type: ignore[no-untyped-def]
     """Adds a point to a node."""
     key = unpacked(bits, index, dim)
@@ -614,7 +623,7 @@ def start_level(tree, bits, lift, token):  # type: ignore[no-untyped-def]
     tree.state[KEYS] += 1
 
 
-@compiled
+@part
 def take_over(tree, node, other):  # type: ignore[no-untyped-def]
     """Gives the pages of `other` to `node`, which has none."""
     tree.nodes[node, HEAD], tree.nodes[node, SIZE] = tree.nodes[other, HEAD], tree.nodes[other, SIZE]
@@ -625,7 +634,7 @@ def take_over(tree, node, other):  # type: ignore[no-untyped-def]
         page = tree.pages[page, FOLLOW]
 
 
-@compiled
+@part
 def detach(tree, slot):  # type: ignore[no-untyped-def]
     """Takes a point out of its page: the last of the page fills the place; pages that fit into one are joined."""
     slots = tree.state[SLOTS]
@@ -643,7 +652,7 @@ def detach(tree, slot):  # type: ignore[no-untyped-def]
         join(tree, page)
 
 
-@compiled
+@part
 def join(tree, page):  # type: ignore[no-untyped-def]
     """Moves what is left of a page to another of its node that has room for all of it, if there is one."""
     slots = tree.state[SLOTS]
@@ -680,7 +689,7 @@ def take_away(tree, token):  # type: ignore[no-untyped-def]
     return below
 
 
-@compiled
+@part
 def drop_level(tree, level):  # type: ignore[no-untyped-def]
     """Closes the gap of an empty level: the levels above move down by one. Nodes of the lowest level just end."""
     state = tree.state
@@ -739,7 +748,7 @@ def lay(tree, level, members, ends, nodes, bits, lifts, tokens):  # type: ignore
         start = ends[index]
 
 
-@compiled
+@part
 def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-untyped-def]
     """Writes the points of a node to new pages."""
     slots, dim, first = tree.state[SLOTS], tree.state[DIM], tree.state[PAGES]
@@ -759,7 +768,7 @@ def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-un
             project(tree, first * slots + i, unpacked(bits, index, dim))
 
 
-@compiled
+@part
 def arrange(bits, lifts, members, slots, dim):  # type: ignore[no-untyped-def]
     """Orders the points of a node so that those of a page are alike: halved by two far points until a page holds them.
 
@@ -778,7 +787,7 @@ def arrange(bits, lifts, members, slots, dim):  # type: ignore[no-untyped-def]
         waiting += 1
 
 
-@compiled
+@part
 def halve(bits, lifts, members, dim):  # type: ignore[no-untyped-def]
     """Sorts points by which of two far ones they are nearer to."""
     sides = np.zeros(members.size, np.float32)
