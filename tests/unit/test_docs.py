@@ -202,3 +202,10 @@ def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
     assert readme.main([]) == 0, "python -m tools.bench.readme --write"
+
+
+def test_a_picture_is_the_same_but_for_the_last_bit_of_a_coordinate() -> None:
+    line = '<path d="M 163.788365 16.598677" clip-path="url(#p0123456789)"/>'
+    assert readme.same_picture(line, line.replace("598677", "598678").replace("p0123456789", "p9876543210"))
+    for other in (line.replace("163", "164"), line.replace("M", "L"), line.replace(' 16.598677"', '"')):
+        assert not readme.same_picture(line, other)
