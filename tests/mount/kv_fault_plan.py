@@ -214,9 +214,9 @@ class KvRig:
         """kill -9 of the emulated device."""
         assert isinstance(self.store.ssd, CsdTier)
         device = self.store.ssd.device
-        if device._process.poll() is None:
+        if device.process.poll() is None:
             os.kill(device.pid, signal.SIGKILL)
-            device._process.wait()
+            device.process.wait()
         self.broken.add("device")
 
     def do_evict(self, chance: random.Random) -> None:

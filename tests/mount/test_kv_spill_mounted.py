@@ -73,7 +73,7 @@ def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | 
     with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
         path = disk.point / "a.kv"
         file = SpillFile.create(path, TINY, extent_pages=16, direct=direct)
-        ends.callback(lambda: file._raw.close())
+        ends.callback(lambda: file.raw.close())
         append(file, 0, ids(0, 256))
         file.flush()
         there = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)}

@@ -267,8 +267,8 @@ class Doubtful:
             self.cache.fails, self.cache.lasts = True, number
         elif operation == "crash":
             self.cache.fails = False
-            self.cache.let_go(self.file._raw.fd)
-            self.file._raw.close()
+            self.cache.let_go(self.file.raw.fd)
+            self.file.raw.close()
             self.file = SpillFile.open(self.file.path, SHAPE, direct=False)
             self.adopt()
         else:
@@ -361,7 +361,7 @@ def test_a_commit_that_failed_may_be_on_the_disk_or_not(tmp_path: Path, reached:
         with pytest.raises(EnvironmentProblem, match="writing back"):
             file.flush()
     append(file, 0, ids(4, 8))
-    file._raw.close()
+    file.raw.close()
     for _ in range(2):
         with SpillFile.open(path, SHAPE, direct=False) as file:
             assert restored(file, 0) == list(range(12))
@@ -374,6 +374,6 @@ def test_a_commit_that_failed_may_be_on_the_disk_or_not(tmp_path: Path, reached:
             file.flush()
         append(file, 0, ids(4, 8))
         flip(path, torn)
-        file._raw.close()
+        file.raw.close()
     with SpillFile.open(path, SHAPE, direct=False) as file:
         assert restored(file, 0) == list(range(4))

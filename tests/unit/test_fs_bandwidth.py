@@ -30,7 +30,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory on a disk; the measurement is kept short."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
-        bandwidth._refuse_memory(str(tmp_path))
+        bandwidth.refuse_memory(str(tmp_path))
     except (OSError, EnvironmentProblem) as error:
         pytest.skip(f"{tmp_path} is on no disk: {error}")
     monkeypatch.setattr(bandwidth, "READ_S", 0.1)
@@ -93,12 +93,12 @@ def test_bursts_a_fast_start_and_reads_that_hang_do_not_change_the_rate() -> Non
     """200 MB at once, then 20 MB every 0.2 s, as a throttle gives them."""
     begin = [(0.01, 200 * MB)]
     bursts = [(0.2 * burst + 0.001 * part, MB) for burst in range(1, 11) for part in range(20)]
-    _, _, rate = bandwidth._sustained(begin + bursts)
+    _, _, rate = bandwidth.sustained(begin + bursts)
     assert rate == pytest.approx(100 * MB, rel=0.03)
-    read, seconds, rate = bandwidth._sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
+    read, seconds, rate = bandwidth.sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
     assert (read, seconds) == (100 * MB, 9.0 - 0.01) and rate > 0
     with pytest.raises(EnvironmentProblem, match="fewer than two"):
-        bandwidth._sustained([(15.0, MB)])
+        bandwidth.sustained([(15.0, MB)])
 
 
 def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def wait_until_gone(*_):
         later.append(subprocess.Popen(["sleep", "600"]))
     return False
 control.wait_until_gone = wait_until_gone
-ended = operation._leftover("/nowhere")
+ended = operation.leftover("/nowhere")
 print(ended.pid == daemon.pid == later[0].pid, ended.killed, later[0].poll())
 """
 

@@ -186,12 +186,12 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
 def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
     device = make()
     filled(device, 100)
-    assert device._end is not None
-    device._end._socket.settimeout(0.3)
+    assert device.end is not None
+    device.end._socket.settimeout(0.3)
     os.kill(device.pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentProblem, match="says nothing"):
         device.flush()
-    assert device._process.poll() is not None, "it does not stay behind"
+    assert device.process.poll() is not None, "it does not stay behind"
     device.restart()
     assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
 
@@ -210,9 +210,9 @@ def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
 def test_the_device_ends_with_its_host(make: Make) -> None:
     device = make()
     filled(device, 64)
-    assert device._end is not None
-    device._end.close()
-    assert device._process.wait(120) == 0
+    assert device.end is not None
+    device.end.close()
+    assert device.process.wait(120) == 0
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == 64
 

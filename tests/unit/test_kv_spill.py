@@ -17,7 +17,7 @@ import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, raw, reader
-from llmcache.kv.spill.checksum import _by_tables, checksums
+from llmcache.kv.spill.checksum import by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
 from tests.unit.kv_parts import append, counted_reads, flip, ids, restored
@@ -392,8 +392,8 @@ def test_checksums_are_the_same_on_every_machine() -> None:
             wanted.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
         assert checksums(slots).tolist() == [[crc] for crc in wanted]
     drawn = np.random.default_rng(0).integers(0, 1 << 63, 9, dtype=np.uint64)
-    by_tables = functools.reduce(lambda crc, word: np.uint64(_by_tables(crc, word)), drawn, np.uint64(0xFFFFFFFF))
-    assert by_tables == crc32c(drawn.tobytes()), "where the processor has no instruction"
+    summed = functools.reduce(lambda crc, word: np.uint64(by_tables(crc, word)), drawn, np.uint64(0xFFFFFFFF))
+    assert summed == crc32c(drawn.tobytes()), "where the processor has no instruction"
 
 
 def test_a_close_that_fails_says_so_and_closes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
         if left[0] == 0:
             device = device_of(store)
             os.kill(device.pid, signal.SIGKILL)
-            device._process.wait()
+            device.process.wait()
             with contextlib.suppress(ConnectionResetError):  # it had not taken the whole command
                 while self._socket.recv(1 << 16):  # what was under way is lost with it
                     pass
@@ -206,14 +206,14 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
 def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
     store, plain = make(39, ssd="csd", batch=2)
     device = device_of(store)
-    send = device._end.send
+    send = device.end.send
 
     def last(command: dict[str, Any], arrays: list[Any]) -> None:
         send(command, arrays)
         time.sleep(0.2)  # it may write, or not
         os.kill(device.pid, signal.SIGKILL)
 
-    device._end.send = last
+    device.end.send = last
     with pytest.raises(EnvironmentProblem, match="signal 9"):
         plain.step(store, 1, seed=1)
     other = 0 if store.layer_length(0) == 39 else 1

@@ -71,7 +71,7 @@ def measure(directory: str) -> Measured:
     """
     if not os.path.isdir(directory):
         raise UsageError(f"--measure: {directory} is not a directory", "give a directory on the storage to measure")
-    _refuse_memory(directory)
+    refuse_memory(directory)
     name = _largest_file(directory)
     if name is not None:
         with _storage_errors(directory, "open"):
@@ -86,7 +86,8 @@ def measure(directory: str) -> Measured:
         os.close(fd)
 
 
-def _refuse_memory(directory: str) -> None:
+def refuse_memory(directory: str) -> None:
+    """EnvironmentProblem if the file system of `directory` is in memory: it has no storage to measure."""
     device = os.stat(directory).st_dev
     kinds = {mount.fstype for mount in mounts().values() if mount.dev == device}
     if kinds & _IN_MEMORY:
@@ -147,10 +148,10 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
         return seconds > SLOWEST_S or (seconds > READ_S and begun >= min(requests, LEAST_BYTES // REQUEST_BYTES))
 
     completed = timed_reads(fd, REQUEST_BYTES, range(requests), READERS, enough)
-    return Measured(directory, name, *_sustained(completed))
+    return Measured(directory, name, *sustained(completed))
 
 
-def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
+def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
     """Bytes, seconds and bytes/s from the first request that was done after a quarter of the time to the last.
 
     Device caches and throttles give more at first than they sustain. The rate is the slope of the line of least squares

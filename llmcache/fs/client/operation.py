@@ -291,7 +291,7 @@ def end_mount(path: str, *, force: bool) -> Ended:
     point = mountpoint.resolve(path)
     mount = mountpoint.find(point)
     if mount is None:
-        if force and (ended := _leftover(point)):
+        if force and (ended := leftover(point)):
             return ended
         raise mountpoint.not_mounted(path, "`mount -t fuse.llmcachefs` lists the mounts there are")
     found = control.files(point, mount.owner)
@@ -320,7 +320,7 @@ def end_mount(path: str, *, force: bool) -> Ended:
         return Ended(point, True, process.pid if process else None, killed)
 
 
-def _leftover(point: str) -> Ended | None:
+def leftover(point: str) -> Ended | None:
     """What there was to clean up: a daemon without a mount, or only its files; None if there was neither."""
     found = control.files(point)
     with control.daemon(point) as process:

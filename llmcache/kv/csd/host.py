@@ -94,7 +94,7 @@ class EmulatedCsd:
         self._active: list[int] = []
         self._pages: dict[int, list[int]] = {}
         self._running: Execution | None = None
-        self._end: HostEnd | None = None
+        self.end: HostEnd | None = None
         self._start(create, again=False)
 
     # The process
@@ -103,13 +103,13 @@ class EmulatedCsd:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory = Shared.make()
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "llmcache.kv.csd.device", str(theirs.fileno()), str(memory)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), memory),
                 env=_environment(),
             )
-            self._end = HostEnd(ours, Shared(memory), ANSWER_S)
+            self.end = HostEnd(ours, Shared(memory), ANSWER_S)
         except BaseException:
             ours.close()
             raise
@@ -139,7 +139,7 @@ class EmulatedCsd:
     @property
     def pid(self) -> int:
         """Process id of the device."""
-        return self._process.pid
+        return self.process.pid
 
     def restart(self) -> None:
         """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
@@ -152,25 +152,25 @@ class EmulatedCsd:
 
     def kill(self) -> None:
         """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
         self._running = None
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+        if self.end is not None:
+            self.end.close()
+            self.end = None
 
     def close(self) -> None:
         """Ends the device once it has flushed its file; EnvironmentProblem if it did not end well."""
-        if self._end is None:
+        if self.end is None:
             return
         try:
             self.flush()
         finally:
-            if self._end is not None:
-                self._end.close()
+            if self.end is not None:
+                self.end.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(ANSWER_S)
+                    self.process.wait(ANSWER_S)
             self.kill()
 
     def __enter__(self) -> EmulatedCsd:
@@ -201,9 +201,9 @@ class EmulatedCsd:
     @property
     def _wire(self) -> HostEnd:
         """What leads to the device; EnvironmentProblem if it does not run."""
-        if self._end is None:
+        if self.end is None:
             raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
-        return self._end
+        return self.end
 
     def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
         if self._running is not None:
@@ -228,7 +228,7 @@ class EmulatedCsd:
         if silent:
             how = f"says nothing for {ANSWER_S:.0f} s"
         else:
-            code = self._process.wait()
+            code = self.process.wait()
             how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
         self.kill()
         return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")

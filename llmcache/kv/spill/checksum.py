@@ -62,7 +62,8 @@ def _instruction(typing_context: Any, crc: Any, word: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def _by_tables(crc, word):  # type: ignore[no-untyped-def]
+def by_tables(crc, word):  # type: ignore[no-untyped-def]
+    """Returns the CRC after eight more bytes, `word`, where the processor has no instruction for it."""
     left = crc ^ word
     found = np.uint64(0)
     for byte in range(8):
@@ -70,7 +71,7 @@ def _by_tables(crc, word):  # type: ignore[no-untyped-def]
     return found
 
 
-_step = _instruction if has_instruction() else _by_tables
+_step = _instruction if has_instruction() else by_tables
 
 
 @numba.njit(nogil=True, cache=True)

@@ -217,11 +217,11 @@ class SpillFile(SpillReader):
             chain.extents.append(self._free.pop())
             return
         start = self._layout.at(self._extents)
-        self._raw.grow(start, self._layout.at(self._extents + 1))
+        self.raw.grow(start, self._layout.at(self._extents + 1))
         try:
             self._write(owner, start)
         except LlmcacheError:
-            self._raw.cut(start)
+            self.raw.cut(start)
             raise
         chain.extents.append(self._extents)
         self._extents += 1
@@ -230,7 +230,7 @@ class SpillFile(SpillReader):
         """Takes the last extent of `chain` back; its table is empty."""
         extent = chain.extents[-1]
         if extent == self._extents - 1:
-            self._raw.cut(self._layout.at(extent))
+            self.raw.cut(self._layout.at(extent))
             self._extents -= 1
         else:
             self._write(bytes(RECORD_BYTES), self._layout.at(extent))
@@ -284,13 +284,13 @@ class SpillFile(SpillReader):
         if self._doubtful:
             self._write_again()
         self._doubtful = True
-        self._raw.sync()
+        self.raw.sync()
         self._doubtful = False
 
     def _write_again(self) -> None:
         """Writes all pages that are not known to be on the disk, and all tables. What cannot be read back is cut off."""
         with contextlib.suppress(EnvironmentProblem):
-            self._raw.sync()  # what is dirty cannot be forgotten
+            self.raw.sync()  # what is dirty cannot be forgotten
         for chain in self._chains.values():
             first, slots = bisect_right(chain.epochs, self._synced), chain.plan.slots
             for ordinal, extent in enumerate(chain.extents):
@@ -326,7 +326,7 @@ class SpillFile(SpillReader):
 
     def _forget(self, extent: int) -> None:
         """Has the file system map an extent anew: ext4 forgets, if writing back failed, that a block was never written."""
-        self._raw.forget(self._layout.at(extent), self._layout.extent_bytes)
+        self.raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
     def _write_table(self, chain: PageChain, ordinal: int) -> None:
         slots, extent = chain.plan.slots, chain.extents[ordinal]
@@ -342,17 +342,17 @@ class SpillFile(SpillReader):
             raise DataError(told, "append them again, or compute the context again")
 
     def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
-        self._raw.write(data, offset, direct)
+        self.raw.write(data, offset, direct)
         self.written_bytes += len(data)
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        if self._raw.fd < 0:
+        if self.raw.fd < 0:
             return
         try:
             self.flush()
         finally:
-            self._raw.close()
+            self.raw.close()
 
 
 def _table(plan: ExtentPlan, entries: list[PageEntry]) -> bytes:

@@ -108,7 +108,7 @@ class Scan:
         self.free: list[int] = []
         self.wipe: list[tuple[int, int]] = []  # (offset, bytes) in tables
         self.extents = self.torn_entries = 0
-        self._raw, self._layout, self._size = raw, layout, raw.size()
+        self.raw, self._layout, self._size = raw, layout, raw.size()
         committed = 0
         for key, extents in self._owners().items():
             self.chains[key] = chain = PageChain(*key, layout.plan(key[1]), extents)
@@ -138,7 +138,7 @@ class Scan:
         owners: dict[tuple[int, int], dict[int, int]] = {}
         for extent in self._written():
             self.extents = extent + 1
-            entry = unpack(ExtentEntry, self._raw.read(RECORD_BYTES, self._layout.at(extent)))
+            entry = unpack(ExtentEntry, self.raw.read(RECORD_BYTES, self._layout.at(extent)))
             if entry is None or entry.layer > self._layout.shape.layers or entry.ordinal in owners.get(entry[:2], {}):
                 self._release(extent)
             else:
@@ -155,7 +155,7 @@ class Scan:
         """Yields the extents whose tables were ever written: a file of holes takes no longer than what is there of it."""
         extent, layout = 0, self._layout
         while layout.at(extent) < self._size:
-            data = self._raw.data_from(layout.at(extent))
+            data = self.raw.data_from(layout.at(extent))
             if data is None:
                 return
             if data < layout.at(extent) + layout.table_bytes:
@@ -167,7 +167,7 @@ class Scan:
     def _release(self, extent: int) -> None:
         """Notes an extent that may be used again, without what is in its table: it must not come alive under a new owner."""
         self.free.append(extent)
-        table = self._raw.read(self._layout.table_bytes, self._layout.at(extent))
+        table = self.raw.read(self._layout.table_bytes, self._layout.at(extent))
         if any(table):
             self.wipe.append((self._layout.at(extent), len(table)))
             self.torn_entries += 1
@@ -177,7 +177,7 @@ class Scan:
         committed, ended, plan, page_tokens = 0, False, chain.plan, self._layout.shape.page_tokens
         for extent in chain.extents:
             slot, at = 0, self._layout.at(extent)
-            table = self._raw.read(plan.entry_at(plan.slots), at)
+            table = self.raw.read(plan.entry_at(plan.slots), at)
             while not ended and slot < plan.slots:
                 entry = unpack(PageEntry, table[plan.entry_at(slot) : plan.entry_at(slot + 1)], sum(plan.parts))
                 own = (chain.sequence, chain.layer, chain.pages)
@@ -206,7 +206,7 @@ class Scan:
         found: list[int] = []
         for side in SIDES:
             buffer = aligned(plan.sizes[side])
-            self._raw.read_into(buffer, at + plan.slot_at(side, slot), plan.direct)
+            self.raw.read_into(buffer, at + plan.slot_at(side, slot), plan.direct)
             found += checksums(buffer[None], plan.parts[side])[0].tolist()
         return tuple(found) == entry.crcs
 
@@ -230,7 +230,7 @@ class SpillReader:
     _flags = os.O_RDONLY
 
     def __init__(self, raw: RawFile, layout: Layout, found: Scan) -> None:
-        self._raw = raw
+        self.raw = raw
         self._layout = layout
         self._chains = found.chains
         self._free = found.free
@@ -282,7 +282,7 @@ class SpillReader:
     @property
     def path(self) -> Path:
         """Where the file is."""
-        return self._raw.path
+        return self.raw.path
 
     @property
     def shape(self) -> KvShape:
@@ -292,7 +292,7 @@ class SpillReader:
     @property
     def direct(self) -> bool:
         """True if pages go around the page cache (O_DIRECT)."""
-        return self._raw.direct
+        return self.raw.direct
 
     @property
     def size_bytes(self) -> int:
@@ -412,7 +412,7 @@ class SpillReader:
             offsets = (extents + plan.slot_at(side, 0) + slots * plan.sizes[side])[page] + part * size
             reads.append(np.stack([side * sides[KEYS].size + at * size, np.full(len(at), size), offsets]))
         places, sizes, offsets = _merged(*np.concatenate(reads, axis=1))
-        self._raw.read_runs(memory, places, sizes, offsets, plan.direct, queue)
+        self.raw.read_runs(memory, places, sizes, offsets, plan.direct, queue)
         for side, at in enumerate(which):
             self._compare(chain, side, pages, sides[side], at)
         return sides, int(sizes.sum())
@@ -477,7 +477,7 @@ class SpillReader:
         """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
         sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
         offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
-        self._raw.read_runs(slots.reshape(-1), np.cumsum(sizes) - sizes, sizes, offsets, chain.plan.direct)
+        self.raw.read_runs(slots.reshape(-1), np.cumsum(sizes) - sizes, sizes, offsets, chain.plan.direct)
         self._compare(chain, side, np.concatenate([np.arange(run.first, run.first + run.pages) for run in runs]), slots)
 
     def _compare(self, chain: PageChain, side: int, pages: Int64s, slots: Bytes, which: Int64s | None = None) -> None:
@@ -532,7 +532,7 @@ class SpillReader:
 
     def close(self) -> None:
         """Closes the file."""
-        self._raw.close()
+        self.raw.close()
 
     def __enter__(self: Self) -> Self:
         return self
