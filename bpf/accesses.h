@@ -150,11 +150,51 @@ static __always_inline bool follows(struct thread *thread, struct record *next)
 	       (next->first == thread->request_next || next->first + 1 == thread->request_next);
 }
 
+/* The last block that can be told of a request when its slot is busy. What its fills have not reached would be told before
+ * them, all that is left of it: the next event of the call tells that. */
+static __always_inline u64 told_last(struct thread *thread, struct record *next, u64 last)
+{
+	u64 end = thread->filled_end;
+
+	if (end <= next->first || end > last || !is_file(&thread->filled_file, next) ||
+	    thread->filled_call != read_calls_made((void *)bpf_get_current_task()))
+		return last;
+	return end - 1;
+}
+
+/* Takes the page that faulted out of the run, whose last it is: it is counted when it is mapped. */
+static __always_inline void owe_fault(struct thread *thread)
+{
+	struct record *run = &thread->slot.run;
+	u32 page_blocks = 1 << config.page_blocks_log2;
+
+	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_owed ||
+	    run->first + run->count != thread->fault.first + page_blocks)
+		return;
+	run->count -= page_blocks;
+	run->aux -= thread->fault.aux;
+	thread->slot.live = run->count > 0;
+	thread->fault_owed = 1;
+}
+
+/* Ends the run of a request at block `first`, which was filled since: what is left of it is counted after that. */
+static __always_inline void cut(struct thread *thread, u64 first)
+{
+	struct record *run = &thread->slot.run;
+	u64 end = run->first + run->count;
+
+	if (thread->slot.live && run->kind == ACCESS && run->op == READ && end == thread->request_last + 1 &&
+	    first > run->first && first > thread->request_first && first < end) {
+		run->count = first - run->first;
+		thread->request_next = first;
+	}
+}
+
 static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u8 flags)
 {
 	struct thread *thread = this_thread();
 	struct record next = {};
-	bool owned;
+	bool owned, rest;
 
 	if (!thread || !describe(&next, thread, inode, first, last, READ))
 		return 0;
@@ -163,12 +203,22 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	owned = own(&thread->slot);
 	thread->fault_mapping = NULL;
 	if (goes_on(thread, &next)) {
+		if (owned && thread->uncut) {
+			cut(thread, thread->uncut_first);
+			send(&thread->slot);
+			thread->uncut = 0;
+		}
+		/* Nothing, while this is of what was told and the rest has not come. */
+		rest = thread->request_next <= last &&
+		       (thread->request_next <= next.first || thread->request_next < thread->filled_end);
 		thread->request_first = next.first;
-		if (thread->request_next <= last) {
+		if (rest) {
 			next.first = thread->request_next;
+			last = owned ? last : told_last(thread, &next, last);
 			next.count = last - next.first + 1;
 			next.aux = 0;
 			tell(&thread->slot, owned, &next, 0);
+			thread->request_next = last + 1;
 		}
 	} else {
 		if (!flags && !follows(thread, &next) && !same_call(thread, &next)) {
@@ -190,41 +240,15 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			thread->request_call = read_calls_made((void *)bpf_get_current_task());
 			thread->request_in_call = is_call(config.read_calls, current_call());
 		}
+		thread->uncut = 0;
+		last = owned ? last : told_last(thread, &next, last);
+		next.count = last - next.first + 1;
 		tell(&thread->slot, owned, &next, 0);
+		thread->request_next = last + 1;
 	}
-	thread->request_next = last + 1;
 	thread->request_ns = next.t_ns;
 	disown(&thread->slot, owned);
 	return 0;
-}
-
-/* Takes the page that faulted out of the run, whose last it is: it is counted when it is mapped. */
-static __always_inline void owe_fault(struct thread *thread)
-{
-	struct record *run = &thread->slot.run;
-	u32 page_blocks = 1 << config.page_blocks_log2;
-
-	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_owed ||
-	    run->first + run->count != thread->fault.first + page_blocks)
-		return;
-	run->count -= page_blocks;
-	run->aux -= thread->fault.aux;
-	thread->slot.live = run->count > 0;
-	thread->fault_owed = 1;
-}
-
-/* Ends the run that a fill interrupts, so that what comes after the fill is counted after it. */
-static __always_inline void interrupt(struct thread *thread, struct record *fill)
-{
-	struct record *run = &thread->slot.run;
-	u64 end = run->first + run->count;
-
-	owe_fault(thread);
-	if (run->op == READ && end == thread->request_last + 1 && fill->first > run->first &&
-		   fill->first > thread->request_first && fill->first < end) {
-		run->count = fill->first - run->first;
-		thread->request_next = fill->first;
-	}
 }
 
 /* A page entered the page cache: read from storage, except when a write makes it. */
@@ -244,9 +268,21 @@ static __always_inline int take_fill(struct folio *folio)
 		return 0;
 	fill.kind = FILL;
 	fill.aux = 0;
+	thread->filled_file = thread->file;
+	thread->filled_end = fill.first + fill.count;
+	thread->filled_call = read_calls_made((void *)bpf_get_current_task());
 	owned = own(&thread->slot);
-	if (owned && thread->slot.live && thread->slot.run.kind == ACCESS && is_file(&thread->request_file, &fill))
-		interrupt(thread, &fill);
+	if (is_file(&thread->request_file, &fill)) {
+		u64 first = thread->uncut && thread->uncut_first < fill.first ? thread->uncut_first : fill.first;
+
+		if (owned) {
+			owe_fault(thread);
+			cut(thread, first);
+		} else {
+			thread->uncut_first = first;
+		}
+		thread->uncut = !owned;
+	}
 	tell(&thread->slot, owned, &fill, 0);
 	disown(&thread->slot, owned);
 	return 0;

@@ -15,6 +15,11 @@ struct thread {
 	u64 request_call;			/* the thread's read system calls before it */
 	u64 request_ns;				/* when it was last told of */
 	u32 request_in_call;			/* it is a read system call's, the end of which can be told */
+	u32 uncut;				/* a fill of it, from block `uncut_first` on, found the slot busy (`cut`) */
+	u64 uncut_first;
+	struct file_key filled_file;		/* of the last fill, */
+	u64 filled_end;				/* the block behind it, */
+	u64 filled_call;			/* and the thread's read system calls before it */
 	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
 	struct record fault;			/* that page, */
 	u64 fault_end;				/* and the end of its file, in pages */
