@@ -78,8 +78,8 @@ def test_they_add_up_to_what_was_read(mount: Mounter, source: Path, mode: str) -
         assert found[f"llmcache_{name}_bytes_total"] == facts[key]
     assert found["llmcache_read_bytes_total"] == facts["read_bytes"]
     if mode == "arena":
-        # Each pass is seen. What was asked for before the mount knew the file is asked for twice; what is not dropped yet when
-        # the next pass comes to it, of the budget at most, not at all.
+        # Each pass is seen. What was asked for before the mount knew the file is asked for twice. What is not dropped yet
+        # when the next pass comes to it, of the budget at most, is not asked for at all.
         assert -2 * 32 * MIB <= facts["read_bytes"] - 3 * SIZE <= 2 * MIB
     waits = facts["waits"]
     assert found["llmcache_wait_seconds_count"] == sum(sum(waits[reason]["counts"]) for reason in ("late", "demand"))
