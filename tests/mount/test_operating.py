@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.steering import LARGE_EXTENT
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_mmap, by_read, is_busy, random_file, resident_bytes, wait_for
@@ -118,9 +117,9 @@ def test_what_was_warmed_is_not_read_again(mount: Mounter, mode: str, source: Pa
     before = stats_at_rest(mounted)
     assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
     after = stats(mounted)
-    # Loaders run ahead of the reader beyond the end, where a loop begins again: a window, and the rest of an extent.
-    ahead = 8 * MIB + LARGE_EXTENT
-    assert after["backing_read_bytes"] - before["backing_read_bytes"] <= (source / "loop.bin").stat().st_size - warm + ahead
+    # Loaders run ahead of the reader beyond the end, where a loop begins again, as far as there is room.
+    missing = (source / "loop.bin").stat().st_size - warm
+    assert after["backing_read_bytes"] - before["backing_read_bytes"] <= missing + SLACK
 
     evicted = said("evict", mounted.point, "*.bin")
     assert evicted["evicted_bytes"] >= warm and len(evicted["groups"]) == 1
