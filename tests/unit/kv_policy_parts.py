@@ -17,7 +17,7 @@ from llmcache.kv.pipeline import NO_TIMELINE, Timeline, attention, widened
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig, repeated
 
 Array = NDArray[Any]
 PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
@@ -116,7 +116,7 @@ class Run:
         stored = self.case.stored(layer, range(position, position + 1))
         self.store.append(layer, *(part[: self.store.batch] for part in stored))
         gathered = self.store.gather(layer, selection)
-        out, weights = attention(queries, gathered.keys, gathered.values)
+        out, weights = attention(queries, gathered.keys, gathered.values, repeated(gathered.positions))
         self.policy.attended(layer, selection, weights if self.policy.needs_weights else None)
         return selection, out
 
@@ -127,6 +127,11 @@ class Run:
         """What full attention gives for the queries of the last step over all that was appended."""
         queries = self.case.queries(layer, self.steps - 1)[: self.store.batch]
         return attention(queries, self.keys[layer], self.values[layer])[0]
+
+    def over(self, layer: int, attended: Array) -> Array:
+        """What attention gives for the queries of the last step over the tokens `attended` [batch, kv_heads, tokens]."""
+        queries = self.case.queries(layer, self.steps - 1)[: self.store.batch]
+        return attention(queries, self.keys[layer], self.values[layer], ~attended)[0]
 
     def crop(self, tokens: int) -> None:
         self.store.crop(tokens)

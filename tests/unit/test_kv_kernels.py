@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels import RunningTop, products, score, top, weights
+from llmcache.kv.kernels import RunningTop, products, score, top, top_shared, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from tests.conftest import examples
@@ -231,6 +231,19 @@ def test_top_of_many_rows() -> None:
             top(wrong, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="k: 0"):
         top(scores, 0)
+
+
+def test_heads_share_what_is_best_of_all() -> None:
+    scores = np.random.default_rng(5).standard_normal((3, 500), np.float32) + np.array([[0], [1], [-9]], np.float32)
+    found = top_shared(scores, 40)
+    of_head = [np.unique(row) for row in found]
+    assert [len(row) for row in of_head] == [39, 80, 1]  # twice its share at most, one at least
+    for row, best, own in zip(found, of_head, scores, strict=True):
+        assert set(best) == set(np.argsort(-own)[: len(best)])
+        assert row.tolist() == [*best, *[best[-1]] * (found.shape[1] - len(best))]
+    even = top_shared(scores[:1].repeat(3, 0), 40)
+    np.testing.assert_array_equal(even, top(scores[:1], 40).repeat(3, 0))
+    np.testing.assert_array_equal(top_shared(scores, 500), top(scores, 500))
 
 
 @given(

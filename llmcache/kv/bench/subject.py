@@ -376,15 +376,16 @@ class Watch:
         chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
         np.put_along_axis(chosen, selection.positions, True, 2)
         if selection.count:
-            self.recalls.append(_recalled(weights[..., inside], chosen[..., inside], selection.count))
+            self.recalls.append(_recalled(weights[..., inside], chosen[..., inside]))
         chosen[..., : inside.start] = chosen[..., inside.stop :] = True
         self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
 
 
-def _recalled(weights: Floats, chosen: Flags, count: int) -> float:
-    """Share of the `count` tokens with the largest weights, added up by key head, that were chosen."""
-    best = np.argpartition(-weights.sum(2), count - 1, axis=-1)[..., :count]
-    return float(np.take_along_axis(chosen, best, 2).mean())
+def _recalled(weights: Floats, chosen: Flags) -> float:
+    """Share of the tokens with the largest weights, added up by key head, that were chosen: of as many as were."""
+    best_first = np.argsort(-weights.sum(2), axis=-1)
+    are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
+    return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())
 
 
 def watch(cache: SpillCache) -> Watch:

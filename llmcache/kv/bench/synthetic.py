@@ -32,7 +32,7 @@ from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.planning import Hardware, ModelShape
 from llmcache.kv.policies import policy_class
-from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from llmcache.units import format_duration, format_size
 
@@ -62,7 +62,7 @@ class Accelerator:
     def compute(self, queries: Floats, gathered: Gathered) -> None:
         """Attends with `queries` [batch, heads, dim] to what was gathered; returns when a layer's computing is over."""
         if self.layer_ns is None:
-            attention(queries, gathered.keys, gathered.values)
+            attention(queries, gathered.keys, gathered.values, repeated(gathered.positions))
         else:
             time.sleep(self.layer_ns(gathered.positions.shape[2]) / _NS)
 
@@ -272,7 +272,7 @@ class PolicySession:
                 self.engine.ahead(layer + 1, inputs[layer + 1].estimate)
             with self.timeline.span(COMPUTE, ATTEND, layer, self.store.step):
                 self.setup.accelerator.compute(given.queries, held[-1])
-            self._attended = held[-1].positions.shape[2]
+            self._attended = int((~repeated(held[-1].positions)).sum(2).mean())
             if not self.policy.needs_weights:
                 held.pop().release()
                 self.engine.attended(layer)

@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 Asked = Probe | Chain | Document
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "oracle-layer": ("oracle", "Oracle, heads share", {"by": "layer"}),
     "oracle-product": ("oracle", "Oracle, largest product", {"by": "product"}),
     "icecache-dci": ("icecache", "IceCache, always the tree", {"scorer": "dci"}),
     "icecache-exact": ("icecache", "IceCache, always exact", {"scorer": "exact"}),
@@ -40,7 +41,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "icecache-reuse": ("icecache", "IceCache (reuse)", {"full_layers": 2, "anchor_every": 3}),
 }
 """Policies with other settings than their own: policy, title, settings. Reuse: icecache.txt, appendix B; the oracle by the
-largest product of a group of heads: the papers' rule."""
+largest product of a group of heads: the papers' rule; or by mass, heads of a layer sharing its budget."""
 STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
 AT_ONCE_TOKENS = 1 << 16

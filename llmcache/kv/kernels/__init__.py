@@ -6,6 +6,6 @@ with halves widened by shifts, where the processor cannot (no F16C): 18.
 """
 
 from llmcache.kv.kernels.scores import packed_products, products, score, score_pages, weights
-from llmcache.kv.kernels.top import RunningTop, top
+from llmcache.kv.kernels.top import RunningTop, top, top_shared
 
-__all__ = ["RunningTop", "packed_products", "products", "score", "score_pages", "top", "weights"]
+__all__ = ["RunningTop", "packed_products", "products", "score", "score_pages", "top", "top_shared", "weights"]

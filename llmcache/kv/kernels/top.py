@@ -18,6 +18,8 @@ from llmcache.kv.kernels.threads import run_all
 SAMPLE = 1024
 FEW_SCORES = 1 << 16
 """Scores of all rows that the caller goes through itself: handing them to threads takes as long."""
+MOST_SHARED = 2
+"""Times its even share a head may have of what several share, so that what must be made room for is known."""
 _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three parts of a key
 
 
@@ -37,6 +39,24 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     jobs = [partial(_top_of, row, into) for row, into in zip(rows, out, strict=True)]
     run_all(jobs, 1 if scores.size <= FEW_SCORES else threads)
     return out.reshape(*scores.shape[:-1], k)
+
+
+def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
+    """Returns the positions of the `k` times heads largest of all `scores` [heads, tokens], by head: [heads, n], ascending.
+
+    Of each head 1 to `MOST_SHARED` times `k`. Heads of which there are fewer than others have their last position again and
+    again: see `Selection`.
+    """
+    heads, tokens = scores.shape
+    positions = top(scores, min(tokens, MOST_SHARED * k), threads)
+    found = np.take_along_axis(scores, positions, 1)
+    np.put_along_axis(found, found.argmax(1)[:, None], np.inf, 1)
+    taken = np.zeros(found.shape, np.bool_)
+    taken.reshape(-1)[np.argpartition(found.reshape(-1), -min(heads * k, found.size))[-heads * k :]] = True
+    counts = taken.sum(1)
+    order = np.argsort(~taken, axis=1, kind="stable")
+    places = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+    return np.take_along_axis(positions, np.take_along_axis(order, places, 1), 1)
 
 
 class RunningTop:

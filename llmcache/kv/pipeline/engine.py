@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats, Int64s
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE, FETCH, LINK, NO_TIMELINE, UPDATE, Span, Timeline
 from llmcache.kv.tiers import FastTier, Gathered, KvStore, Selection, Staged
 
@@ -219,16 +219,17 @@ class KvEngine:
 def missing(wanted: Int64s, have: Int64s) -> Int64s:
     """Returns what of `wanted` [batch, kv_heads, k] is not in `have` [.., m], int64 [batch, kv_heads, n], ascending.
 
-    n is the most that one head misses; a head that misses fewer gets others of `wanted`, none of them twice.
+    n is the most that one head misses; a head that misses fewer gets others of `wanted`, or its last again and again.
     """
     batch, heads, _ = wanted.shape
-    found = [[np.setdiff1d(wanted[b, h], have[b, h], assume_unique=True) for h in range(heads)] for b in range(batch)]
+    found = [[np.setdiff1d(wanted[b, h], have[b, h]) for h in range(heads)] for b in range(batch)]
     most = max((len(head) for row in found for head in row), default=0)
     out = np.empty((batch, heads, most), np.int64)
     for b in range(batch):
         for h in range(heads):
-            others = np.setdiff1d(wanted[b, h], found[b][h], assume_unique=True)
-            out[b, h] = np.sort(np.concatenate([found[b][h], others[: most - len(found[b][h])]]))
+            others = np.setdiff1d(wanted[b, h], found[b][h])
+            row = np.sort(np.concatenate([found[b][h], others[: most - len(found[b][h])]]))
+            out[b, h, : len(row)], out[b, h, len(row) :] = row, row[-1:]
     return out
 
 
@@ -264,8 +265,10 @@ def widened(rows: Rows) -> Floats:
     return rows.astype(np.float32, copy=False)
 
 
-def attention(queries: Floats, keys: Rows, values: Rows) -> tuple[Floats, Floats]:
+def attention(queries: Floats, keys: Rows, values: Rows, hidden: Flags | None = None) -> tuple[Floats, Floats]:
     """Attention of one decode step: the outputs [batch, heads, value_dim], the weights [batch, heads, tokens], of sum 1.
+
+    Rows that are `hidden` [batch, kv_heads, tokens] are not attended to: weights of 0.
 
     `queries` [batch, heads, dim] float32; `keys` [batch, kv_heads, tokens, dim] and `values` likewise, float32, float16
     or the bits of bfloat16; heads is a multiple of kv_heads (GQA). The same rows in the same order give the same bits.
@@ -280,6 +283,8 @@ def attention(queries: Floats, keys: Rows, values: Rows) -> tuple[Floats, Floats
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))
     # Not by matrix products: these few rows are no work for the threads of a BLAS, which wait by spinning.
     logits: Floats = np.einsum("bhgd,bhtd->bhgt", grouped, widened(keys))
+    if hidden is not None:
+        np.copyto(logits, -np.inf, where=hidden[:, :, None])
     logits -= logits.max(axis=3, keepdims=True)
     weights = np.exp(logits, out=logits)
     weights /= weights.sum(axis=3, keepdims=True)

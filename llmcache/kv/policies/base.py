@@ -150,6 +150,7 @@ class KvPolicy(ABC):
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
 
+        Heads of a layer may share theirs: some then have more, and others fewer (see `Selection`).
         `queries` [batch, heads, head_dim] float32. With `whole_pages`, `tokens` is a multiple of the page.
         """
 

@@ -14,13 +14,13 @@ from llmcache.kv.importance.columns import column_sums
 from llmcache.kv.importance.hie import HierarchicalEvaluation
 from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.index.scorers import ChunkScorer, KeyIndexes, ScorerSettings
-from llmcache.kv.kernels import top
+from llmcache.kv.kernels import top, top_shared
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least, one_of, setting
-from llmcache.kv.tiers import KvStore, Selection
+from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
-RULES = ("mass", "product")
+RULES = ("mass", "layer", "product")
 """How the oracle tells what is best."""
 
 
@@ -63,7 +63,9 @@ class Window(KvPolicy):
 
 @dataclass(frozen=True)
 class OracleSettings(PolicySettings):
-    """`by`: "mass", the weights of softmax added up over the query heads of a key head; "product", the largest product."""
+    """`by`: "mass", the weights of softmax added up over the query heads of a key head, "layer", the same, of all heads of a
+    layer together; "product", the largest product.
+    """
 
     by: str = one_of("mass", RULES)
 
@@ -87,8 +89,11 @@ class Oracle(KvPolicy):
         """Returns the best of the middle; see `OracleSettings`."""
         logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
-        scores: Floats = softmax(logits).sum(axis=2) if self.settings.by == "mass" else logits.max(axis=2)
-        return Selection(top(np.ascontiguousarray(scores[..., self.inside]), tokens) + self.inside.start)
+        scores: Floats = logits.max(axis=2) if self.settings.by == "product" else softmax(logits).sum(axis=2)
+        inside = np.ascontiguousarray(scores[..., self.inside])
+        if self.settings.by == "layer":
+            return Selection(side_by_side([top_shared(of_sequence, tokens) for of_sequence in inside]) + self.inside.start)
+        return Selection(top(inside, tokens) + self.inside.start)
 
 
 def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> Floats:

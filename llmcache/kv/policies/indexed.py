@@ -10,7 +10,7 @@ import numpy as np
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import KeyIndexes, Scorer
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least
-from llmcache.kv.tiers import Selection
+from llmcache.kv.tiers import Selection, side_by_side
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class IndexedPolicy(KvPolicy):
         if found is None:
             self.indexes.feed(layer, self._starts)
             parts = [self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
-            found = np.stack(parts)
+            found = side_by_side(parts)
             self._choices[layer] = self.store.step, found
         return Selection(found)
 
@@ -101,7 +101,7 @@ class IndexedPolicy(KvPolicy):
         return positions[..., -tokens:] if fresh and (anchor != layer or age > 0) else None
 
     def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
-        """`tokens` tokens of the middle [kv_heads, tokens], ascending.
+        """`tokens` tokens of the middle [kv_heads, tokens], ascending, or more where heads share.
 
         The first tokens behind padding are as a sink: of the page that they share with it all are taken. Padding itself is
         taken only where there is nothing else, the last of it first.
@@ -121,7 +121,9 @@ class IndexedPolicy(KvPolicy):
         return np.concatenate([*sides, best], axis=1)
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Returns `count` tokens [kv_heads, count] that `scorer` knows of a sequence, ascending."""
+        """Returns `count` tokens [kv_heads, count] that `scorer` knows of a sequence, ascending; as many in the mean where
+        heads share.
+        """
         return scorer.top(queries, count)
 
     def cropped(self, tokens: int) -> None:

@@ -8,33 +8,43 @@ import numpy as np
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings, single
-from llmcache.kv.kernels import top, weights
+from llmcache.kv.kernels import top, top_shared, weights
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import Selection
 
+ALLOCATIONS = ("layer", "head")
+
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
-    """`scorer`: which keys are looked at: "rounded" to a byte a number, "packed" in two bits, or "exact"."""
+    """`scorer`: which keys are looked at: "rounded" to a byte a number, "packed" in two bits, or "exact".
+
+    `allocation` of a budget: one for the heads of a "layer", or one for each "head".
+    """
 
     scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
+    allocation: str = one_of("layer", ALLOCATIONS)
 
 
 class Mass(IndexedPolicy):
     """Attention mass: the tokens with the largest weights of softmax, added up over the query heads of a key head.
 
         select:   products of each query head with all keys of the index, and with those that are attended in any case
-                  softmax over both; the sums by key head; the best tokens of the middle
+                  softmax over both; the sums by key head; the best tokens of the middle, of all heads of a layer together
         attended: the page that leaves the window is indexed
 
     A head that looks at few tokens gets them, as its weights are large there, and one that looks at everything alike
-    gives way: by the largest product (IceCache, HillInfer) the head with the longest queries chooses for all. Neither
-    sink nor window is kept for its own sake: what matters of them is chosen (see `sink_tokens`, `window_tokens`).
+    gives way: by the largest product (IceCache, HillInfer) the head with the longest queries chooses for all. Key heads
+    share the layer's budget alike: one that looks at few tokens leaves its own to those that look at many. Where a choice
+    serves more than one step or layer, each has its own. Neither sink nor window is kept for its own sake: what matters
+    of them is chosen (see `sink_tokens`, `window_tokens`).
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
-    a group. Differs from it: single tokens are chosen, by their own keys, not blocks by compressed ones. Softmax is without
-    the newest token, which no choice is about, and without a cap on logits, where a model has one.
+    a group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget. Differs
+    from the first: single tokens are chosen, by their own keys, not blocks by compressed ones. Differs from the second: what
+    is not chosen is not lost, each step chooses anew, and a head has twice its even share at most. Softmax is without the
+    newest token, which no choice is about, and without a cap on logits, where a model has one.
     """
 
     name = "mass"
@@ -63,4 +73,5 @@ class Mass(IndexedPolicy):
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         mass = weights(scorer.products(queries), self._pinned[sequence], self.scale)
-        return top(mass, count, self.store.config.threads) + scorer.first
+        shared = self.settings.allocation == "layer" and self.settings.anchor_every == self.settings.every_steps == 1
+        return (top_shared if shared else top)(mass, count, self.store.config.threads) + scorer.first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Int64s
+from llmcache.arrays import Flags, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
@@ -80,7 +80,10 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
+    """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0.
+
+    A head of which fewer are chosen than of others has its last one again and again (`repeated`): it is attended to once.
+    """
 
     positions: Int64s
 
@@ -114,9 +117,24 @@ class Selection:
         return Selection(np.lib.stride_tricks.as_strided(tokens, shape, (0, 0, tokens.itemsize)))  # one row, seen often
 
 
+def side_by_side(parts: Sequence[Int64s]) -> Int64s:
+    """Returns what was chosen of each sequence, [kv_heads, k of its own], as [batch, kv_heads, the most of them]."""
+    most = max(part.shape[1] for part in parts)
+    return np.stack([np.pad(part, ((0, 0), (0, most - part.shape[1])), "edge") for part in parts])
+
+
+def repeated(positions: Int64s) -> Flags:
+    """Returns which of `positions` [.., k] stand there only because other heads have more: they equal the one before."""
+    found = np.zeros(positions.shape, np.bool_)
+    np.equal(positions[..., 1:], positions[..., :-1], out=found[..., 1:])
+    return found
+
+
 @dataclass
 class Gathered:
     """What a layer attends to: sink, chosen, window and tail, ascending by position, in every head equally many.
+
+    Rows that are `repeated` are there again, and are not to be attended to.
 
     `keys` [batch, kv_heads, k, head_dim] and `values` [.., value_dim] in the shape's numpy type (bfloat16: bits in uint16);
     int8 comes out as float32, times its scales. `positions` int64 [batch, kv_heads, k]: indexes of tokens, padding included.

@@ -187,7 +187,10 @@ class RowCache:
         return sum(array.nbytes for array in (*self._sides, *tables))
 
     def absent(self, index: Int64s, positions: Int64s, page_tokens: int) -> Flags:
-        """Returns which of `positions` are neither in a page whose `index` [batch, pages] is 0 or above, nor here."""
+        """Returns which of `positions` are neither in a page whose `index` [batch, pages] is 0 or above, nor here.
+
+        Of one that is there again and again, the first.
+        """
         found = np.empty(positions.shape, np.bool_)
         if not len(self._counts):
             self._counts = np.zeros(positions.shape[:2], np.int64)
@@ -391,6 +394,7 @@ def _find_rows(held, counts, index, positions, tokens, absent):  # type: ignore[
                 while j < count and mine[j] < of_head[i]:
                     j += 1
                 there = index[b, of_head[i] // tokens] >= 0 or (j < count and mine[j] == of_head[i])
+                there = there or (i > 0 and of_head[i] == of_head[i - 1])
                 absent[b, head, i] = not there
 
 

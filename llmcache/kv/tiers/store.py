@@ -38,7 +38,7 @@ from llmcache.kv.csd import KvRows, Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
-from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig
+from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, RowCache, copy_pages, mark_missing, score_slots
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, FileTier, KeyRows, SsdTier, open_tier
@@ -475,15 +475,20 @@ class KvStore(Sequences):
             missing = sum(count for count, _ in marked)
             if missing < positions.size:
                 copy_pages((pool.keys, pool.values), index, positions, outs, self.config.threads)
+        again = repeated(positions)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
             if isinstance(self._spill.ssd, CsdTier):
                 pages = [of_sequence for _, of_sequence in marked]
-                self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
+                missing = self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
             else:
                 missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
+            for b, head in np.argwhere(again[..., -1]):
+                count = positions.shape[2] - int(again[b, head].sum())
+                for out in outs:
+                    out[b, head, count:] = out[b, head, count - 1]
         if chosen:
-            self.traffic.count(hits_cpu=positions.size - missing, hits_ssd=missing)
+            self.traffic.count(hits_cpu=int(positions.size - again.sum()) - missing, hits_ssd=missing)
 
     # From the ssd tier: what of a file holds rows, once for all heads; single rows of a device
 
@@ -495,7 +500,7 @@ class KvStore(Sequences):
         size, recent = self.shape.page_tokens, self._recent[layer]
         most = min(recent.capacity, self.length // RECENT_SHARE)
         if positions.shape[2] > most:
-            absent = np.take_along_axis(index[:, None], positions // size, 2) < 0
+            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & ~repeated(positions)
             self._read(ssd, layer, absent, positions, outs)
             return int(absent.sum())
         with recent.lock:
@@ -530,9 +535,9 @@ class KvStore(Sequences):
             for out, side, scales in zip(outs, sides, sides[2:] or (None, None), strict=False):
                 out[wanted] = side if scales is None else side.astype(np.float32) * scales[:, None]
 
-    def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
+    def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> int:
         """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone, those of some pages at a time."""
-        size = self.shape.page_tokens
+        size, once, count = self.shape.page_tokens, ~repeated(positions), 0
         most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
         for b, of_sequence in enumerate(missing):
             streams = self.table.stream[self.table.table[b]]
@@ -543,9 +548,11 @@ class KvStore(Sequences):
                     # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
                     first = int(np.flatnonzero(streams == stream)[0]) * size
                     of_pages = wanted & (streams == stream)
-                    here = [of_pages[of_head // size] for of_head in positions[b]]
+                    here = [of_pages[of_head // size] & new for of_head, new in zip(positions[b], once[b], strict=True)]
+                    count += sum(int(of_head.sum()) for of_head in here)
                     local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
                     _lay_out(ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
+        return count
 
     # Through a fast tier
 

@@ -317,7 +317,7 @@ class Conversation:
         queries = as_array(call.query[:, :, 0].float().contiguous())
         gathered = engine.step(layer, queries, as_array(call.key), as_array(call.value))
         keys, values = _tensors(gathered, call)
-        mask = cut_mask(call.mask, gathered.positions, call.query.shape[1])
+        mask = cut_mask(call.mask, gathered.positions, call.query)
         output = call.run(keys, values, mask)
         engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
         gathered.release()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.errors import UsageError
+from llmcache.kv.tiers import repeated
 
 NAMES: dict[torch.dtype, str] = {
     torch.float32: "float32",
@@ -68,16 +69,24 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def cut_mask(mask: torch.Tensor | None, positions: Int64s, heads: int) -> torch.Tensor | None:
-    """Returns the columns of `mask` [batch or 1, heads or 1, 1, tokens] at `positions` [batch, kv_heads, k].
+def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) -> torch.Tensor | None:
+    """Returns the columns of `mask` [batch or 1, heads or 1, 1, tokens] at `positions` [batch, kv_heads, k], for `query`
+    [batch, heads, 1, dim]; what is `repeated` is hidden.
 
     [batch, heads, 1, k]; the mask itself where all tokens are there, as every head then has the same.
     """
-    batch, kv_heads, count = positions.shape
-    if mask is None or count == mask.shape[3]:
-        return mask
-    index = torch.from_numpy(positions).to(mask.device).repeat_interleave(heads // kv_heads, 1)
-    return mask.expand(batch, heads, -1, -1).gather(3, index[:, :, None])
+    (batch, kv_heads, count), heads = positions.shape, query.shape[1]
+    again = repeated(positions)
+    found = mask
+    if mask is not None and count != mask.shape[3]:
+        index = torch.from_numpy(positions).to(mask.device).repeat_interleave(heads // kv_heads, 1)
+        found = mask.expand(batch, heads, -1, -1).gather(3, index[:, :, None])
+    if not again.any():
+        return found
+    hidden = torch.from_numpy(again).to(query.device).repeat_interleave(heads // kv_heads, 1)[:, :, None]
+    if found is None:
+        found = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    return found.masked_fill(hidden, False if found.dtype == torch.bool else torch.finfo(found.dtype).min)
 
 
 class TorchFastTier:
