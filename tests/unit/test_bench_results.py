@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from llmcache.errors import DataError
+from llmcache.kv.bench.results import STOCK
+from llmcache.kv.bench.task import Candidate, Told
 from tests.conftest import examples
 from tools.bench import (
     harness,
+    kvmodels,
     kvstore,
     mount,
     results,
@@ -133,6 +136,18 @@ def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, comp
     measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
     bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
     assert math.isnan(bars[compared].value) and not bars[compared].passed
+
+
+def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_full_cache() -> None:
+    full = {Candidate(STOCK, None): Told(losses=[2.0, 3.0]), Candidate(kvmodels.PRESS_FULL, None): Told(losses=[2.5, 3.5])}
+    pressed = {Candidate(one, 64): Told(losses=[2.5 + above, 3.5 + above]) for above, one in enumerate(kvmodels.PRESSES, 1)}
+
+    def over(first: float, second: float) -> float:
+        own = {Candidate(kvmodels.OWN, 64): Told(losses=[2 + first, 3 + second])}
+        return kvmodels.excess({**full, **pressed, **own}, 64, kvmodels.PRESSES, kvmodels.HALF)
+
+    assert over(0.5, 0.5) == pytest.approx(0) and over(0.25, 0.25) == pytest.approx(-0.25)
+    assert over(0.75, 1.25) == pytest.approx(0.5 - 0.25), "less a standard error"
 
 
 @pytest.mark.parametrize(

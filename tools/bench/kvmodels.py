@@ -1,7 +1,8 @@
 """Contexts on real models: what a budget costs in loss and answers, and a token in time, bytes and memory. *Measured*.
 
 SmolLM2-135M-Instruct and Gemma 3 270M in float32, through transformers, on texts of the machine's documentation and tasks
-like RULER's. kvpress is not compared with: 0.5.5 asks for transformers before 5.3.
+like RULER's. With --kvpress also the loss that methods of kvpress have which keep as many tokens of the prompt, with a
+transformers of their own.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from llmcache.errors import DataError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.bench.question import TASK_MODELS, model_of
 from llmcache.kv.bench.results import MOST, STOCK, mean_of
-from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, take_turns
+from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes, take_turns
 from llmcache.kv.tasks.english import Document, documents
 
 from .cgroup import Cgroup
-from .harness import workplace
+from .harness import measured_apart, workplace
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
 BUDGETS = (64, 128, 256)
+RIVALS_BUDGET = 128
+PRESSES, PRESS_FULL = ("kvpress-snapkv", "kvpress-expected", "kvpress-knorm", "kvpress-streaming"), "kvpress-full"
+"""Methods of kvpress, and the full cache with the transformers that it asks for."""
+PRESS_BUDGETS = (64, 128)
+KVPRESS, KVPRESS_COMMAND = Path(sys.prefix) / "kvpress", "bash -c '. tools/_setup.sh; setup_kvpress'"
+"""What it is imported from, and what sets that up."""
 CONTEXTS = (1024, 2048, 4096, 8000)
 """SmolLM2 has positions for 8,192 tokens, of which a text's next ones take some."""
 LONG = CONTEXTS[2:]
@@ -41,6 +48,8 @@ CASES = {"passkey": 1, "needle": 13, "recall": 1, "variables": 3, "common": 13, 
 DOCUMENTS = 8
 WORST = 1.1
 """How much larger than the best oracle's the loss above the full cache's may be."""
+HALF = 0.5
+"""Of kvpress' best that it may be."""
 POOL_PAGES, POOL_BUDGET = 8, 128
 """Pages in memory where they are limited to the budget."""
 DISK_BPS = 500_000_000
@@ -49,6 +58,7 @@ SAID, AFTER = 8, 16
 """Tokens before a kill and after it."""
 BARS = {
     **{f"loss.{budget}": ("<=", 0.0) for budget in BUDGETS},
+    **{f"rivals.{budget}": ("<=", 0.0) for budget in PRESS_BUDGETS},
     **{f"tasks.{budget}": (">=", share) for budget, share in zip(BUDGETS, (0.97, 0.98, 0.99), strict=True)},
     "time": ("<=", 1.05), "time.long": ("<", 1.0), "file": ("<=", 1.5), "bytes": ("<=", 1.5), "memory.small": ("<=", 0.05),
     "memory": ("<=", 1.0), "exact": (">=", 1.0), "restored": (">=", 1.0),
@@ -62,6 +72,7 @@ class BenchScope:
     directory: Path
     threads: int
     quick: bool
+    kvpress: bool = False
 
     @property
     def models(self) -> list[str]:
@@ -81,15 +92,17 @@ class BenchScope:
 # Loss and answers
 
 
-def excess(told: Mapping[Candidate, Told], budget: int) -> float:
-    """Return by how much the loss above the full cache's is over 1.1 of the best oracle's, less its standard error."""
-    full = told[Candidate(STOCK, None)].losses
+def above(told: Mapping[Candidate, Told], one: Candidate) -> list[float]:
+    """Return the loss of each text above the full cache's, with the same transformers."""
+    full = Candidate(PRESS_FULL if one.policy.startswith("kvpress-") else STOCK, None)
+    return [loss - least for loss, least in zip(told[one].losses, told[full].losses, strict=True)]
 
-    def above(policy: str) -> list[float]:
-        return [one - other for one, other in zip(told[Candidate(policy, budget)].losses, full, strict=True)]
 
-    best = min((above(policy) for policy in ORACLES), key=statistics.fmean)
-    mean, error = mean_of([own - WORST * other for own, other in zip(above(OWN), best, strict=True)])
+def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = ORACLES, share: float = WORST) -> float:
+    """Return by how much the loss above full is over `share` of the best of `others`', less its standard error."""
+    best = min((above(told, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
+    own = above(told, Candidate(OWN, budget))
+    mean, error = mean_of([one - share * other for one, other in zip(own, best, strict=True)])
     return mean - (error if len(best) > 1 else 0.0)
 
 
@@ -102,13 +115,13 @@ def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
 
 
-def _row(one: Candidate, told: Told, full: Told) -> dict[str, Any]:
-    answers = told.answers()
+def _row(one: Candidate, told: Mapping[Candidate, Told]) -> dict[str, Any]:
+    answers, losses, divergences = told[one].answers(), told[one].losses, told[one].divergences
     row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
     row["kept"] = answers.kept
-    if told.losses:
-        row |= {"losses": told.losses, "divergences": told.divergences, "divergence": mean_of(told.divergences)}
-        row["above"] = mean_of([one - other for one, other in zip(told.losses, full.losses, strict=True)])
+    if losses:
+        row |= {"losses": losses, "divergences": divergences, "divergence": mean_of(divergences)}
+        row["above"] = mean_of(above(told, one))
     return row
 
 
@@ -117,17 +130,28 @@ def _asked(scope: BenchScope, tasks: Mapping[str, int], contexts: Sequence[int],
     from llmcache.kv.bench.subject import Subject
 
     everyone = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
+    everyone += [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
     for model in scope.models:
         subject = Subject(model_of(model))
         for task, cases in tasks.items():
             for context in scope.lengths(contexts):
-                texts: list[str] = []
-                told = answered(
-                    scope.setup(task, model, context, cases), subject, context, scope.directory, everyone, texts, _tell
-                )
-                full = told[everyone[0]]
-                rows = [_row(one, of, full) for one, of in told.items()]
-                yield told, {"model": model, "task": task, "context": context, "texts": texts, "rows": rows}
+                setup = scope.setup(task, model, context, cases)
+                run: dict[str, Any] = {"model": model, "task": task, "context": context, "texts": []}
+                pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress and task == "loss" else {}
+                told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
+                yield told, {**run, "rows": [_row(one, told) for one in told]}
+
+
+def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, run: dict[str, Any]) -> dict[Candidate, Told]:
+    """What is told of kvpress' methods, on the same texts; their versions go into `run`."""
+    path = scope.directory / "texts.npz"
+    texts = [text for text in probes(setup, subject, context) if isinstance(text, Document)]
+    ids, following = (np.concatenate(sides) for sides in zip(*((text.ids, text.following) for text in texts), strict=True))
+    np.savez(path, ids=ids, following=following)
+    words = (setup.model, path, scope.threads, *BUDGETS)
+    found = measured_apart("kvpress_losses", *words, packages=KVPRESS)
+    run["kvpress"] = found["versions"]
+    return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
 
 
 def _tell(line: str) -> None:
@@ -135,20 +159,26 @@ def _tell(line: str) -> None:
 
 
 def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """The loss of each policy above the full cache's, and the oracles'."""
-    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES, *RIVALS)))
-    what = f"loss above full of {OWN} over {WORST} of the best oracle's, less its standard error, most of all"
-    parts = {
-        f"loss.{budget}": {"what": f"{what}, budget {budget}", "figure": max(excess(told, budget) for told, _ in found)}
-        for budget in BUDGETS
-    }
+    """The loss of each policy above the full cache's, the oracles', and those of kvpress' methods where asked for."""
+    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES)))
+    parts: dict[str, dict[str, Any]] = {}
+
+    def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
+        what = f"loss above full of {OWN} over {share} of {best}, less its standard error, most of all"
+        for budget in budgets:
+            figure = max(excess(told, budget, others, share) for told, _ in found)
+            parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
+
+    judge("loss", BUDGETS, WORST, "the best oracle's", ORACLES)
+    if scope.kvpress:
+        judge("rivals", PRESS_BUDGETS, HALF, "kvpress' best", PRESSES)
     parts[f"loss.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
     return parts
 
 
 def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Answers to tasks like RULER's."""
-    found = list(_asked(scope, CASES, CONTEXTS, (OWN, *RIVALS)))
+    found = list(_asked(scope, CASES, CONTEXTS, (OWN,)))
     what = "right answers of the full cache that are kept, over tasks of which it answers most"
     told = [told for told, _ in found]
     parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
@@ -351,6 +381,8 @@ def _throttled(part: str, directory: Path) -> Iterator[None]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this case alone; may be given several times")
+    about = f"in loss, kvpress' methods as well, which this sets up: {KVPRESS_COMMAND}"
+    parser.add_argument("--kvpress", action="store_true", help=about)
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (2 GB)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch and of each kernel")
     parser.add_argument("--quick", action="store_true", help="one model, short contexts: for a look, not for the bars")
@@ -359,10 +391,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:
     import torch
 
+    if args.kvpress and "loss" not in (args.only or PARTS):
+        raise UsageError("--kvpress: it is compared with in loss alone", "add --only loss")
+    if args.kvpress and not KVPRESS.is_dir():
+        raise EnvironmentProblem(f"--kvpress: {KVPRESS} is not there", f"set it up: {KVPRESS_COMMAND}")
     torch.set_num_threads(args.threads)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
         for part in args.only or PARTS:
             with _throttled(part, args.dir):
-                parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick))
+                parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick, args.kvpress))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}

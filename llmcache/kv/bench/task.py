@@ -170,7 +170,7 @@ def _rows(
 ) -> list[TaskRow]:
     everyone = candidates(setup)
     told = answered(setup, subject, context, directory, everyone, texts, progress)
-    first = next(_probes(setup, subject, context))
+    first = next(probes(setup, subject, context))
     attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
 
@@ -194,7 +194,7 @@ def answered(
 
     model = subject.model
     told = {one: Told() for one in everyone}
-    for number, asked in enumerate(_probes(setup, subject, context)):
+    for number, asked in enumerate(probes(setup, subject, context)):
         read = Prompt(model, asked.ids)
         texts += [asked.source] if isinstance(asked, Document) else []
         full: Any = None
@@ -239,8 +239,8 @@ def _few(asked: Asked) -> Asked:
     return asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
 
 
-def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
-    """All that is asked at a context, in parts that fit in memory."""
+def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
+    """Yields all that is asked at a context, in parts that fit in memory; the same every time."""
     random = np.random.default_rng([setup.seed, context])
     if subject.tokenizer is not None:
         own = context, setup.cases, subject.encode, subject.first

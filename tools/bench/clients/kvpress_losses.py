@@ -1,0 +1,122 @@
+"""Losses of texts whose prompt a method of kvpress has cut to a budget; a program: kvpress needs a transformers of its own.
+
+`python -m tools.bench.clients.kvpress_losses MODEL TEXTS.npz THREADS BUDGET...`, with the packages of `.venv/kvpress` before
+the environment's, prints as JSON what is told of each method and budget, and of the full cache. TEXTS: `ids` [texts, tokens]
+and `following`, what they go on with.
+
+All methods cut the same prompt, which is read once. Differs from kvpress: its hook cuts the cache in place, one method a
+prompt; Gemma 3's sliding layers are left alone in a model for text as well, as `SpillCache` leaves them; ExpectedAttention
+is given the rotary embedding of full attention there. What comes after the prompt is kept, as by kvpress: attention is to
+that and the budget. SnapKV has a window of 64 tokens, which are all that it keeps with a budget of 64.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import sys
+from collections import defaultdict
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from kvpress import ExpectedAttentionPress, KnormPress, SnapKVPress, StreamingLLMPress
+
+from llmcache.arrays import Floats, Int64s
+from llmcache.errors import DataError
+from llmcache.kv.bench.subject import Subject, logits, stock
+from llmcache.kv.bench.task import Candidate, Told
+
+PRESSES = {"snapkv": SnapKVPress, "expected": ExpectedAttentionPress, "knorm": KnormPress, "streaming": StreamingLLMPress}
+Kept = dict[Candidate, list[tuple[torch.Tensor, torch.Tensor]]]
+"""Keys and values [1, heads, budget, dim] of the layers of full attention, in their order."""
+
+
+def presses(budgets: list[int], tokens: int) -> dict[Candidate, Any]:
+    """Return each method with its own settings, made to keep each of `budgets` of `tokens`."""
+    # kvpress rounds down what its ratio keeps: half a token more is safe from the last bit.
+    return {
+        Candidate(f"kvpress-{name}", budget): kind(compression_ratio=1 - (budget + 0.5) / tokens)
+        for name, kind in PRESSES.items()
+        for budget in budgets
+    }
+
+
+def read(model: Any, cache: Any, ids: Int64s, methods: dict[Candidate, Any]) -> Kept:
+    """Read the prompt `ids` [1, tokens] into `cache`, which keeps all of it; return what each method would keep."""
+    kept: Kept = defaultdict(list)
+
+    def cut(module: Any, _inputs: Any, options: dict[str, Any], output: Any) -> None:
+        layer = cache.layers[module.layer_idx]
+        for one, press in methods.items():
+            sides = press.compress(module, options["hidden_states"], layer.keys, layer.values, output[1], options)
+            if sides[0].shape[2] != one.budget:
+                raise DataError(f"{one.policy}: {sides[0].shape[2]} tokens are kept, not {one.budget}")
+            kept[one].append(sides)
+
+    rotary = model.model.rotary_emb
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        rotary = partial(rotary, layer_type="full_attention")
+    hooks = []
+    for layer, place in zip(model.model.layers, cache.layers, strict=True):
+        if not place.is_sliding:
+            layer.self_attn.rotary_emb = rotary  # as kvpress does, which asks for it there
+            hooks.append(layer.self_attn.register_forward_hook(cut, with_kwargs=True))
+    logits(model, cache, ids)
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+def cut_cache(model: Any, whole: Any, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Return a cache with what is `kept`, and the sliding layers of `whole`."""
+    cache, sides = stock(model), iter(kept)
+    for index, layer in enumerate(whole.layers):
+        if layer.is_sliding:
+            cache.layers[index] = copy.deepcopy(layer)
+        else:
+            cache.update(*next(sides), index)
+    return cache
+
+
+def follow(model: Any, cache: Any, following: Int64s, begin: int) -> Floats:
+    """Return what `subject.follow` does, the first of `following` [1, n] being at `begin` however little is kept."""
+    found = []
+    for at, token in enumerate(torch.from_numpy(following[0, :-1]).to(model.device)):
+        place = torch.tensor([begin + at], device=model.device)
+        where = {"position_ids": place[None], "cache_position": place}
+        with torch.no_grad():
+            found.append(model(input_ids=token[None, None], past_key_values=cache, use_cache=True, **where).logits[:, -1])
+    said: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
+    return said
+
+
+def main() -> int:
+    """Read each text and go on with it, with each cache."""
+    path, threads, budgets = sys.argv[2], int(sys.argv[3]), [int(word) for word in sys.argv[4:]]
+    torch.set_num_threads(threads)
+    model = Subject(sys.argv[1]).model
+    told: dict[Candidate, Told] = defaultdict(Told)
+    with np.load(path) as texts:
+        pairs = list(zip(texts["ids"][:, None], texts["following"][:, None], strict=True))
+    for number, (ids, following) in enumerate(pairs):
+        tokens, true = ids.shape[1], following[0, 1:]
+        print(f"{tokens} tokens, part {number + 1}: kvpress", file=sys.stderr, flush=True)
+        whole = stock(model)
+        kept = read(model, whole, ids, presses(budgets, tokens))
+        caches = {one: cut_cache(model, whole, sides) for one, sides in kept.items()}
+        full = follow(model, whole, following, tokens)
+        told[Candidate("kvpress-full", None)].add_text(full, full, true)
+        for one, cache in caches.items():
+            told[one].add_text(follow(model, cache, following, tokens), full, true)
+    versions = {name: version(name) for name in ("kvpress", "transformers")}
+    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in told.items()]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
