@@ -32,7 +32,7 @@ from .cgroup import Cgroup
 from .harness import measured_apart, workplace
 
 SCHEMA = "llmcache-bench-kvmodels/1"
-OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
+OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-layer", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
 BUDGETS = (64, 128, 256)
 RIVALS_BUDGET = 128
 PRESSES, PRESS_FULL = ("kvpress-snapkv", "kvpress-expected", "kvpress-knorm", "kvpress-streaming"), "kvpress-full"

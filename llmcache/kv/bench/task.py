@@ -88,7 +88,10 @@ class Candidate:
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
     def cache(self, model: Any, setup: TaskSetup, directory: Path, timeline: Timeline | None = None) -> Any:
-        """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory."""
+        """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
+
+        The oracle has all in memory, as it looks at every key at every step.
+        """
         from llmcache.kv.bench.subject import stock
         from llmcache.kv.transformers import SpillCache
 
@@ -97,11 +100,10 @@ class Candidate:
         policy, _, options = VARIANTS.get(self.policy, (self.policy, "", {}))
         if timeline is not None:
             options = {**options, "timeline": timeline}
-        pages = None if self.budget is None else policy_class(policy).least_pages(self.budget)
-        return SpillCache(
-            model.config, policy, token_budget=self.budget, path=directory, threads=setup.threads, cpu_pages=pages,
-            full_tokens=0, **options,
-        )  # fmt: skip
+        if policy != "oracle":
+            pages = None if self.budget is None else policy_class(policy).least_pages(self.budget)
+            options = {**options, "path": directory, "cpu_pages": pages}
+        return SpillCache(model.config, policy, token_budget=self.budget, threads=setup.threads, full_tokens=0, **options)
 
 
 @dataclass
