@@ -32,9 +32,10 @@ from .cgroup import Cgroup
 from .harness import measured_apart, workplace
 
 SCHEMA = "llmcache-bench-kvmodels/1"
-OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-layer", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
+OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
 BUDGETS = (64, 128, 256)
 RIVALS_BUDGET = 128
+"""Of the others, at the shortest context of a task alone."""
 PRESSES, PRESS_FULL = ("kvpress-snapkv", "kvpress-expected", "kvpress-knorm", "kvpress-streaming"), "kvpress-full"
 """Methods of kvpress, and the full cache with the transformers that it asks for."""
 PRESS_BUDGETS = (64, 128)
@@ -98,7 +99,7 @@ def above(told: Mapping[Candidate, Told], one: Candidate) -> list[float]:
     return [loss - least for loss, least in zip(told[one].losses, told[full].losses, strict=True)]
 
 
-def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = ORACLES, share: float = WORST) -> float:
+def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST) -> float:
     """Return by how much the loss above full is over `share` of the best of `others`', less its standard error."""
     best = min((above(told, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
     own = above(told, Candidate(OWN, budget))
@@ -129,13 +130,14 @@ def _asked(scope: BenchScope, tasks: Mapping[str, int], contexts: Sequence[int],
     """What is told of each model, task and context: by candidate, and as plain data."""
     from llmcache.kv.bench.subject import Subject
 
-    everyone = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
-    everyone += [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
+    all_over = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
+    rivals = [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
     for model in scope.models:
         subject = Subject(model_of(model))
         for task, cases in tasks.items():
             for context in scope.lengths(contexts):
                 setup = scope.setup(task, model, context, cases)
+                everyone = all_over + (rivals if context == scope.lengths(contexts)[0] else [])
                 run: dict[str, Any] = {"model": model, "task": task, "context": context, "texts": []}
                 pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress and task == "loss" else {}
                 told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
@@ -148,7 +150,7 @@ def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, ru
     texts = [text for text in probes(setup, subject, context) if isinstance(text, Document)]
     ids, following = (np.concatenate(sides) for sides in zip(*((text.ids, text.following) for text in texts), strict=True))
     np.savez(path, ids=ids, following=following)
-    words = (setup.model, path, scope.threads, *BUDGETS)
+    words = (setup.model, path, scope.threads, *PRESS_BUDGETS)
     found = measured_apart("kvpress_losses", *words, packages=KVPRESS)
     run["kvpress"] = found["versions"]
     return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
@@ -160,7 +162,7 @@ def _tell(line: str) -> None:
 
 def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """The loss of each policy above the full cache's, the oracles', and those of kvpress' methods where asked for."""
-    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES)))
+    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, ORACLE)))
     parts: dict[str, dict[str, Any]] = {}
 
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
@@ -169,7 +171,7 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
             figure = max(excess(told, budget, others, share) for told, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
 
-    judge("loss", BUDGETS, WORST, "the best oracle's", ORACLES)
+    judge("loss", BUDGETS, WORST, "the oracle's", (ORACLE,))
     if scope.kvpress:
         judge("rivals", PRESS_BUDGETS, HALF, "kvpress' best", PRESSES)
     parts[f"loss.{BUDGETS[0]}"]["runs"] = [run for _, run in found]

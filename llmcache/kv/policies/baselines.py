@@ -82,6 +82,8 @@ class Oracle(KvPolicy):
 
     name = "oracle"
     title = "Oracle"
+    sink_tokens = 0
+    window_tokens = 0
     settings_class = OracleSettings
     settings: OracleSettings
 

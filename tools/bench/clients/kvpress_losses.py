@@ -72,26 +72,30 @@ def read(model: Any, cache: Any, ids: Int64s, methods: dict[Candidate, Any]) -> 
     return kept
 
 
-def cut_cache(model: Any, whole: Any, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return a cache with what is `kept`, and the sliding layers of `whole`."""
-    cache, sides = stock(model), iter(kept)
+def cut_cache(model: Any, whole: Any, kept: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> Any:
+    """Return a cache with a sequence for each of what is `kept`, of one budget, and the sliding layers of `whole`."""
+    cache, layers = stock(model), iter(zip(*kept, strict=True))
     for index, layer in enumerate(whole.layers):
         if layer.is_sliding:
             cache.layers[index] = copy.deepcopy(layer)
+            cache.layers[index].batch_repeat_interleave(len(kept))
         else:
-            cache.update(*next(sides), index)
+            cache.update(*(torch.cat(sides) for sides in zip(*next(layers), strict=True)), index)
     return cache
 
 
-def follow(model: Any, cache: Any, following: Int64s, begin: int) -> Floats:
-    """Return what `subject.follow` does, the first of `following` [1, n] being at `begin` however little is kept."""
+def follow(model: Any, cache: Any, following: Int64s, begin: int, batch: int = 1) -> Floats:
+    """Return what `subject.follow` does of each of `batch` sequences, the first of `following` [1, n] being at `begin`
+    however little is kept.
+    """
     found = []
     for at, token in enumerate(torch.from_numpy(following[0, :-1]).to(model.device)):
         place = torch.tensor([begin + at], device=model.device)
-        where = {"position_ids": place[None], "cache_position": place}
+        where = {"position_ids": place.expand(batch, 1), "cache_position": place}
         with torch.no_grad():
-            found.append(model(input_ids=token[None, None], past_key_values=cache, use_cache=True, **where).logits[:, -1])
-    said: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
+            ids = token.expand(batch, 1)
+            found.append(model(input_ids=ids, past_key_values=cache, use_cache=True, **where).logits[:, -1])
+    said: Floats = torch.stack(found, 1).float().log_softmax(-1).cpu().numpy()
     return said
 
 
@@ -108,11 +112,13 @@ def main() -> int:
         print(f"{tokens} tokens, part {number + 1}: kvpress", file=sys.stderr, flush=True)
         whole = stock(model)
         kept = read(model, whole, ids, presses(budgets, tokens))
-        caches = {one: cut_cache(model, whole, sides) for one, sides in kept.items()}
-        full = follow(model, whole, following, tokens)
+        full = follow(model, copy.deepcopy(whole), following, tokens)[0]
         told[Candidate("kvpress-full", None)].add_text(full, full, true)
-        for one, cache in caches.items():
-            told[one].add_text(follow(model, cache, following, tokens), full, true)
+        for budget in budgets:
+            alike = [one for one in kept if one.budget == budget]
+            cache = cut_cache(model, whole, [kept[one] for one in alike])
+            for one, said in zip(alike, follow(model, cache, following, tokens, len(alike)), strict=True):
+                told[one].add_text(said, full, true)
     versions = {name: version(name) for name in ("kvpress", "transformers")}
     print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in told.items()]}))
     return 0
