@@ -31,6 +31,7 @@ from matplotlib.ticker import PercentFormatter
 from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
 from . import results
+from .kvmodels import BUDGETS, OWN
 from .mount import Result, kernel, mean, mounts, seconds, storage_bytes
 from .results import Bar, Document, bars_of, figure
 
@@ -330,6 +331,38 @@ def pipeline_table(document: Document) -> str:
     return bars_table(document, "measured; stream synthetic, accelerator and computational SSD emulated", without)
 
 
+def models_table(document: Document) -> str:
+    """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
+    parts = document["parts"]
+    runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}
+    rows = []
+    for run in runs.get("loss", ()):
+        above: dict[str, dict[int, tuple[float, float]]] = {}
+        for one in run["rows"]:
+            if one["budget"] is not None:
+                above.setdefault(one["policy"], {})[one["budget"]] = one["above"]
+        for policy, by_budget in above.items():
+            cells = ["{:.3f} ± {:.3f}".format(*by_budget[budget]) if budget in by_budget else "" for budget in BUDGETS]
+            rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
+    head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
+    tables = [bars_table(document, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    for run in runs.get("tasks", ()):
+        full, *others = run["rows"]
+        if 2 * sum(full["right"]) < sum(full["asked"]):
+            continue  # what the full cache does not know says nothing
+        kept = {one["budget"]: sum(one["kept"]) for one in others if one["policy"] == OWN}
+        found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
+        answers.setdefault((run["model"], run["task"]), []).append(found)
+    if answers:
+        head = ["model, task", "asked", "right with the full cache", *(f"of these at {budget}" for budget in BUDGETS)]
+        totals = [
+            [f"{model}, {task}", *map(str, map(sum, zip(*each, strict=True)))] for (model, task), each in answers.items()
+        ]
+        tables.append(markdown(head, totals))
+    return "\n".join(tables)
+
+
 def index_table(document: Document) -> str:
     """Trees of keys against a scan of all, one thread each, from `tools/bench kvindex`."""
     head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
@@ -345,7 +378,7 @@ TABLES: dict[str, Callable[[Document], str]] = {
     "all": missed_table,
     **dict.fromkeys(("demotime", "kv", "kvstore", "papers", "startup", "testtime"), bars_table),
     "edram": edram_table,
-    "kvmodels": partial(bars_table, what="measured, real models"),
+    "kvmodels": models_table,
     "kvanswers": partial(bars_table, what="measured, recall model"),
     "kvindex": index_table,
     "kvpipeline": pipeline_table,
