@@ -365,14 +365,19 @@ def test_mass_is_the_weight_of_softmax_over_everything(
 
 
 @FORKED
-@pytest.mark.parametrize(("pool", "ssd"), [(None, "file"), (4, "file"), (4, "csd")])
-def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pool", "ssd", "rows"), [(None, "file", 0), (4, "file", 0), (4, "file", 300), (4, "csd", 0)])
+def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, rows: int, tmp_path: Path) -> None:
     """One that looks at few tokens leaves its own to the other; what comes out is attention to each chosen token once."""
-    case = Sharp(batch=2, context=400, pool=pool, ssd=ssd)
-    with running("mass", MassSettings(alpha=0.25, scorer="exact"), case, tmp_path) as run:
-        for _ in range(20):
-            middle = run.store.middle
-            for layer, (selection, out) in enumerate(run.step()):
+    case = Sharp(batch=2, context=1200, pool=pool, ssd=ssd, rows=rows)
+    with running("mass", MassSettings(alpha=0.1, scorer="exact"), case, tmp_path) as run:
+        for _ in range(18):  # the window moves on
+            middle, traffic = run.store.middle, run.store.traffic
+            before = traffic.hits_cpu, traffic.hits_cpu + traffic.hits_ssd
+            found = run.step()
+            chosen = sum(int((~repeated(selection.positions)).sum()) for selection, _ in found)
+            assert traffic.hits_cpu >= before[0]  # what is there again is not read again
+            assert traffic.hits_cpu + traffic.hits_ssd == before[1] + chosen
+            for layer, (selection, out) in enumerate(found):
                 counts = (~repeated(selection.positions)).sum(2)
                 assert (counts.sum(1) == counts.sum(1)[0]).all() and (counts[:, 0] < counts[:, 1]).all()
                 attended = np.zeros((2, KV_HEADS, run.keys[layer].shape[2]), bool)

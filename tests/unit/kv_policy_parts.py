@@ -31,7 +31,9 @@ def _token(batch: int, seed: tuple[int, ...]) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """What a store and its contents are made from. `pool`: pages of the host's pool; None: no file and no bound."""
+    """What a store and its contents are made from. `pool`: pages of the host's pool; None: no file and no bound; `rows`: of
+    each head that stay beside it.
+    """
 
     batch: int = 1
     heads: int = 4
@@ -40,6 +42,7 @@ class Case:
     ssd: str = "file"
     dtype: str = "float32"
     seed: int = 0
+    rows: int = 0
 
     @property
     def shape(self) -> KvShape:
@@ -47,15 +50,15 @@ class Case:
 
     def config(self, path: Path) -> StoreConfig:
         file = None if self.pool is None else path / "kv.spill"
-        return StoreConfig(self.shape, self.batch, 16, 32, self.pool, file, self.ssd, threads=1)
+        return StoreConfig(self.shape, self.batch, 16, 32, self.pool, file, self.ssd, threads=1, cpu_rows=self.rows)
 
-    def rows(self, layer: int, positions: range, side: int) -> Array:
+    def side(self, layer: int, positions: range, side: int) -> Array:
         """Keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim]; the same in whatever parts."""
         return np.stack([_token(self.batch, (self.seed, layer, side, position)) for position in positions], axis=2)
 
     def stored(self, layer: int, positions: range) -> list[Array]:
         """What a store is given: keys and values in its type, for int8 with scales."""
-        rows = [self.rows(layer, positions, side) for side in (0, 1)]
+        rows = [self.side(layer, positions, side) for side in (0, 1)]
         if self.dtype == "bfloat16":
             return [(side.view(np.uint32) >> 16).astype(np.uint16) for side in rows]
         if self.dtype != "int8":
@@ -87,7 +90,7 @@ class Run:
 
     def prefill(self) -> None:
         for layer in range(LAYERS):
-            rows = [self.case.rows(layer, range(self.case.context), side) for side in (0, 1)]
+            rows = [self.case.side(layer, range(self.case.context), side) for side in (0, 1)]
             self.keys.append(rows[0])
             self.values.append(rows[1])
             self.store.append(layer, *self.case.stored(layer, range(self.case.context)))
@@ -109,7 +112,7 @@ class Run:
         position = self.store.length
         queries = self.queries(layer)
         selection = self.policy.select(layer, queries)
-        rows = [self.case.rows(layer, range(position, position + 1), side)[: self.store.batch] for side in (0, 1)]
+        rows = [self.case.side(layer, range(position, position + 1), side)[: self.store.batch] for side in (0, 1)]
         self.keys[layer], self.values[layer] = (
             np.concatenate([old, new], axis=2) for old, new in zip((self.keys[layer], self.values[layer]), rows, strict=True)
         )
