@@ -1,7 +1,7 @@
 """How long tools/test takes, and how often it fails: as many runs as tell a test that fails now and then.
 
-`--loaded` of them are beside a load of two busy processors. `--log FILE…` takes the times of runs that were made before from
-what pytest printed at their end.
+The last `--loaded` of them are beside a load of two busy processors. `--log FILE…` takes the times of runs that were made
+before from what pytest printed at their end; the last `--loaded` of these were beside a load.
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     """Yield every run; DataError if a log is of no use."""
-    loads = [BUSY if number >= args.runs - args.loaded else 0 for number in range(args.runs)]
-    yield {"runs": [of_log(path) for path in args.log] if args.log else [suite_run(busy) for busy in loads]}
+    count = len(args.log) if args.log else args.runs
+    loads = [BUSY if number >= count - args.loaded else 0 for number in range(count)]
+    if args.log:
+        yield {"runs": [{**of_log(path), "busy": busy} for path, busy in zip(args.log, loads, strict=True)]}
+    else:
+        yield {"runs": [suite_run(busy) for busy in loads]}
 
 
 def bars(told: Document) -> list[Bar]:
