@@ -148,6 +148,8 @@ def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_fu
 
     assert over(0.5, 0.5) == pytest.approx(0) and over(0.25, 0.25) == pytest.approx(-0.25)
     assert over(0.75, 1.25) == pytest.approx(0.5 - 0.25), "less a standard error"
+    below = {Candidate(policy, 64): Told(losses=[1.9, 2.9]) for policy in (kvmodels.OWN, kvmodels.ORACLE)}
+    assert kvmodels.excess({**full, **below}, 64) == pytest.approx(0), "a tenth of less than nothing is no more"
 
 
 @pytest.mark.parametrize(

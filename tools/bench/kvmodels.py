@@ -100,8 +100,12 @@ def above(told: Mapping[Candidate, Told], one: Candidate) -> list[float]:
 
 
 def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST) -> float:
-    """Return by how much the loss above full is over `share` of the best of `others`', less its standard error."""
+    """Return by how much the loss above full is over `share` of the best of `others`', less its standard error.
+
+    Of one that is below the full cache's a share above 1 would be less: there it is to be no more than that.
+    """
     best = min((above(told, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
+    share = min(share, 1.0) if statistics.fmean(best) < 0 else share
     own = above(told, Candidate(OWN, budget))
     mean, error = mean_of([one - share * other for one, other in zip(own, best, strict=True)])
     return mean - (error if len(best) > 1 else 0.0)
