@@ -168,9 +168,10 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """The loss of each policy above the full cache's, the oracles', and those of kvpress' methods where asked for."""
     found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, ORACLE)))
     parts: dict[str, dict[str, Any]] = {}
+    lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
 
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
-        what = f"loss above full of {OWN} over {share} of {best}, less its standard error, most of all"
+        what = f"loss above full of {OWN} over {share} of {best} at {lengths} tokens, less its standard error, most of all"
         for budget in budgets:
             figure = max(excess(told, budget, others, share) for told, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}

@@ -41,8 +41,10 @@ MORE = 1.5  # times what the page cache has more than a budget, at least, do not
 MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
 """Experts of a layer, how many of them a token uses, bytes of a slice."""
 MIXTURE_BYTES = 2_000_000_000  # of a smaller one the 64 MiB that the kernel's side has more are a part that counts
-MIXTURE_SHARES = (0.12, 0.2, 0.3, 0.5, 0.8)  # of the model that fit
-MIXTURE_TOKENS, MIXTURE_WARMUP = 80, 30
+MIXTURE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
+"""By the share of the model that fits: tokens, and those of them after which memory is full. What is missed before that is
+missed by everybody, for the first time.
+"""
 # With 8 MiB read around each fault a token takes twenty times as long: shown where most and where least is missed.
 READ_AHEAD_SHARES = (0.2, 0.8)
 
@@ -237,17 +239,18 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)
         dense, slices = routing.dense_bytes(layout), Experts(layout)
-        chosen = routing.generate(MIXTURE_TOKENS, shape.layers, experts, used)
-        ranges = plan.scratch / f"{file.stem}.plan"
-        ranges.write_bytes(routing.plan(layout, chosen).tobytes())
+        shares = list(MIXTURE_COUNTS)
+        for share in shares[1:4:2] if plan.quick else shares:
+            counts = tokens_read, warmup = MIXTURE_COUNTS[share]
+            chosen = routing.generate(tokens_read, shape.layers, experts, used)
+            ranges = plan.scratch / f"{file.stem}-{tokens_read}.plan"
+            ranges.write_bytes(routing.plan(layout, chosen).tobytes())
 
-        def reader(_side: str, path: Path, ranges: Path = ranges) -> list[str]:
-            return client("routed_reader", path, ranges)
+            def reader(_side: str, path: Path, ranges: Path = ranges) -> list[str]:
+                return client("routed_reader", path, ranges)
 
-        counts = MIXTURE_TOKENS, MIXTURE_WARMUP
-        for share in MIXTURE_SHARES[1:4:2] if plan.quick else MIXTURE_SHARES:
             cache, each = int(share * size), slices.bytes_of(0)
-            lru = statistics.fmean(routing.lru_bytes(chosen, each, cache - dense)[MIXTURE_WARMUP:])
+            lru = statistics.fmean(routing.lru_bytes(chosen, each, cache - dense)[warmup:])
             asked = Routed(dense + shape.layers * used * each, lru)
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
@@ -255,7 +258,7 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
                 yield Experiment("g", label, file, size, cache, reader, *counts, rate, routed=asked, own_read_ahead=own)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts, None)
-                    decode = tokens(plan.threads, MIXTURE_TOKENS)
+                    decode = tokens(plan.threads, tokens_read)
                     yield Experiment("g", f"llama.cpp {label}", file, size, cache, decode, *counts, rate, routed=decoded)
         file.unlink()
 
