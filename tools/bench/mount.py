@@ -42,8 +42,8 @@ MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_
 """Experts of a layer, how many of them a token uses, bytes of a slice."""
 MIXTURE_BYTES = 2_000_000_000  # of a smaller one the 64 MiB that the kernel's side has more are a part that counts
 MIXTURE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
-"""By the share of the model that fits: tokens, and those of them after which memory is full. What is missed before that is
-missed by everybody, for the first time.
+"""By the share of the model that fits: tokens, and those of them that do not count. Until nearly all experts have been used,
+most of what is missed where much fits is missed for the first time, by everybody.
 """
 # With 8 MiB read around each fault a token takes twenty times as long: shown where most and where least is missed.
 READ_AHEAD_SHARES = (0.2, 0.8)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from llmcache.kv.bench.results import MOST
 from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
 from . import results
@@ -349,7 +350,7 @@ def models_table(document: Document) -> str:
     answers: dict[tuple[str, str], list[list[int]]] = {}
     for run in runs.get("tasks", ()):
         full, *others = run["rows"]
-        if 2 * sum(full["right"]) < sum(full["asked"]):
+        if sum(full["right"]) < MOST * sum(full["asked"]):
             continue  # what the full cache does not know says nothing
         kept = {one["budget"]: sum(one["kept"]) for one in others if one["policy"] == OWN}
         found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
