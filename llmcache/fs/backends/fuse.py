@@ -214,7 +214,6 @@ class FuseBackend:
                 self.state.debts.append((member.node, fetch.offset, fetch.length, 0))
                 self.state.room.notify()
             self.state.finish(fetch)
-            self.state.work.notify()
         fetch.stored.set()
 
     def _current(self, group: Group, fetch: BufferFetch) -> bool:

@@ -171,7 +171,6 @@ class InPlaceBackend:
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
-        self.state.work.notify()  # another loader may find one more
         return self._claim(group, member, extent, ahead=True)
 
     def _demand(self, group: Group, member: Member, extent: int) -> None:
@@ -323,7 +322,7 @@ class InPlaceBackend:
                 with self.state.lock:
                     for touch in touches:
                         self._touched(touch)
-                    self.state.work.notify(1 + len(self.state.jobs))
+                    self.state.work.notify()
 
     def _touched(self, touch: Touch) -> None:
         """Lock held."""

@@ -17,6 +17,7 @@ requests in progress are answered, the mount is detached, the sentinel ends, fil
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -148,6 +149,7 @@ class Daemon:
                     if server is not None:
                         self._served = True
                         self._pin()
+                        gc.freeze()  # what is there now stays: it is not gone through again and again
                         ready()
                 elif event == "resume":
                     self._engine.start(self._notifier, self._point)

@@ -101,8 +101,8 @@ PSI_SOME_LIMIT = 0.10  # share of the last interval in which some task stalled o
 STEP_SHARE = 0.05
 AHEAD_BYTES = 16 << 20  # given back beyond what is missing: who takes memory goes on taking
 PAUSE_S = 0.25
-PAUSE_NEAR_S = 0.03  # when little is left
-NEAR_BYTES = 128 << 20
+PAUSE_NEAR_S = 0.05  # when nothing is left; in between, the less, the sooner
+NEAR_BYTES = 64 << 20
 CALM_S = 3.0
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
@@ -142,7 +142,7 @@ class PressureGauge:
         found = places(self._root)
         missing = -min(memory.spare_bytes for memory in found)
         self.slack_bytes = min(memory.slack_bytes for memory in found)
-        self.pause_s = PAUSE_NEAR_S if -missing < NEAR_BYTES else PAUSE_S
+        self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
         stalls = self._stalls(now)
         if missing > 0:
             # From what is used, not from the limit: what is already on its way out is not asked for twice.

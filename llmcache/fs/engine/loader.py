@@ -57,11 +57,21 @@ class Loader:
                 job = state.jobs.popleft() if state.jobs else self._claim()
                 if job is None:
                     state.work.wait(IDLE_S)
+                elif state.jobs or self._soonest() is not None:
+                    state.work.notify()
             if job is not None:
                 job()
 
     def _claim(self) -> Job | None:
-        """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
+        """Claims the extent that is wanted soonest. Lock held."""
+        soonest = self._soonest()
+        if soonest is None:
+            return None
+        group, extent = soonest
+        return self.backend.ahead(group, group.member_of(extent), extent, group.last_pid)
+
+    def _soonest(self) -> tuple[Group, int] | None:
+        """The extent that is wanted soonest, if there is room for it. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
             # Here, and not in `_candidates`: of thousands of files, all but a few have no reader.
@@ -76,8 +86,7 @@ class Loader:
         if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
             self.state.room.notify()
             return None
-        member = group.member_of(extent)
-        return self.backend.ahead(group, member, extent, group.last_pid)
+        return group, extent
 
     def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
         """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.

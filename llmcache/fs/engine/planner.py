@@ -172,7 +172,7 @@ LAST_LAG_NS = 10_000_000  # the same, of those that leave before others that wer
 ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
 BATCH_BYTES = 32 << 20
 
-HEADROOM_EXTENTS = 3
+HEADROOM_EXTENTS = 4
 
 Victim = tuple[Group, int, int, int, int]
 
@@ -197,11 +197,16 @@ def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
 
 
 def excess_bytes(state: CacheState) -> int:
-    """Bytes that have to go: what is over the limit, plus some headroom when loaders or a warm-up have work waiting."""
+    """Bytes that have to go: what is over the limit, plus some headroom when loaders or a warm-up have work waiting.
+
+    Readers use the headroom up to a half before anything goes: several at a time cost less than one by one.
+    """
     loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
     extent = max(loops, default=0)
-    headroom = max(HEADROOM_EXTENTS * extent, state.asked_bytes)
-    return state.used_bytes + min(headroom, max(state.limit_bytes // 8, extent, state.asked_bytes)) - state.room_bytes
+    wanted = max(HEADROOM_EXTENTS * extent, state.asked_bytes)
+    headroom = min(wanted, max(state.limit_bytes // 8, extent, state.asked_bytes))
+    excess = state.used_bytes + headroom - state.room_bytes
+    return excess if state.asked_bytes or excess > headroom // 2 else 0
 
 
 def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:

@@ -104,8 +104,7 @@ class Callbacks:
         self._ops = operations
         self._context = context
         self._request = request
-        # By thread (Python's own thread-locals last for one callback here): the request that has looked at a hidden name.
-        self._looked: dict[int, tuple[int, bytes]] = {}
+        self._thread = threading.local()  # `looked`: the request that has looked at a hidden name last
 
     def guarded(self, name: str) -> Callable[..., int] | None:
         """The callback of that name with errors turned into -errno; an unexpected exception becomes EIO and a log entry."""
@@ -118,6 +117,7 @@ class Callbacks:
             rights = self._rights
 
         def call(*arguments: object) -> int:
+            self._keep_thread()
             try:
                 with rights():
                     return method(*arguments) or 0
@@ -128,6 +128,14 @@ class Callbacks:
                 return -errno.EIO
 
         return call
+
+    def _keep_thread(self) -> None:
+        """Has Python keep what it knows of this thread, which libfuse made: else it forgets, and learns anew with each call,
+        which costs as much as a small request, and what is local to a thread is lost.
+        """
+        if not hasattr(self._thread, "looked"):
+            self._thread.looked = None
+            ctypes.pythonapi.PyGILState_Ensure()  # and is never released
 
     # Open files
 
@@ -172,7 +180,7 @@ class Callbacks:
     def op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
         if path is not None and _HIDDEN in path and not info:
-            self._looked[threading.get_ident()] = self._request(), path
+            self._thread.looked = self._request(), path
         status = self._ops.getattr(_name(path), _handle(info))
         target = buffer.contents
         for field in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_rdev", "st_size", "st_blksize", "st_blocks"):
@@ -250,7 +258,8 @@ class Callbacks:
 
     def op_rename(self, old: bytes, new: bytes, flags: int) -> None:
         """FUSE_RENAME2, and what libfuse makes of FUSE_UNLINK of an open file: it looks first if the hidden name is free."""
-        if _HIDDEN in new and self._looked.pop(threading.get_ident(), None) == (self._request(), new):
+        looked, self._thread.looked = self._thread.looked, None
+        if _HIDDEN in new and looked == (self._request(), new):
             self._ops.hide(os.fsdecode(old), os.fsdecode(new))
         else:
             self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
