@@ -19,12 +19,15 @@ Command = Callable[[str, Path], list[str]]
 
 @dataclass(frozen=True)
 class Routed:
-    """What tokens of a mixture ask for, in bytes each: with nothing in memory, and where the experts used last are kept
-    whole, exactly, in the same room (None: which are used is not known before). The mean of the measured ones.
+    """What tokens of a mixture ask for, in bytes each: with nothing in memory, and where whole experts are kept in the same
+    room: exactly those used last, those most popular at that moment, by popularities that are known, and those used next
+    (None: which are used is not known before). The mean of the measured ones.
     """
 
     token_bytes: float
-    lru_bytes: float | None
+    lru_bytes: float | None = None
+    known_bytes: float | None = None
+    belady_bytes: float | None = None
 
 
 @dataclass(frozen=True)

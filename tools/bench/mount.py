@@ -242,7 +242,7 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
         shares = list(MIXTURE_COUNTS)
         for share in shares[1:4:2] if plan.quick else shares:
             counts = tokens_read, warmup = MIXTURE_COUNTS[share]
-            chosen = routing.generate(tokens_read, shape.layers, experts, used)
+            chosen, ranks = routing.ranked(tokens_read, shape.layers, experts, used)
             ranges = plan.scratch / f"{file.stem}-{tokens_read}.plan"
             ranges.write_bytes(routing.plan(layout, chosen).tobytes())
 
@@ -250,14 +250,15 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
                 return client("routed_reader", path, ranges)
 
             cache, each = int(share * size), slices.bytes_of(0)
-            lru = statistics.fmean(routing.lru_bytes(chosen, each, cache - dense)[warmup:])
-            asked = Routed(dense + shape.layers * used * each, lru)
+            missed = routing.misses(chosen, ranks, routing.Habits(), (cache - dense) // each, warmup)
+            replayed = (missed[policy] * each for policy in ("lru", "known", "belady"))
+            asked = Routed(dense + shape.layers * used * each, *replayed)
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 own = number == 0 and share in READ_AHEAD_SHARES
                 yield Experiment("g", label, file, size, cache, reader, *counts, rate, routed=asked, own_read_ahead=own)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
-                    decoded = Routed(dense + sum(slices.sizes) * used / experts, None)
+                    decoded = Routed(dense + sum(slices.sizes) * used / experts)
                     decode = tokens(plan.threads, tokens_read)
                     yield Experiment("g", f"llama.cpp {label}", file, size, cache, decode, *counts, rate, routed=decoded)
         file.unlink()

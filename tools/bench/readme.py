@@ -218,17 +218,21 @@ def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
 
 
 def mixtures_table(document: Document) -> str:
-    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token."""
+    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
+    the same room would have missed.
+    """
     results = [result for result in document["results"] if result["case"] == "g"]
     head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
-    head.append("exact LRU MB")
+    head += ["exact LRU MB", "popularities known", "Belady"]
     rows = []
     for result in results:
         sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
         times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
         read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
-        rows.append([result["name"], *times, *read, f"{(result['routed']['lru_bytes'] or 0) / 1e6:.0f}"])
-    return "Means of a token, and what it read from storage:\n\n" + markdown(head, rows)
+        told = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
+        rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in told)])
+    about = "Means of a token, what it read from storage, and what it would have, by replays of its routing (modelled):"
+    return f"{about}\n\n{markdown(head, rows)}"
 
 
 def policy_table(document: Document) -> str:

@@ -17,12 +17,15 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, count
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import MountProblem, UsageError
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger("llmcache.metrics")
 
@@ -35,56 +38,6 @@ REFUSE_S = 0.05
 _END = b"\r\n\r\n"  # of a request's head, and an answer's
 _HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-_SUFFIX = {"counter": "_total", "gauge": "", "info": "_info"}
-_UNITS = ("bytes", "seconds", "ratio")
-
-
-@dataclass
-class Family:
-    """One metric: `name` (without the suffix of its kind; it ends in its unit, if it has one), and values with labels."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram", "info"]
-    help: str
-    samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)  # suffix, labels, value
-
-    def add(self, value: float, **labels: str) -> Family:
-        """Adds one value; the caller sees to it that no other has these labels."""
-        self.samples.append((_SUFFIX[self.kind], labels, value))
-        return self
-
-    def add_histogram(self, waits: Mapping[str, Any], **labels: str) -> Family:
-        """Adds classes as `llmcache.fs.engine.state.Waits.as_dict` gives them."""
-        passed = list(accumulate(waits["counts"]))
-        for bound, within in zip([*waits["bounds_s"], float("inf")], passed, strict=True):
-            self.samples.append(("_bucket", {**labels, "le": number(bound)}, within))
-        self.samples += [("_count", labels, passed[-1]), ("_sum", labels, waits["sum_s"])]
-        return self
-
-    def lines(self) -> Iterator[str]:
-        """Yields its text; nothing without a value."""
-        if not self.samples:
-            return
-        unit = self.name.rpartition("_")[2]
-        yield f"# TYPE {self.name} {self.kind}"
-        if unit in _UNITS:
-            yield f"# UNIT {self.name} {unit}"
-        yield f"# HELP {self.name} {_escape(self.help)}"
-        for suffix, labels, value in self.samples:
-            pairs = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
-            yield f"{self.name}{suffix}{{{pairs}}} {number(value)}" if pairs else f"{self.name}{suffix} {number(value)}"
-
-
-def render(families: Iterable[Family]) -> str:
-    """Returns the whole exposition, with its end."""
-    return "".join(f"{line}\n" for family in families for line in family.lines()) + "# EOF\n"
-
-
-def number(value: float) -> str:
-    """A value as the format writes it: whole ones exactly, bounds of histograms with a point."""
-    if isinstance(value, int):
-        return str(value)
-    return {float("inf"): "+Inf", float("-inf"): "-Inf"}.get(value) or ("NaN" if value != value else repr(value))
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
@@ -98,10 +51,6 @@ def labels_of(paths: Sequence[str]) -> list[str]:
         names = chain([text], (f"{text} ({place})" for place in count(2)))
         found[next(name for name in names if name not in found)] = None
     return list(found)
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 _CLASSES = ("loop", "hot", "sequential", "paged")
@@ -127,48 +76,74 @@ _COUNTERS = (
 
 def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
     """Returns the text for the counters of the mount on a path; `paths`: with the loops by name of their file."""
-    (mount,) = labels_of([mount])
-    at = {"mount": mount}
-    found = [
-        Family("llmcache_mount", "info", "The mount.").add(1, **at, mode=stats["mode"]),
-        Family("llmcache_uptime_seconds", "gauge", "Since the mount began.").add(float(stats["uptime_s"]), **at),
-        *(Family(f"llmcache_{name}_bytes", "gauge", text).add(stats[key], **at) for name, key, text in _LEVELS),
-    ]
+    # Loads a whole HTTP server: only where it is asked for.
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    (label,) = labels_of([mount])
+    found = [*_mount_metrics(stats, label), *(_loop_metrics(stats, label) if paths else ())]
+    registry = SimpleNamespace(collect=lambda: (metric for metric in found if metric.samples))
+    return bytes(generate_latest(registry)).decode()  # type: ignore[no-untyped-call]
+
+
+def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+
+    info = InfoMetricFamily("llmcache_mount", "The mount.", labels=["mount"])
+    info.add_metric([mount], {"mode": stats["mode"]})
+    yield info
+    levels = [("uptime", "seconds", stats["uptime_s"], "Since the mount began.")]
+    levels += [(name, "bytes", stats[key], text) for name, key, text in _LEVELS]
     if stats["read_bytes"]:
-        ratio = Family("llmcache_byte_hit_ratio", "gauge", "Share of read bytes that came from memory.")
-        found.append(ratio.add(stats["hit_bytes"] / stats["read_bytes"], **at))
-    read = Family("llmcache_read_bytes", "counter", "Got by readers. In steer a pinned loop counts once a pass.")
-    read.add(stats["hit_bytes"], **at, source="memory").add(stats["miss_bytes"], **at, source="storage")
-    cpu = Family("llmcache_cpu_seconds", "counter", "Processor time of the daemon and its helper.")
-    found += [read, cpu.add(float(stats["cpu_s"]), **at)]
-    found += [Family(f"llmcache_{name}_bytes", "counter", text).add(stats[key], **at) for name, key, text in _COUNTERS]
-    ahead = Family("llmcache_prefetch_bytes", "counter", "Prefetched: in time, late, or dropped unread.")
+        ratio = stats["hit_bytes"] / stats["read_bytes"]
+        levels.append(("byte_hit", "ratio", ratio, "Share of read bytes that came from memory."))
+    for name, unit, value, text in levels:
+        gauge = GaugeMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
+        gauge.add_metric([mount], value)
+        yield gauge
+    counters = [("cpu", "seconds", stats["cpu_s"], "Processor time of the daemon and its helper.")]
+    counters += [(name, "bytes", stats[key], text) for name, key, text in _COUNTERS]
+    for name, unit, value, text in counters:
+        counter = CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
+        counter.add_metric([mount], value)
+        yield counter
+    text = "Got by readers. In steer a pinned loop counts once a pass."
+    read = CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
+    read.add_metric([mount, "memory"], stats["hit_bytes"])
+    read.add_metric([mount, "storage"], stats["miss_bytes"])
+    text = "Prefetched: in time, late, or dropped unread."
+    ahead = CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
     for outcome in ("useful", "late", "wasted"):
-        ahead.add(stats["prefetch"][f"{outcome}_bytes"], **at, outcome=outcome)
-    waits = Family("llmcache_wait_seconds", "histogram", "How long readers waited for extents.")
+        ahead.add_metric([mount, outcome], stats["prefetch"][f"{outcome}_bytes"])
+    text = "How long readers waited for extents."
+    waits = HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
-        waits.add_histogram(stats["waits"][reason], **at, reason=reason)
+        told = stats["waits"][reason]
+        bounds = [*map(str, told["bounds_s"]), "+Inf"]
+        waits.add_metric([mount, reason], list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum_s"])
+    files = GaugeMetricFamily("llmcache_files", "Files that the mount knows, by class.", labels=["mount", "class"])
     classes = Counter(file["class"] for file in stats["files"])
-    files = Family("llmcache_files", "gauge", "Files that the mount knows, by class.")
     for name in _CLASSES:
-        files.add(classes[name], **at, **{"class": name})
-    return render([*found, ahead, waits, files, *(_loops(stats, at) if paths else ())])
+        files.add_metric([mount, name], classes[name])
+    yield from (read, ahead, waits, files)
 
 
-def _loops(stats: dict[str, Any], at: dict[str, str]) -> list[Family]:
+def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
     """One value for each file that loops; shards of a model count for its first file."""
-    size = Family("llmcache_loop_bytes", "gauge", "Size of the loop.")
-    pinned = Family("llmcache_loop_pinned_bytes", "gauge", "Kept of the loop.")
-    period = Family("llmcache_loop_period_seconds", "gauge", "Usual time of a pass.")
-    passes = Family("llmcache_loop_passes", "counter", "Passes that were seen.")
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["mount", "file"]
+    size = GaugeMetricFamily("llmcache_loop", "Size of the loop.", labels=labels, unit="bytes")
+    pinned = GaugeMetricFamily("llmcache_loop_pinned", "Kept of the loop.", labels=labels, unit="bytes")
+    period = GaugeMetricFamily("llmcache_loop_period", "Usual time of a pass.", labels=labels, unit="seconds")
+    passes = CounterMetricFamily("llmcache_loop_passes", "Passes that were seen.", labels=labels)
     looping = [file for file in stats["files"] if file["loops"]]
     for file, label in zip(looping, labels_of([file["path"] for file in looping]), strict=True):
         for loop in file["loops"]:
-            size.add(loop["bytes"], **at, file=label)
-            pinned.add(loop["pinned_bytes"], **at, file=label)
-            passes.add(loop["passes"], **at, file=label)
+            size.add_metric([mount, label], loop["bytes"])
+            pinned.add_metric([mount, label], loop["pinned_bytes"])
+            passes.add_metric([mount, label], loop["passes"])
             if loop["period_s"] is not None:
-                period.add(loop["period_s"], **at, file=label)
+                period.add_metric([mount, label], loop["period_s"])
     return [size, pinned, period, passes]
 
 

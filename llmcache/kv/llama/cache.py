@@ -52,6 +52,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -297,7 +298,10 @@ class PrefixCache(BaseLlamaCache):
 
     def metrics(self) -> str:
         """Returns what it has done since it was made, in OpenMetrics text."""
-        counters, lines = self.counters, []
+        from prometheus_client.metrics_core import CounterMetricFamily  # loads an HTTP server: only where it is asked for
+        from prometheus_client.openmetrics.exposition import generate_latest
+
+        counters, found = self.counters, []
         for name, unit, value, told in (
             ("lookups", "", counters.lookups, "Prompts that were asked for"),
             ("hits", "", counters.hits, "Prompts of which a prefix was restored"),
@@ -313,10 +317,8 @@ class PrefixCache(BaseLlamaCache):
             ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks given to the shared tier"),
             ("shared_failures", "", self.shared.failures if self.shared else 0, "What the shared tier failed in"),
         ):
-            lines += [f"# TYPE llmcache_prefix_{name} counter", f"# HELP llmcache_prefix_{name} {told}."]
-            lines += [f"# UNIT llmcache_prefix_{name} {unit}"] if unit else []
-            lines += [f"llmcache_prefix_{name}_total {value}"]
-        return "\n".join([*lines, "# EOF", ""])
+            found.append(CounterMetricFamily(f"llmcache_prefix_{name}", f"{told}.", value, unit=unit))
+        return bytes(generate_latest(SimpleNamespace(collect=lambda: found))).decode()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Writes what waits, and ends the thread; nothing is stored after that."""

@@ -480,9 +480,9 @@ class KvStore(Sequences):
             # Not under the lock: who waits for the disk must not keep others from the pool.
             if isinstance(self._spill.ssd, CsdTier):
                 pages = [of_sequence for _, of_sequence in marked]
-                missing = self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
+                missing = self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, ~again, outs)
             else:
-                missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
+                missing = self._fetch(self._spill.ssd, staged.layer, index, positions, ~again, outs)
             for b, head in np.argwhere(again[..., -1]):
                 count = positions.shape[2] - int(again[b, head].sum())
                 for out in outs:
@@ -492,15 +492,15 @@ class KvStore(Sequences):
 
     # From the ssd tier: what of a file holds rows, once for all heads; single rows of a device
 
-    def _fetch(self, ssd: FileTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
+    def _fetch(self, ssd: FileTier, layer: int, index: Int64s, positions: Int64s, once: Flags, outs: Arrays) -> int:
         """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the file.
 
-        `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
+        `positions` and `once`, what is not `repeated`, [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
         """
         size, recent = self.shape.page_tokens, self._recent[layer]
         most = min(recent.capacity, self.length // RECENT_SHARE)
         if positions.shape[2] > most:
-            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & ~repeated(positions)
+            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & once
             self._read(ssd, layer, absent, positions, outs)
             return int(absent.sum())
         with recent.lock:
@@ -535,9 +535,11 @@ class KvStore(Sequences):
             for out, side, scales in zip(outs, sides, sides[2:] or (None, None), strict=False):
                 out[wanted] = side if scales is None else side.astype(np.float32) * scales[:, None]
 
-    def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> int:
+    def _fetch_rows(
+        self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, once: Flags, outs: Arrays
+    ) -> int:
         """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone, those of some pages at a time."""
-        size, once, count = self.shape.page_tokens, ~repeated(positions), 0
+        size, count = self.shape.page_tokens, 0
         most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
         for b, of_sequence in enumerate(missing):
             streams = self.table.stream[self.table.table[b]]
