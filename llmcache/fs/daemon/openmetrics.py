@@ -86,9 +86,9 @@ def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
 
 
 def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+    from prometheus_client import metrics_core as metrics
 
-    info = InfoMetricFamily("llmcache_mount", "The mount.", labels=["mount"])
+    info = metrics.InfoMetricFamily("llmcache_mount", "The mount.", labels=["mount"])
     info.add_metric([mount], {"mode": stats["mode"]})
     yield info
     levels = [("uptime", "seconds", stats["uptime_s"], "Since the mount began.")]
@@ -97,30 +97,30 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
         ratio = stats["hit_bytes"] / stats["read_bytes"]
         levels.append(("byte_hit", "ratio", ratio, "Share of read bytes that came from memory."))
     for name, unit, value, text in levels:
-        gauge = GaugeMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
+        gauge = metrics.GaugeMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         gauge.add_metric([mount], value)
         yield gauge
     counters = [("cpu", "seconds", stats["cpu_s"], "Processor time of the daemon and its helper.")]
     counters += [(name, "bytes", stats[key], text) for name, key, text in _COUNTERS]
     for name, unit, value, text in counters:
-        counter = CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
+        counter = metrics.CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         counter.add_metric([mount], value)
         yield counter
     text = "Got by readers. In steer a pinned loop counts once a pass."
-    read = CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
+    read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
     read.add_metric([mount, "memory"], stats["hit_bytes"])
     read.add_metric([mount, "storage"], stats["miss_bytes"])
     text = "Prefetched: in time, late, or dropped unread."
-    ahead = CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
+    ahead = metrics.CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
     for outcome in ("useful", "late", "wasted"):
         ahead.add_metric([mount, outcome], stats["prefetch"][f"{outcome}_bytes"])
     text = "How long readers waited for extents."
-    waits = HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
+    waits = metrics.HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
         told = stats["waits"][reason]
         bounds = [*map(str, told["bounds_s"]), "+Inf"]
         waits.add_metric([mount, reason], list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum_s"])
-    files = GaugeMetricFamily("llmcache_files", "Files that the mount knows, by class.", labels=["mount", "class"])
+    files = metrics.GaugeMetricFamily("llmcache_files", "Files that the mount knows, by class.", labels=["mount", "class"])
     classes = Counter(file["class"] for file in stats["files"])
     for name in _CLASSES:
         files.add_metric([mount, name], classes[name])
@@ -129,13 +129,13 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
 
 def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
     """One value for each file that loops; shards of a model count for its first file."""
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client import metrics_core as metrics
 
     labels = ["mount", "file"]
-    size = GaugeMetricFamily("llmcache_loop", "Size of the loop.", labels=labels, unit="bytes")
-    pinned = GaugeMetricFamily("llmcache_loop_pinned", "Kept of the loop.", labels=labels, unit="bytes")
-    period = GaugeMetricFamily("llmcache_loop_period", "Usual time of a pass.", labels=labels, unit="seconds")
-    passes = CounterMetricFamily("llmcache_loop_passes", "Passes that were seen.", labels=labels)
+    size = metrics.GaugeMetricFamily("llmcache_loop", "Size of the loop.", labels=labels, unit="bytes")
+    pinned = metrics.GaugeMetricFamily("llmcache_loop_pinned", "Kept of the loop.", labels=labels, unit="bytes")
+    period = metrics.GaugeMetricFamily("llmcache_loop_period", "Usual time of a pass.", labels=labels, unit="seconds")
+    passes = metrics.CounterMetricFamily("llmcache_loop_passes", "Passes that were seen.", labels=labels)
     looping = [file for file in stats["files"] if file["loops"]]
     for file, label in zip(looping, labels_of([file["path"] for file in looping]), strict=True):
         for loop in file["loops"]:

@@ -51,8 +51,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import llama_cpp

@@ -495,7 +495,7 @@ class KvStore(Sequences):
     def _fetch(self, ssd: FileTier, layer: int, index: Int64s, positions: Int64s, once: Flags, outs: Arrays) -> int:
         """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the file.
 
-        `positions` and `once`, what is not `repeated`, [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
+        `positions`, and `once` where they are not `repeated`, [batch, kv_heads, k]; `outs`: keys and values [.., k, dim].
         """
         size, recent = self.shape.page_tokens, self._recent[layer]
         most = min(recent.capacity, self.length // RECENT_SHARE)
