@@ -13,6 +13,7 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.transformers import SpillCache
+from llmcache.kv.transformers.cache import SpillLayer
 from tests.hf.tiny_models import Enabled, check_same, generate, longer, prompt, tiny
 from tests.unit.kv_parts import small_disk
 from tests.unit.store_parts import crash
@@ -111,7 +112,9 @@ def _state(cache: SpillCache) -> tuple[Any, ...]:
     everything = store.everything
     found = [store.gather(layer, everything) for layer in range(store.shape.layers)]
     spilled = [(one.keys.tobytes(), one.values.tobytes()) for one in found]
-    sliding = [(layer.keys.numpy().tobytes(), layer.get_seq_length()) for layer in cache._stock()]
+    sliding = [
+        (layer.keys.numpy().tobytes(), layer.get_seq_length()) for layer in cache.layers if not isinstance(layer, SpillLayer)
+    ]
     return cache.ids.tobytes(), store.positions.tobytes(), spilled, sliding
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, Group, Member
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.state import CacheState
+from tests.mount.live import wait_for
 from tests.unit.fs_parts import MIB, bring, new_group, new_state
 
 SIZE = 12
@@ -104,20 +104,27 @@ def test_what_lies_behind_the_end_of_a_file_that_was_cut_has_no_bytes() -> None:
 # What loaders and those who look after experts look at before they fetch ahead
 
 
-def test_files_without_a_reader_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+class Asked(FuseBackend):
+    """Follows nobody, and notes of whom it was asked."""
+
+    def follows(self, group: Group) -> bool:
+        self.asked = {*getattr(self, "asked", ()), group.key}
+        return False
+
+
+def test_files_without_a_reader_are_passed_over() -> None:
     """Every open wakes all loaders: with 5000 known files their looks at each were a third of the daemon's time."""
     state = new_state(10**8)
     for number in range(100):
         new_group(state, str(number), 4)
     state.groups["7"].note(0, 1, True)
-    looked: list[str] = []
-    loader = Loader(state, FuseBackend(state, cast(Holder, None)))
-
-    def look(group: Group) -> tuple[()]:
-        looked.append(group.key)
-        return ()
-
-    monkeypatch.setattr(loader, "_candidates", look)
+    backend = Asked(state, cast(Holder, None))
+    loader = Loader(state, backend)
+    loader.start()
+    wait_for(lambda: hasattr(backend, "asked"), "loaders look for something to do")
     with state.lock:
-        assert loader._claim() is None
-    assert looked == ["7"]
+        state.running = False
+        state.work.notify_all()
+        state.room.notify_all()
+    loader.join()
+    assert backend.asked == {"7"}

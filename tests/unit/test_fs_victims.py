@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from typing import cast
+from unittest.mock import Mock
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.base import BufferPool
+from llmcache.fs.backends.base import BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
-from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.experts import Mixture
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED, Group
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
@@ -121,16 +122,23 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     state = new_state(10 * MIB)
     state.pool = BufferPool(2, 0)
     backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    backend.notifier = Mock(store=lambda *_: -errno.ENOMEM)
     group = new_group(state, "file", 4)
+    (member,) = group.members
+    member.backing = backing = Mock(size=4 * MIB, hidden=False, read_into=lambda _address, size, _offset: size)
+    state.owners[backing] = group, member
     bring(state, group, [0], TOUCHED, LONG_AGO)
+    into = MemoryRegion(PAGE)
     for _ in range(REFAULTS_MAX):
-        Reader(cast(Engine, None), backend)._refault(group, 0, 4096)
+        Reader(Mock(), backend).read(backing, into.address, PAGE, 0, 1)
     stray(state, group, [2], 8192)
-    not_stored, failed = (backend.claim(group, group.members[0], extent, ahead=False) for extent in (1, 2))
+    not_stored, failed = (backend.claim(group, member, extent, ahead=False) for extent in (1, 2))
     assert not_stored is not None and failed is not None
-    backend._stored(group, group.members[0], not_stored, False, -12)
-    failed.error = OSError(5, "error")
-    backend._fail(group, failed)
+    backend.load(group, member, not_stored)
+    backend.store(group, member, not_stored)
+    backing.read_into = Mock(side_effect=OSError(errno.EIO, "error"))
+    backend.load(group, member, failed)
+    assert failed.error is not None and group.state(1) == ABSENT
     assert group.charge[2] >= 8192 and state.resident_bytes == sum(group.charge)
     state.limit_bytes = 0
     assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
