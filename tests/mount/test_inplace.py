@@ -134,7 +134,7 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
             mount.daemon.kill()
             mount.daemon.wait()
             wrong += [passes.next()["wrong"] for _ in range(3)]
-            with live(source, mount.mountpoint, str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
+            with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
                 while another.pinned_bytes("loop.bin") <= CACHE // 4:  # it has taken over
                     wrong.append(passes.next()["wrong"])
         finally:
