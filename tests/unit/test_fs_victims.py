@@ -47,6 +47,16 @@ def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_giv
         assert state.room_bytes == 8 * MIB, "the budget stays"
 
 
+def test_a_reader_has_room_made_for_several_extents_at_a_time() -> None:
+    state = new_state(64 * MIB)
+    group = new_group(state, "file", 80)
+    group.note(0, 1, True)
+    bring(state, group, list(range(1, 63)), TOUCHED, LONG_AGO)
+    assert victims(state) == [], "half of what is kept free is left"
+    bring(state, group, [63], TOUCHED, LONG_AGO)
+    assert victims(state) == [("file", extent) for extent in (1, 2, 3)]
+
+
 def test_just_enough_goes_oldest_touch_first() -> None:
     state = new_state(4 * MIB)
     group = new_group(state, "file", 10)
