@@ -54,6 +54,15 @@ def test_what_is_missing_is_given_back_at_once_from_what_is_used(watched: Watche
     assert 150 * MIB < watched.limit(used_bytes=300 * MIB) <= 200 * MIB
 
 
+def test_the_less_is_left_the_sooner_it_looks_again(watched: Watched) -> None:
+    pauses = []
+    for spare in (-MIB, 0, 20 * MIB, 40 * MIB, GIB):
+        watched.spare(spare)
+        watched.limit()
+        pauses.append(watched.gauge.pause_s)
+    assert pauses == sorted(pauses) and pauses[0] == pauses[1] < pauses[2] < pauses[3] < pauses[4]
+
+
 def test_it_comes_back_slowly(watched: Watched) -> None:
     watched.spare(-200 * MIB)
     low = watched.limit()
