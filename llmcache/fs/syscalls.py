@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULAT
 MS_BIND, MS_REMOUNT, MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1000, 0x20, 1, 2, 4
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
 _PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.5
+_PAGEMAP_SCAN, _PAGE_IS_HUGE, _REGIONS = 0xC0606610, 1 << 6, 64  # Linux 6.7
 _IOV_MAX = 1024
 AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
@@ -149,6 +151,16 @@ def cached_pages(fd: int, offset: int, size: int) -> int:
     if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
         raise _failure()
     return int(found[0])
+
+
+def huge_bytes(address: int, size: int) -> int:
+    """Bytes of a part of this process' memory that are mapped by huge pages (PAGEMAP_SCAN); of so many stretches at most."""
+    regions = (ctypes.c_uint64 * (3 * _REGIONS))()
+    span = (address, address + size, 0, ctypes.addressof(regions), _REGIONS, 0)
+    scan = (ctypes.c_uint64 * 12)(96, 0, *span, 0, _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)  # struct pm_scan_arg
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, scan)
+    return sum(regions[3 * at + 1] - regions[3 * at] for at in range(count))
 
 
 def bind(source: str, target: str, flags: int = 0) -> None:

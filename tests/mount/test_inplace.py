@@ -388,6 +388,37 @@ def test_where_there_is_room_everything_stays(source: Path, mount: Live) -> None
     assert mount.stats()["invalidated_bytes"] == 0
 
 
+def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, tmp_path: Path) -> None:
+    path = source / "loop.bin"
+    forget(path)
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # in single pages
+    while syscalls.cached_pages(fd, 0, SIZE) < SIZE // 4096:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(0, SIZE, 4096):
+            os.pread(fd, 1, offset)
+    address = syscalls.mmap(fd, SIZE)
+
+    def huge() -> int:
+        for offset in range(0, SIZE, HUGE_BYTES):
+            syscalls.madvise(address + offset, 4096, syscalls.MADV_POPULATE_READ)
+        found = syscalls.huge_bytes(address, SIZE)
+        syscalls.madvise(address, SIZE, syscalls.MADV_DONTNEED)
+        return found
+
+    assert huge() == 0
+    with live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount:
+        program = reader(mount.mountpoint / "loop.bin", source / "loop.json", "read")
+        try:
+            wait_for(lambda: program.next()["wrong"] == 0 and huge() > SIZE // 2, "most is in huge pages")
+            assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
+            assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
+        finally:
+            program.end()
+            syscalls.munmap(address, SIZE)
+            os.close(fd)
+
+
 def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
     point = tmp_path / "mnt"
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:

@@ -258,6 +258,10 @@ class MappedFile:
     window: int = 0  # bytes that the kernel reads ahead
     reads: int = 0  # and drops, under way: it is not closed before they have ended
     failures: int = 0  # faults that brought no huge page in, less those that did
+    whole_ns: int = 0  # when all that loops was pinned
+    renewed: int = 0  # extents that have been renewed, or need not be
+    renewed_bytes: int = 0
+    renewal_s: float = 0.0  # that it took
 
     @classmethod
     def of(cls, backing: Backing, window: int = 0) -> MappedFile:
@@ -285,9 +289,21 @@ class MappedFile:
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
                 read_ahead(fd, start, size, self.window)
+        self._let_go(offset, length)
+        return read
+
+    def is_huge(self, offset: int, length: int) -> bool:
+        """True if a part that begins at a huge page, and is there, is huge pages but for what is no whole one. OSError."""
+        whole = length // HUGE_BYTES * HUGE_BYTES
+        for start in range(offset, offset + whole, HUGE_BYTES):
+            syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+        found = syscalls.huge_bytes(self.address + offset, whole)
+        self._let_go(offset, length)
+        return found == whole
+
+    def _let_go(self, offset: int, length: int) -> None:
         # Pages that this process has mapped too would not be dropped through a program's mapping.
         syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
-        return read
 
     def close(self) -> None:
         """Ends it."""
@@ -540,6 +556,8 @@ class Files:
                     continue
                 group, member = owner
                 whole = group.status.count(PINNED) + group.status.count(SINGLE) == group.count
+                if whole and not file.mapping.whole_ns:
+                    file.mapping.whole_ns = time.monotonic_ns()
             step = WHOLE_STEP if whole else 1
             if step != file.step:
                 file.step = step

@@ -5,8 +5,9 @@ Observe: touches, as the kernel tells them (`touches.py`), drive the same groups
 the other modes. Bring: by a fault of this process on the first page of each huge page of an extent, in a mapping that
 asks for huge pages: the file system reads the whole of it into one folio, by DMA, for some microseconds of processor time
 (measured: .02 CPU seconds per GB, with readahead in single pages .13 to .2); what is partly there, and on file systems
-without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
-read (`files.py`), and by fadvise what nobody has mapped.
+without large folios, by readahead. What is pinned whole and was read by the kernel, in small pages, is read again so, once.
+Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that read (`files.py`), and by fadvise what
+nobody has mapped.
 
 Only what loops is brought in and dropped, and experts of mixtures (`experts.py`): touches tell which are missed, and the
 accessed bits of one page of each, read and cleared again and again, which are used. Of anything else the kernel knows more
@@ -25,6 +26,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +37,7 @@ from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
+from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
@@ -56,6 +58,9 @@ SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be 
 REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
+RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # of the time since all that loops was pinned, and at a time
+RENEWAL_EXTENTS, PINS_S = 4, 1.0
+RENEWAL_BPS, RENEWAL_LEAST_BYTES = 300e6, 32 << 20  # where it is slower, measured over so much, it is given up
 _LOOK_S = 0.5
 
 
@@ -127,7 +132,7 @@ class InPlaceBackend:
         self.files = Files(self.touches, engine)
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
-        self._sampling = threading.Thread(target=self._sample, name="sample", daemon=True)
+        self._sampling = threading.Thread(target=self._look_after, name="sample", daemon=True)
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -413,13 +418,16 @@ class InPlaceBackend:
 
     # The sampling thread
 
-    def _sample(self) -> None:
-        """Looks again and again which experts that are there were used, as long as that costs little."""
+    def _look_after(self) -> None:
+        """Looks again and again which experts that are there were used, as long as that costs little, and renews pins."""
         pages: PageTables | None = None
         pause = CHECK_S
         while not self._closed:
             time.sleep(pause)
             pause = CHECK_S
+            if self.state.running:
+                for file in list(self.files.by_number.values()):
+                    self._renew(file)
             if not self.state.mixtures.mixtures:
                 continue
             try:
@@ -452,3 +460,74 @@ class InPlaceBackend:
             if mixture.member.mixture is mixture:
                 for expert in seen:
                     self.state.mixtures.used(mixture, expert)
+
+    def _renew(self, file: File) -> None:
+        """Has what the kernel has read in small pages read again in huge ones, once all that loops is pinned.
+
+        Programs need up to a quarter less time for what is in huge pages (fewer entries of page tables are looked up). It
+        takes a share of the time since all was pinned, so that a program that soon ends has not paid for it, and is for fast
+        storage only.
+        """
+        turn_s = 0.0
+        while (mapping := file.mapping) is not None and mapping.whole_ns and turn_s < RENEWAL_TURN_S:
+            whole_s = (time.monotonic_ns() - mapping.whole_ns) / 1e9
+            if mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
+                return
+            began = time.monotonic()
+            try:
+                extents = self._next_small(file, mapping)
+            except OSError as error:  # a kernel that does not tell
+                log.debug("inode %d is not renewed: %s", file.status.st_ino, error.strerror)
+                extents = None
+            if extents is None:
+                return
+            if extents:
+                mapping.renewed_bytes += self._bring_again(file, mapping, extents)
+            took_s = time.monotonic() - began
+            mapping.renewal_s += took_s
+            turn_s += took_s
+            if RENEWAL_LEAST_BYTES < mapping.renewed_bytes < RENEWAL_BPS * mapping.renewal_s:
+                mapping.renewed = sys.maxsize
+
+    def _next_small(self, file: File, mapping: MappedFile) -> list[int] | None:
+        """Which of the next pinned extents are not in huge pages; None if there are no more. OSError."""
+        state = self.state
+        with state.lock:
+            owner = state.owners.get(mapping.backing)
+            if owner is None or owner[0] is not file.group or mapping.renewed >= owner[1].count:
+                return None
+            group, member = owner
+            first = member.base + mapping.renewed
+            mapping.renewed = min(mapping.renewed + RENEWAL_EXTENTS, member.count)
+            held = [extent for extent in range(first, member.base + mapping.renewed) if group.state(extent) == PINNED]
+            mapping.reads += 1
+        try:
+            return [
+                extent
+                for extent in held
+                if not mapping.is_huge(group.offset_of(member, extent), group.length_of(member, extent))
+            ]
+        finally:
+            with state.lock:
+                mapping.reads -= 1
+                state.ended.notify_all()
+
+    def _bring_again(self, file: File, mapping: MappedFile, extents: list[int]) -> int:
+        """Drops pinned extents and has them read again, and pinned; returns the bytes."""
+        state, jobs, parts = self.state, [], []
+        with state.lock:
+            group, member = state.owners.get(mapping.backing, (None, None))
+            if group is None or member is None or group is not file.group or not member.reachable:
+                return 0
+            extents = [extent for extent in extents if group.state(extent) == PINNED]
+            self.engine.holder.release(group, extents)
+            for extent in extents:
+                state.resident_bytes -= group.forget(extent)
+                jobs.append(self._claim(group, member, extent, ahead=True))
+                parts.append((group.offset_of(member, extent), group.length_of(member, extent)))
+        self.engine.pins.settle(PINS_S)
+        for part in parts:
+            self.drop(file.status.st_ino, *part)
+        for job in jobs:
+            job()
+        return sum(length for _, length in parts)
