@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 RULES = ((0.1, 0.0), (10.0, 0.0), (10.0, 1.25), (10.0, 2.0))
 """Half-life, in keys that are kept, and window, in uses of a token."""
@@ -34,7 +34,7 @@ class Lrfu:
     """Keys that are kept, by the popularity and recency of all that were ever used.
 
     Values are kept as logarithms, shifted with the clock, so that they change with a use only: of two keys without one, the
-    same leaves first, always.
+    same leaves first, always. They only grow, so that the queue may have old ones, looked up when their turn comes.
     """
 
     def __init__(self, half_lives: float, window: int = 0, least_half_life: float = 8.0) -> None:
@@ -43,10 +43,11 @@ class Lrfu:
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
-        self._queue: list[tuple[bool, float, int]] = []  # a heap of ranks; what has another rank by now is stale
+        self._queue: list[tuple[float, int]] = []  # a heap of values that are no larger than they are by now
+        self._queued: set[int] = set()  # all that are kept, and some that have left
         self._window = window
         self._recent: deque[int] = deque()  # the last uses, as many as the window has
-        self._counts: Counter[int] = Counter()  # of each key among them
+        self._counts: dict[int, int] = {}  # of each key among them
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,76 +68,88 @@ class Lrfu:
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
         self._clock += 1 / max(self._least_half_life, self.half_lives * len(self._kept))
-        old = max(self.value(key), self._clock - _FORGOTTEN)
-        self._value[key] = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))  # log2(2**old + 2**clock)
+        age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative of one that was used often
+        self._value[key] = self._clock - age + math.log2(1 + 2**age)  # log2(2**value + 2**clock)
         if self._window:
             self._recent.append(key)
-            self._counts[key] += 1
+            self._counts[key] = self._counts.get(key, 0) + 1
             self._age()
-        self._push(key)
 
     def _age(self) -> None:
-        """Those whose uses are older than the window are ranked by their values again."""
         while len(self._recent) > self._window:
             key = self._recent.popleft()
-            self._counts[key] -= 1
-            if not self._counts[key]:
+            if self._counts[key] == 1:
                 del self._counts[key]
-                self._push(key)
+            else:
+                self._counts[key] -= 1
 
     def value(self, key: int) -> float:
         """What is left of the uses of `key`, as a logarithm; minus infinity without any."""
         return self._value.get(key, -math.inf)
 
-    def rank(self, key: int) -> tuple[bool, float]:
-        """Who leaves first has the least."""
-        return key in self._counts, self.value(key)
-
     def keep(self, key: int) -> None:
         """`key` is kept from now on; without a use of it it leaves before all others."""
-        if key not in self._kept:
-            self._kept.add(key)
+        self._kept.add(key)
+        if key not in self._queued:
             self._push(key)
 
     def drop(self, key: int) -> None:
         """`key` is not kept any more."""
         self._kept.discard(key)
 
-    def least(self, spared: Callable[[int], bool] | None = None) -> int | None:
+    def least(self, spared: Callable[[int], bool] = lambda _: False) -> int | None:
         """The key that should leave first, of those that are not `spared` if there are any; None if nothing is kept."""
-        aside: list[tuple[bool, float, int]] = []
+        taken: list[int] = []
+        best: tuple[bool, bool] | None = None
         found: int | None = None
-        while self._queue and found is None:
-            *rank, key = self._queue[0]
-            if key in self._kept and self.rank(key) == tuple(rank):
-                if spared is None or not spared(key):
-                    found = key
-                    continue
-                aside.append(self._queue[0])
-            heapq.heappop(self._queue)
-        for entry in aside:
-            heapq.heappush(self._queue, entry)
-        return found if found is not None or not aside else aside[0][-1]
+        for key in self._take():
+            taken.append(key)
+            rank = spared(key), key in self._counts
+            if best is None or rank < best:
+                best, found = rank, key
+            if best == (False, False):
+                break
+        for key in taken:
+            self._push(key)
+        return found
 
     def coldest(self, count: int) -> list[int]:
-        """The `count` keys that should leave first."""
-        return heapq.nsmallest(count, self._kept, key=self.rank)
+        """The `count` keys that should leave first, in that order."""
+        found: list[int] = []
+        recent: list[int] = []
+        for key in self._take():
+            (recent if key in self._counts else found).append(key)
+            if len(found) == count:
+                break
+        for key in (*found, *recent):
+            self._push(key)
+        return [*found, *recent[: count - len(found)]]
+
+    def _take(self) -> Iterator[int]:
+        """Takes keys out of the queue, the least value first; they have to be pushed again."""
+        while self._queue:
+            value, key = heapq.heappop(self._queue)
+            if key not in self._kept:
+                self._queued.discard(key)
+            elif value < self.value(key):
+                self._push(key)
+            else:
+                yield key
 
     def forget(self, keys: range) -> None:
         """Forgets keys altogether: they stand for nothing any more."""
         self._recent = deque(key for key in self._recent if key not in keys)
+        self._queue = [entry for entry in self._queue if entry[1] not in keys]
+        heapq.heapify(self._queue)
+        self._queued.difference_update(keys)
         for key in keys:
             self._kept.discard(key)
             self._value.pop(key, None)
             self._counts.pop(key, None)
 
     def _push(self, key: int) -> None:
-        if key not in self._kept:
-            return
-        heapq.heappush(self._queue, (*self.rank(key), key))
-        if len(self._queue) > 4 * len(self._kept) + 64:
-            self._queue = [(*self.rank(kept), kept) for kept in self._kept]
-            heapq.heapify(self._queue)
+        heapq.heappush(self._queue, (self.value(key), key))
+        self._queued.add(key)
 
 
 class HotSet(Lrfu):

@@ -315,6 +315,8 @@ def test_the_last_mount_puts_read_ahead_back(tmp_path: Path) -> None:
         def mounted(name: str, kib: int) -> AbstractContextManager[Live]:
             source = disk.point / name
             source.mkdir(exist_ok=True)
+            (source / "large.bin").touch()
+            os.truncate(source / "large.bin", 64 * MIB)
             return live(source, tmp_path / name, "32M", "--mode", "inplace", "--read-ahead", f"{kib}Ki")
 
         with ExitStack() as first, ExitStack() as second:
@@ -332,6 +334,23 @@ def test_the_last_mount_puts_read_ahead_back(tmp_path: Path) -> None:
         with mounted("second", 32):
             pass
         assert setting.read_text() == before
+
+
+def test_read_ahead_is_set_while_files_do_not_fit(tmp_path: Path) -> None:
+    with loop_disk(tmp_path) as disk:
+        setting = read_ahead_file(str(disk.point))
+        assert setting is not None
+        before = setting.read_text()
+        files = [disk.point / "one.bin", disk.point / "two.bin"]
+        for path in files:
+            path.touch()
+            os.truncate(path, 24 * MIB)
+        with live(disk.point, tmp_path / "mnt", "64M", "--mode", "inplace", "--read-ahead", "64Ki") as mount:
+            assert setting.read_text() == before != "64\n"
+            mount.resize(32 * MIB)
+            wait_for(lambda: setting.read_text() == "64\n", "it is set, as both do not fit")
+            files[1].unlink()
+            wait_for(lambda: setting.read_text() == before, "it is put back, as one does")
 
 
 @pytest.mark.cgroup

@@ -161,7 +161,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
         plain = kernels(model.parent)
         if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
             options += ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")
-    bench = Rig(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
+    bench = Rig(scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, console)

@@ -161,9 +161,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Rig:
-    """Where and how experiments are run."""
+    """How experiments are run, each over the directory of its file; mounts are made in `scratch`."""
 
-    source: Path
     scratch: Path
     sides: tuple[Plain | Mounted, ...]
     repeat: int
@@ -194,12 +193,12 @@ class Rig:
     def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
         with (
             Cgroup(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
-            side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
+            side.open(group, experiment.file.parent, experiment.cache_bytes, self.scratch) as opened,
         ):
             # Here, and not before: the host of a virtual machine takes back what is free for seconds, and who fills it again
             # waits for the host; a side that takes a second to be mounted would pay for that.
             forget(experiment.file)
-            path = opened.root / experiment.file.relative_to(self.source)
+            path = opened.root / experiment.file.name
             commands = [experiment.command(side.name, path)] * experiment.clients
             stats: list[dict[str, Any]] = []
 

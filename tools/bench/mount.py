@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
-        bench = Rig(source, scratch, sides(args, source), args.repeat, console.print)
+        bench = Rig(scratch, sides(args, source), args.repeat, console.print)
         plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
         measured: list[Result] = []
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
@@ -176,13 +176,17 @@ def larger(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def fits(plan: CasePlan) -> Iterator[Experiment]:
-    """(b) Everything fits, no limit: tokens, and warm 1 MiB reads, some seconds after they have begun."""
-    size = plan.loop_size
+    """(b) Everything fits, no limit: tokens, and warm 1 MiB reads, some seconds after they have begun.
+
+    The loop has a directory of its own: where all of SOURCE fits, the mount leaves alone what the kernel reads ahead.
+    """
+    size, alone = plan.loop_size, plan.source / "alone"
+    alone.mkdir()
     limits: dict[str, Any] = {"capped": False, "times": SHORT_TIMES}
     share = 1.2 * plan.model.stat().st_size / loop_bytes(plan.model) if plan.model else 0.0
-    counts = {"llama": (20, 5), "read": (20, 5), "mmap": (20, 5)} if plan.quick else FITS
+    counts = dict.fromkeys(FITS, (20, 5)) if plan.quick else FITS
     yield from plan.llama("b", "fits", share, *counts["llama"], **limits)
-    file, cache = loop_file(plan.source / "loop.bin", size), int(1.2 * size)
+    file, cache = loop_file(alone / "loop.bin", size), int(1.2 * size)
     for how in ("read", "mmap"):
         steps, warmup = counts[how]
         yield Experiment("b", f"warm {how} 1 MiB", file, size, cache, passes(how, steps), steps, warmup, **limits)

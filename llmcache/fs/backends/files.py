@@ -215,7 +215,9 @@ class ReadAhead:
         self._fd: int | None = None
 
     def set(self) -> None:
-        """Sets it. EnvironmentProblem."""
+        """Sets it, unless it is set. EnvironmentProblem."""
+        if self._fd is not None:
+            return
         try:
             with self._turn():
                 self._fd = os.open(self._note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -331,6 +333,11 @@ class File:
         """Device and inode."""
         return self.status.st_dev, self.status.st_ino
 
+    @property
+    def mappers(self) -> int:
+        """How many programs have it mapped. `Files.lock` held."""
+        return sum(program is not None and program.maps(*self.key) for program in list(self.programs.values()))
+
 
 class Places:
     """`count` places in a row, of which stretches are taken and given back."""
@@ -364,6 +371,7 @@ class Files:
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
         self.window = 0  # bytes that the kernel reads ahead
+        self.read_ahead: ReadAhead | None = None  # what it is to read ahead while files do not fit
         self.turn, self.lock = threading.Lock(), threading.Lock()
         self._dev = os.fstat(self.tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
@@ -377,22 +385,32 @@ class Files:
         return self.by_key.get((self._dev, node or 0))
 
     @contextlib.contextmanager
-    def opened(self, file: File) -> Iterator[int]:
-        """A descriptor of the file for the moment, its mapping's if it has one. OSError."""
+    def mapped(self, file: File) -> Iterator[MappedFile | None]:
+        """The file's mapping, which stays for the moment; None if it has none."""
         with self.engine.state.lock:
             mapping = file.mapping
             if mapping is not None:
                 mapping.reads += 1
-        fd = self._open_by_path(file) if mapping is None else mapping.backing.fd
         try:
-            yield fd
+            yield mapping
         finally:
-            if mapping is None:
-                os.close(fd)
-            else:
+            if mapping is not None:
                 with self.engine.state.lock:
                     mapping.reads -= 1
                     self.engine.state.ended.notify_all()
+
+    @contextlib.contextmanager
+    def opened(self, file: File) -> Iterator[int]:
+        """A descriptor of the file for the moment, its mapping's if it has one. OSError."""
+        with self.mapped(file) as mapping:
+            if mapping is not None:
+                yield mapping.backing.fd
+                return
+            fd = self._open_by_path(file)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
 
     # Touches, on the observing thread
 
@@ -408,6 +426,27 @@ class Files:
 
     # The thread
 
+    def begin(self) -> None:
+        """Called before MOUNT is seen: the read-ahead with which a file is opened stays its own. EnvironmentProblem."""
+        with self.turn:
+            self._scan()
+            self._set_read_ahead()
+
+    def end(self) -> None:
+        """Puts back what the kernel reads ahead."""
+        with self.turn:
+            if self.read_ahead is not None:
+                self.read_ahead.restore()
+            self.read_ahead = None
+
+    def _set_read_ahead(self) -> None:
+        """Where all files fit in the budget nothing is streamed, and the kernel's own large folios serve programs best."""
+        if self.read_ahead is not None:
+            fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.budget_bytes
+            self.read_ahead.restore() if fit else self.read_ahead.set()
+        setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
+        self.window = int(setting.read_text()) << 10 if setting is not None else 0
+
     def run(self) -> None:
         """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
         next_scan = next_check = 0.0
@@ -417,6 +456,8 @@ class Files:
                 with self.turn:
                     self._scan()
                     self._check_changes()
+                    with contextlib.suppress(EnvironmentProblem):  # somebody has taken it away meanwhile
+                        self._set_read_ahead()
                 next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
             if began >= next_check:
                 with self.turn:

@@ -37,7 +37,7 @@ from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
+from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
@@ -60,7 +60,7 @@ MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
 RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # of the time since all that loops was pinned, and at a time
 RENEWAL_EXTENTS, PINS_S = 4, 1.0
-RENEWAL_BPS, RENEWAL_LEAST_BYTES = 300e6, 32 << 20  # where it is slower, measured over so much, it is given up
+RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # where it is slower, measured over so much, it is given up
 _LOOK_S = 0.5
 
 
@@ -72,25 +72,23 @@ class BindMount:
         source: str,
         point: str,
         flags: int,
+        files: Files,
         on_init: Callable[[], None],
         on_end: Callable[[], None],
-        read_ahead: ReadAhead | None = None,
     ) -> None:
-        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`, beside `read_ahead`."""
-        self._source, self._point, self._flags, self._read_ahead = source, point, flags, read_ahead
+        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
+        self._source, self._point, self._flags, self._files = source, point, flags, files
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
         self._over = threading.Event()
 
     def run(self) -> None:
         """Mounts, and returns when the mount is gone. MountProblem where the kernel refuses; EnvironmentProblem."""
-        if self._read_ahead is not None:
-            self._read_ahead.set()
         try:
+            self._files.begin()
             self._serve()
         finally:
-            if self._read_ahead is not None:
-                self._read_ahead.restore()
+            self._files.end()
 
     def _serve(self) -> None:
         if self._source != self._point:
@@ -142,8 +140,6 @@ class InPlaceBackend:
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
         """The files of SOURCE are steered from now on."""
-        setting = read_ahead_file(f"/proc/self/fd/{self.engine.tree.fd}")
-        self.files.window = int(setting.read_text()) << 10 if setting is not None else 0
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -304,10 +300,9 @@ class InPlaceBackend:
             return
         size = length or max(0, file.status.st_size - offset)
         with self.files.lock:
-            programs = [program for program in list(file.programs.values()) if program is not None]
-            several = sum(program.maps(*file.key) for program in programs) > 1
-            for program in programs:
-                program.advise(*file.key, offset, size, syscalls.MADV_COLD if several else syscalls.MADV_PAGEOUT)
+            advice = syscalls.MADV_COLD if file.mappers > 1 else syscalls.MADV_PAGEOUT
+            for program in [program for program in file.programs.values() if program is not None]:
+                program.advise(*file.key, offset, size, advice)
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             if written:
                 os.fdatasync(fd)
@@ -466,68 +461,55 @@ class InPlaceBackend:
 
         Programs need up to a quarter less time for what is in huge pages (fewer entries of page tables are looked up). It
         takes a share of the time since all was pinned, so that a program that soon ends has not paid for it, and is for fast
-        storage only.
+        storage only, and for what one program at most has mapped: of others nothing can be dropped.
         """
-        turn_s = 0.0
-        while (mapping := file.mapping) is not None and mapping.whole_ns and turn_s < RENEWAL_TURN_S:
-            whole_s = (time.monotonic_ns() - mapping.whole_ns) / 1e9
-            if mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
-                return
-            began = time.monotonic()
-            try:
-                extents = self._next_small(file, mapping)
-            except OSError as error:  # a kernel that does not tell
-                log.debug("inode %d is not renewed: %s", file.status.st_ino, error.strerror)
-                extents = None
-            if extents is None:
-                return
-            if extents:
-                mapping.renewed_bytes += self._bring_again(file, mapping, extents)
-            took_s = time.monotonic() - began
-            mapping.renewal_s += took_s
-            turn_s += took_s
-            if RENEWAL_LEAST_BYTES < mapping.renewed_bytes < RENEWAL_BPS * mapping.renewal_s:
-                mapping.renewed = sys.maxsize
+        turn_s, more = 0.0, True
+        with self.files.mapped(file) as mapping:
+            while more and mapping is not None and mapping.whole_ns and turn_s < RENEWAL_TURN_S:
+                whole_s = (time.monotonic_ns() - mapping.whole_ns) / 1e9
+                if mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
+                    return
+                with self.files.lock:
+                    if file.mappers > 1:
+                        return
+                began = time.monotonic()
+                try:
+                    more = self._renew_next(file, mapping)
+                except OSError as error:  # a kernel that does not tell
+                    log.debug("inode %d is not renewed: %s", file.status.st_ino, error.strerror)
+                    return
+                took_s = time.monotonic() - began
+                mapping.renewal_s += took_s
+                turn_s += took_s
+                if RENEWAL_LEAST_BYTES < mapping.renewed_bytes < RENEWAL_BPS * mapping.renewal_s:
+                    mapping.renewed = sys.maxsize
 
-    def _next_small(self, file: File, mapping: MappedFile) -> list[int] | None:
-        """Which of the next pinned extents are not in huge pages; None if there are no more. OSError."""
+    def _renew_next(self, file: File, mapping: MappedFile) -> bool:
+        """Drops the next few pinned extents, if in small pages, and has them read again, and pinned; False at the end."""
         state = self.state
         with state.lock:
             owner = state.owners.get(mapping.backing)
             if owner is None or owner[0] is not file.group or mapping.renewed >= owner[1].count:
-                return None
+                return False
             group, member = owner
-            first = member.base + mapping.renewed
-            mapping.renewed = min(mapping.renewed + RENEWAL_EXTENTS, member.count)
-            held = [extent for extent in range(first, member.base + mapping.renewed) if group.state(extent) == PINNED]
-            mapping.reads += 1
-        try:
-            return [
-                extent
-                for extent in held
-                if not mapping.is_huge(group.offset_of(member, extent), group.length_of(member, extent))
-            ]
-        finally:
-            with state.lock:
-                mapping.reads -= 1
-                state.ended.notify_all()
-
-    def _bring_again(self, file: File, mapping: MappedFile, extents: list[int]) -> int:
-        """Drops pinned extents and has them read again, and pinned; returns the bytes."""
-        state, jobs, parts = self.state, [], []
+            extents = range(member.base + mapping.renewed, member.base + member.count)[:RENEWAL_EXTENTS]
+            mapping.renewed += len(extents)
+            small = [extent for extent in extents if group.state(extent) == PINNED]
+        parts = {extent: (group.offset_of(member, extent), group.length_of(member, extent)) for extent in small}
+        small = [extent for extent in small if not mapping.is_huge(*parts[extent])]
+        if not small:
+            return True
         with state.lock:
-            group, member = state.owners.get(mapping.backing, (None, None))
-            if group is None or member is None or group is not file.group or not member.reachable:
-                return 0
-            extents = [extent for extent in extents if group.state(extent) == PINNED]
-            self.engine.holder.release(group, extents)
-            for extent in extents:
-                state.resident_bytes -= group.forget(extent)
-                jobs.append(self._claim(group, member, extent, ahead=True))
-                parts.append((group.offset_of(member, extent), group.length_of(member, extent)))
+            if state.owners.get(mapping.backing) is not owner or not member.reachable:
+                return False
+            small = [extent for extent in small if group.state(extent) == PINNED]
+            self.engine.holder.release(group, small)
+            state.resident_bytes -= sum(map(group.forget, small))
+            jobs = [self._claim(group, member, extent, ahead=True) for extent in small]
         self.engine.pins.settle(PINS_S)
-        for part in parts:
-            self.drop(file.status.st_ino, *part)
+        for extent in small:
+            self.drop(file.status.st_ino, *parts[extent])
         for job in jobs:
             job()
-        return sum(length for _, length in parts)
+        mapping.renewed_bytes += sum(parts[extent][1] for extent in small)
+        return True

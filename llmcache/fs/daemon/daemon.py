@@ -111,9 +111,10 @@ class Daemon:
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
-            size = request.read_ahead_bytes
-            ahead = None if size is None else ReadAhead(self._source, size)
-            self._session = BindMount(self._source, self._point, flags, self._hand_over, self._engine.stop, ahead)
+            if request.read_ahead_bytes is not None:
+                backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
+            begin, end = self._hand_over, self._engine.stop
+            self._session = BindMount(self._source, self._point, flags, backend.files, begin, end)
             self._warmer = Warmer(self._engine, backend.files, self._tree)
         else:
             assert isinstance(backend, FuseBackend)
