@@ -68,9 +68,11 @@ def mode(request: pytest.FixtureRequest, model: Model) -> str:
 @pytest.mark.parametrize("mode", ["inplace", "steer"], indirect=True)
 def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path: Path, mode: str) -> None:
     """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
-    routed = routing.generate(TOKENS, model.layers, EXPERTS, USED, routing.Habits(zipf=1.2))
+    habits = routing.Habits(zipf=1.2)
+    routed, ranks = routing.ranked(TOKENS, model.layers, EXPERTS, USED, habits)
     (tmp_path / "plan").write_bytes(routing.plan(routing.layout_of(model.path), routed).tobytes())
-    expected = sum(routing.lru_bytes(routed, model.expert_bytes, model.budget - model.dense_bytes)[WARM:])
+    room = (model.budget - model.dense_bytes) // model.expert_bytes
+    expected = routing.misses(routed, ranks, habits, room, WARM)["lru"] * (TOKENS - WARM) * model.expert_bytes
     source = model.path.parent
     with (
         disk_of(source).read_ahead(SMALL_READ_AHEAD_KB),

@@ -21,7 +21,7 @@ from llmcache.cache.sizing import (
 )
 from llmcache.errors import UsageError
 from llmcache.units import BLOCK_BYTES
-from tools.bench.routing import generate, lru_bytes
+from tools.bench.routing import Habits, misses, ranked
 
 MB = 10**6
 
@@ -139,11 +139,10 @@ def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int
 @pytest.mark.parametrize(("experts", "used", "share"), [(64, 4, 0.12), (128, 8, 0.3), (64, 4, 0.8)])
 def test_what_a_mixture_misses_is_what_an_exact_lru_reads(experts: int, used: int, share: float) -> None:
     """Of a generated routing, popularities drifting: within a tenth."""
-    layers, size = 4, MB
-    room = int(share * experts * layers) * size
-    read = lru_bytes(generate(500, layers, experts, used), size, room)[200:]
+    layers, size, room = 4, MB, int(share * experts * 4)
+    missed = misses(*ranked(500, layers, experts, used), Habits(), room, warmup=200)["lru"]
     mixture = MixtureBytes(0, layers * experts * size, experts, used)
-    assert mixture.missed_expert_bytes(room) == pytest.approx(sum(read) / len(read), rel=0.1)
+    assert mixture.missed_expert_bytes(room * size) == pytest.approx(missed * size, rel=0.1)
 
 
 def test_what_is_dense_is_kept_first_and_then_experts() -> None:

@@ -44,8 +44,8 @@ KVPRESS, KVPRESS_COMMAND = Path(sys.prefix) / "kvpress", "bash -c '. tools/_setu
 CONTEXTS = (1024, 2048, 4096, 8000)
 """SmolLM2 has positions for 8,192 tokens, of which a text's next ones take some."""
 LONG = CONTEXTS[2:]
-CASES = {"passkey": 1, "needle": 13, "recall": 1, "variables": 3, "common": 13, "frequent": 13}
-"""Contexts of each task at each length (of a passkey: a depth): 50 questions or more over all lengths."""
+CASES = {"passkey": 1, "needle": 5, "recall": 1, "variables": 1, "common": 5, "frequent": 5}
+"""Contexts of each task at each length (of a passkey: a depth): 50 questions or more over all tasks, at each length."""
 DOCUMENTS = 8
 WORST = 1.1
 """How much larger than the best oracle's the loss above the full cache's may be."""
@@ -74,6 +74,7 @@ class BenchScope:
     threads: int
     quick: bool
     kvpress: bool = False
+    contexts: Sequence[int] = CONTEXTS
 
     @property
     def models(self) -> list[str]:
@@ -83,6 +84,13 @@ class BenchScope:
     def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
         """Return `contexts`, or a short one in their place."""
         return (512,) if self.quick else contexts
+
+    def chosen(self, contexts: Sequence[int]) -> Sequence[int]:
+        """Return those of them that were asked for; UsageError: none."""
+        found = [context for context in contexts if context in self.contexts]
+        if not found:
+            raise UsageError("--context: none of those that are measured", f"of {', '.join(map(str, contexts))}")
+        return self.lengths(found)
 
     def setup(self, task: str, model: str, context: int, cases: int) -> TaskSetup:
         """Return the set-up of a task."""
@@ -113,8 +121,8 @@ def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = 
 
 def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
     """Return the share of the full cache's right answers that are kept, over all tasks that it answers most of."""
-    pairs = [(one[Candidate(OWN, budget)], one[Candidate(STOCK, None)].answers()) for one in told]
-    answered_most = [(own, full) for own, full in pairs if full.share >= MOST]
+    pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in told]
+    answered_most = [(own, full) for own, full in pairs if own is not None and full.share >= MOST]
     if not answered_most:
         raise DataError("tasks: the full cache answers most of none", "ask longer ones of another model")
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
@@ -130,22 +138,15 @@ def _row(one: Candidate, told: Mapping[Candidate, Told]) -> dict[str, Any]:
     return row
 
 
-def _asked(scope: BenchScope, tasks: Mapping[str, int], contexts: Sequence[int], policies: Sequence[str]) -> Iterator[Any]:
-    """What is told of each model, task and context: by candidate, and as plain data."""
+def _subjects(scope: BenchScope) -> Iterator[tuple[str, Any]]:
     from llmcache.kv.bench.subject import Subject
 
-    all_over = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
-    rivals = [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
     for model in scope.models:
-        subject = Subject(model_of(model))
-        for task, cases in tasks.items():
-            for context in scope.lengths(contexts):
-                setup = scope.setup(task, model, context, cases)
-                everyone = all_over + (rivals if context == scope.lengths(contexts)[0] else [])
-                run: dict[str, Any] = {"model": model, "task": task, "context": context, "texts": []}
-                pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress and task == "loss" else {}
-                told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
-                yield told, {**run, "rows": [_row(one, told) for one in told]}
+        yield model, Subject(model_of(model))
+
+
+def _everyone(*policies: str) -> list[Candidate]:
+    return [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
 
 
 def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, run: dict[str, Any]) -> dict[Candidate, Told]:
@@ -164,9 +165,22 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
+    """What is told of each model and length: by candidate, and as plain data."""
+    rivals = [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
+    for model, subject in _subjects(scope):
+        for place, context in enumerate(scope.chosen(LONG)):
+            setup = scope.setup("loss", model, context, DOCUMENTS)
+            everyone = _everyone(OWN, ORACLE) + ([] if place else rivals)
+            run: dict[str, Any] = {"model": model, "task": "loss", "context": context, "texts": []}
+            pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress else {}
+            told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
+            yield told, {**run, "rows": [_row(one, told) for one in told]}
+
+
 def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """The loss of each policy above the full cache's, the oracles', and those of kvpress' methods where asked for."""
-    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, ORACLE)))
+    found = list(_losses(scope))
     parts: dict[str, dict[str, Any]] = {}
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
 
@@ -183,10 +197,27 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     return parts
 
 
+def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
+    """As `_losses`, of each task; of those that the full cache does not answer most of, its own answers alone.
+
+    Everything is in memory: what is chosen does not depend on where it lies (`tests/hf`).
+    """
+    for model, subject in _subjects(scope):
+        for task, cases in CASES.items():
+            for context in scope.chosen(CONTEXTS):
+                setup = scope.setup(task, model, context, cases)
+                told = answered(setup, subject, context, None, _everyone(), [], _tell)
+                if told[Candidate(STOCK, None)].answers().share >= MOST:
+                    told = answered(setup, subject, context, None, _everyone(OWN), [], _tell)
+                run = {"model": model, "task": task, "context": context}
+                yield told, {**run, "rows": [_row(one, told) for one in told]}
+
+
 def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Answers to tasks like RULER's."""
-    found = list(_asked(scope, CASES, CONTEXTS, (OWN,)))
-    what = "right answers of the full cache that are kept, over tasks of which it answers most"
+    found = list(_answers(scope))
+    lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
+    what = f"right answers of the full cache that are kept, over tasks of which it answers most, at {lengths} tokens"
     told = [told for told, _ in found]
     parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
     parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
@@ -390,6 +421,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this case alone; may be given several times")
     about = f"in loss, kvpress' methods as well, which this sets up: {KVPRESS_COMMAND}"
     parser.add_argument("--kvpress", action="store_true", help=about)
+    about = "in loss and tasks, this length alone; may be given several times"
+    parser.add_argument("--context", type=int, choices=CONTEXTS, action="append", help=about)
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (2 GB)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch and of each kernel")
     parser.add_argument("--quick", action="store_true", help="one model, short contexts: for a look, not for the bars")
@@ -407,5 +440,6 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     with workplace(args.dir) as scratch:
         for part in args.only or PARTS:
             with _throttled(part, args.dir):
-                parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick, args.kvpress))
+                contexts = args.context or CONTEXTS
+                parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick, args.kvpress, contexts))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}

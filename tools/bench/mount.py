@@ -247,12 +247,14 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)
         dense, slices = routing.dense_bytes(layout), Experts(layout)
-        shares = list(MIXTURE_COUNTS)
-        for share in shares[1:4:2] if plan.quick else shares:
+        shares = list(MIXTURE_COUNTS)[1:4:2] if plan.quick else list(MIXTURE_COUNTS)
+        routings, ranks_of = routing.ranked(max(MIXTURE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
+        for share in shares:
             counts = tokens_read, warmup = MIXTURE_COUNTS[share]
-            chosen, ranks = routing.ranked(tokens_read, shape.layers, experts, used)
+            chosen, ranks = routings[:tokens_read], ranks_of[:tokens_read]
             ranges = plan.scratch / f"{file.stem}-{tokens_read}.plan"
-            ranges.write_bytes(routing.plan(layout, chosen).tobytes())
+            if not ranges.exists():
+                ranges.write_bytes(routing.plan(layout, chosen).tobytes())
 
             def reader(_side: str, path: Path, ranges: Path = ranges) -> list[str]:
                 return client("routed_reader", path, ranges)

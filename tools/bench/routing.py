@@ -104,15 +104,6 @@ def plan(layout: ModelLayout, routing: Routing) -> array[int]:
     return found
 
 
-def lru_bytes(routing: Routing, expert_bytes: int, room_bytes: int) -> list[int]:
-    """Bytes that each token reads where the experts used last are kept whole, exactly, as far as they fit."""
-    tokens = len(routing)
-    uses, count = keys(routing)
-    hits = LRU(room_bytes // expert_bytes, count).replay(uses, np.ones_like(uses))
-    read: list[int] = ((1 - hits).reshape(tokens, -1).sum(1) * expert_bytes).tolist()
-    return read
-
-
 def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     """The experts in the order of their uses, numbered layer by layer, and how many there are."""
     experts = int(routing.max()) + 1

@@ -262,7 +262,6 @@ class MappedFile:
     failures: int = 0  # faults that brought no huge page in, less those that did
     whole_ns: int = 0  # when all that loops was pinned
     renewed: int = 0  # extents that have been renewed, or need not be
-    renewed_bytes: int = 0
     renewal_s: float = 0.0  # that it took
 
     @classmethod
@@ -440,7 +439,7 @@ class Files:
             self.read_ahead = None
 
     def _set_read_ahead(self) -> None:
-        """Where all files fit in the budget nothing is streamed, and the kernel's own large folios serve programs best."""
+        """Where all files fit nothing is streamed that it would help, and the kernel makes larger folios without it."""
         if self.read_ahead is not None:
             fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.budget_bytes
             self.read_ahead.restore() if fit else self.read_ahead.set()

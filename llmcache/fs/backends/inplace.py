@@ -26,7 +26,6 @@ import functools
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -60,7 +59,7 @@ MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
 RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # of the time since all that loops was pinned, and at a time
 RENEWAL_EXTENTS, PINS_S = 4, 1.0
-RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # where it is slower, measured over so much, it is given up
+RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # none where storage turns out to be slower, over so much
 _LOOK_S = 0.5
 
 
@@ -467,7 +466,8 @@ class InPlaceBackend:
         with self.files.mapped(file) as mapping:
             while more and mapping is not None and mapping.whole_ns and turn_s < RENEWAL_TURN_S:
                 whole_s = (time.monotonic_ns() - mapping.whole_ns) / 1e9
-                if mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
+                is_slow = self._asked_bytes >= RENEWAL_LEAST_BYTES and self._read_bytes < RENEWAL_BPS * self._read_s
+                if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
                 with self.files.lock:
                     if file.mappers > 1:
@@ -481,8 +481,6 @@ class InPlaceBackend:
                 took_s = time.monotonic() - began
                 mapping.renewal_s += took_s
                 turn_s += took_s
-                if RENEWAL_LEAST_BYTES < mapping.renewed_bytes < RENEWAL_BPS * mapping.renewal_s:
-                    mapping.renewed = sys.maxsize
 
     def _renew_next(self, file: File, mapping: MappedFile) -> bool:
         """Drops the next few pinned extents, if in small pages, and has them read again, and pinned; False at the end."""
@@ -511,5 +509,4 @@ class InPlaceBackend:
             self.drop(file.status.st_ino, *parts[extent])
         for job in jobs:
             job()
-        mapping.renewed_bytes += sum(parts[extent][1] for extent in small)
         return True

@@ -87,10 +87,10 @@ class Candidate:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
-    def cache(self, model: Any, setup: TaskSetup, directory: Path, timeline: Timeline | None = None) -> Any:
+    def cache(self, model: Any, setup: TaskSetup, directory: Path | None, timeline: Timeline | None = None) -> Any:
         """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
 
-        The oracle has all in memory, as it looks at every key at every step.
+        None: all is in memory, as always with the oracle, which looks at every key at every step.
         """
         from llmcache.kv.bench.subject import stock
         from llmcache.kv.transformers import SpillCache
@@ -100,7 +100,7 @@ class Candidate:
         policy, _, options = VARIANTS.get(self.policy, (self.policy, "", {}))
         if timeline is not None:
             options = {**options, "timeline": timeline}
-        if policy != "oracle":
+        if policy != "oracle" and directory is not None:
             pages = None if self.budget is None else policy_class(policy).least_pages(self.budget)
             options = {**options, "path": directory, "cpu_pages": pages}
         return SpillCache(model.config, policy, token_budget=self.budget, threads=setup.threads, full_tokens=0, **options)
@@ -188,10 +188,13 @@ def _rows(
 
 
 def answered(
-    setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], texts: list[str],
-    progress: Progress = lambda _: None,
+    setup: TaskSetup, subject: Subject, context: int, directory: Path | None, everyone: Sequence[Candidate],
+    texts: list[str], progress: Progress = lambda _: None,
 ) -> dict[Candidate, Told]:  # fmt: skip
-    """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from."""
+    """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from.
+
+    `directory`: as `Candidate.cache` has it.
+    """
     from llmcache.kv.bench.subject import Prompt, said
 
     model = subject.model
