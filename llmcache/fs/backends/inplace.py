@@ -466,7 +466,7 @@ class InPlaceBackend:
         with self.files.mapped(file) as mapping:
             while more and mapping is not None and mapping.whole_ns and turn_s < RENEWAL_TURN_S:
                 whole_s = (time.monotonic_ns() - mapping.whole_ns) / 1e9
-                is_slow = self._asked_bytes >= RENEWAL_LEAST_BYTES and self._read_bytes < RENEWAL_BPS * self._read_s
+                is_slow = RENEWAL_LEAST_BYTES < self._read_bytes < RENEWAL_BPS * self._read_s
                 if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
                 with self.files.lock:
