@@ -428,7 +428,8 @@ class Files:
     def begin(self) -> None:
         """Called before MOUNT is seen: the read-ahead with which a file is opened stays its own. EnvironmentProblem."""
         with self.turn:
-            self._scan()
+            if self.read_ahead is not None:
+                self._scan()
             self._set_read_ahead()
 
     def end(self) -> None:

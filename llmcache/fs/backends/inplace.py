@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
+USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
 SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be told, for so long after the last touch
 REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
@@ -450,9 +451,12 @@ class InPlaceBackend:
                 accessed = pages.accessed(program.pid, addresses)
                 program.cool(list(itertools.compress(addresses, accessed)))
                 seen.update(itertools.compress(kept, accessed))
-        with self.state.lock:
-            if mixture.member.mixture is mixture:
-                for expert in seen:
+        used = list(seen)
+        for first in range(0, len(used), USES):
+            with self.state.lock:
+                if mixture.member.mixture is not mixture:
+                    return
+                for expert in used[first : first + USES]:
                     self.state.mixtures.used(mixture, expert)
 
     def _renew(self, file: File) -> None:
