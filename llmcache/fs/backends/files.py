@@ -333,9 +333,14 @@ class File:
         return self.status.st_dev, self.status.st_ino
 
     @property
+    def readers(self) -> list[Program]:
+        """The programs, without this process. They stay while `Files.lock` is held."""
+        return [program for program in list(self.programs.values()) if program is not None]  # at once: others add to them
+
+    @property
     def mappers(self) -> int:
         """How many programs have it mapped. `Files.lock` held."""
-        return sum(program is not None and program.maps(*self.key) for program in list(self.programs.values()))
+        return sum(program.maps(*self.key) for program in self.readers)
 
 
 class Places:
@@ -456,7 +461,7 @@ class Files:
                 with self.turn:
                     self._scan()
                     self._check_changes()
-                    with contextlib.suppress(EnvironmentProblem):  # somebody has taken it away meanwhile
+                    with contextlib.suppress(EnvironmentProblem, OSError):  # somebody has taken it away meanwhile
                         self._set_read_ahead()
                 next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
             if began >= next_check:

@@ -301,7 +301,7 @@ class InPlaceBackend:
         size = length or max(0, file.status.st_size - offset)
         with self.files.lock:
             advice = syscalls.MADV_COLD if file.mappers > 1 else syscalls.MADV_PAGEOUT
-            for program in [program for program in file.programs.values() if program is not None]:
+            for program in file.readers:
                 program.advise(*file.key, offset, size, advice)
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             if written:
@@ -446,7 +446,7 @@ class InPlaceBackend:
             return
         seen: set[int] = set()
         with self.files.lock:
-            for program in [program for program in file.programs.values() if program is not None]:
+            for program in file.readers:
                 addresses = program.addresses_of(*file.key, [mixture.probes[expert] for expert in kept])
                 accessed = pages.accessed(program.pid, addresses)
                 program.cool(list(itertools.compress(addresses, accessed)))
