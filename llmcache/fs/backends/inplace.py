@@ -422,7 +422,8 @@ class InPlaceBackend:
             pause = CHECK_S
             if self.state.running:
                 for file in list(self.files.by_number.values()):
-                    self._renew(file)
+                    if file.mapping is not None:  # of thousands of files few are read
+                        self._renew(file)
             if not self.state.mixtures.mixtures:
                 continue
             try:
