@@ -2,19 +2,18 @@
 
 While its engine (CSE) works on one buffer, a thread reads the next from the file and compares its checksums.
 
-`python -m llmcache.kv.csd.device SOCKET MEMORY` with two inherited descriptors; ends when the host does.
+`python -m llmcache.kv.csd.device PIPE MEMORY` with two inherited descriptors; ends when the host does.
 """
 
 from __future__ import annotations
 
-import itertools
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,6 @@ from llmcache.kv.csd.wire import (
     RING_BYTES,
     SCORE_KEYS,
     Data,
-    DeviceEnd,
-    Gone,
     Shared,
     encode,
     shares,
@@ -42,18 +39,15 @@ from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.spill.layout import KEYS, VALUES, aligned, view_slots
 
 Result = dict[str, Any]
-COMMANDS = (
-    *("identify", "load_program", "activate_program", "execute_program"),
-    *("write", "write_tokens", "read", "gather", "deallocate", "flush"),
-)
+FULL_NAP_S = 50e-6
 
 
 class Device:
-    """The device: commands by name, one at a time."""
+    """The device: commands by name, one at a time, from the host's end of a pipe."""
 
-    def __init__(self, end: DeviceEnd) -> None:
-        self._end = end
-        self._file: SpillFile
+    def __init__(self, end: Connection, shared: Shared) -> None:
+        self._end, self._shared = end, shared
+        self._file: SpillFile | None = None
         self._profile = PROFILES["none"]  # until the file is open
         self._clock = ModelledClock(self._profile)
         self._threads = 1
@@ -61,33 +55,30 @@ class Device:
         self._active: set[int] = set()
         self._begun_ns = 0
         self._report = Report()
-        self._commands: dict[str, Callable[..., Result]] = {name: getattr(self, f"_{name}") for name in COMMANDS}
 
     def serve(self) -> None:
         """Does what the host commands until it ends."""
         try:
-            self._guarded(self._open, self._end.next_command())
             while True:
-                command = self._end.next_command()
-                self._guarded(self._commands[command.pop("command")], command)
-        except (Gone, BrokenPipeError, ConnectionResetError):
-            if hasattr(self, "_file"):
+                command, arguments = self._end.recv()
+                self._end.send(self._done(COMMANDS[command], arguments))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            if self._file is not None:
                 self._file.close()
 
-    def _guarded(self, method: Callable[..., Result], arguments: Result) -> None:
-        """Runs one command; what the world or the host did wrong goes to the host, a bug ends the device."""
+    def _done(self, method: Callable[..., Result], arguments: dict[str, Any]) -> Result | Exception:
+        """The result of a command, with its report; what the world or the host did wrong. A bug ends the device."""
         self._begun_ns = time.perf_counter_ns()
         self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
         self._clock = ModelledClock(self._profile)
         try:
-            result = method(**arguments)
+            result = method(self, **arguments)
         except (LlmcacheError, ValueError) as error:
-            self._end.fail(error)
-            return
+            return error
         self._report.modelled_ns = self._clock.now_ns
         self._throttle()
         self._report.wall_ns = time.perf_counter_ns() - self._begun_ns
-        self._end.complete({**result, "report": asdict(self._report)})
+        return {**result, "report": self._report}
 
     def _throttle(self) -> None:
         """Waits until the modelled time is over, where that is asked for. A slower machine is not made faster."""
@@ -95,39 +86,39 @@ class Device:
             left_ns = self._begun_ns + self._clock.now_ns - time.perf_counter_ns()
             time.sleep(max(0, left_ns) / 1e9)
 
+    @property
+    def file(self) -> SpillFile:
+        """The spill file, which the first command has opened."""
+        assert self._file is not None
+        return self._file
+
     def _open(
         self,
-        path: str,
-        shape: Result,
-        profile: Result,
+        path: Path,
+        shape: KvShape,
+        profile: CsdProfile,
+        *,
         create: bool,
-        force: bool,
-        direct: bool | None,
         again: bool,
+        direct: bool | None,
+        force: bool,
         threads: int | None,
     ) -> Result:
-        wanted = KvShape(**shape)
-        if max(wanted.key_slot_bytes, wanted.value_slot_bytes) > RING_BYTES // 2:
-            raise ValueError(f"page_tokens: {wanted.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
+        if max(shape.key_slot_bytes, shape.value_slot_bytes) > RING_BYTES // 2:
+            raise ValueError(f"page_tokens: {shape.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
         if create:
-            self._file = SpillFile.create(path, wanted, direct=direct, force=force)
+            self._file = SpillFile.create(path, shape, direct=direct, force=force)
         else:
-            self._file = SpillFile.open(path, wanted, direct=direct, keep_unfinished=again)
-        self._profile = CsdProfile(**profile)
-        self._clock = ModelledClock(self._profile)
+            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
+        self._profile, self._clock = profile, ModelledClock(profile)
         self._threads = threads or processors()
         return self._identify()
 
     def _identify(self) -> Result:
-        """Tells what is there: pages by sequence, as (pages, layers with so many), from the first layer to the tokens."""
-        return {
-            "direct": self._file.direct,
-            "recovery": asdict(self._file.recovery),
-            "pages": {
-                number: [(pages, len(list(equal))) for pages, equal in itertools.groupby(self._file.pages_by_layer(number))]
-                for number in self._file.sequences
-            },
-        }
+        """Tells what is there: pages of each layer, and last those of the tokens, by sequence."""
+        file = self.file
+        pages = {number: file.pages_by_layer(number) for number in file.sequences}
+        return {"direct": file.direct, "recovery": file.recovery, "pages": pages}
 
     def _load_program(self, name: str) -> Result:
         if name != SCORE_KEYS:
@@ -149,8 +140,8 @@ class Device:
             raise ValueError(f"program: number {index} is not activated")
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
-        forms = (((heads, self._file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32)))
-        asked, wanted = self._end.shared.take(forms)
+        forms = (((heads, self.file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32)))
+        asked, wanted = self._shared.take(forms)
         queries = asked.copy()  # the desk belongs to the host again once the command ends
         self._receive(queries.nbytes + wanted.nbytes)
         pages = [page for first, count in wanted.tolist() for page in range(first, first + count)] if runs else None
@@ -161,7 +152,7 @@ class Device:
             for head, of_head in enumerate(scores):
                 for first in range(0, len(of_head), block_tokens):
                     block = of_head[first : first + block_tokens]
-                    at, room = self._end.room(4 * len(block))
+                    at, room = self._room(4 * len(block))
                     encode(block, room.view(np.uint16).reshape(-1, 2))
                     self._send(Data(at, room.size, head, base + first, len(block)), HEADER_BYTES, True)
         return {}
@@ -173,7 +164,7 @@ class Device:
 
         Yields the position of the first token, scores [kv_heads, tokens], and how many bytes were read for them.
         """
-        file, shape = self._file, self._file.shape
+        file, shape = self.file, self.file.shape
         length, most = file.length(sequence, layer), max(1, self._profile.buffer_bytes // shape.key_slot_bytes)
         todo = [
             range(first, min(first + most, found.first_page + found.pages))
@@ -202,7 +193,20 @@ class Device:
         self._report.link_to_host_bytes += size
         self._clock.send(size, computed)
         self._throttle()
-        self._end.send_data(data)
+        self._end.send(data)
+
+    def _room(self, size_bytes: int) -> tuple[int, Bytes]:
+        """Where in the ring `size_bytes` may be written, and these bytes; waits until the host has read enough."""
+        counters = self._shared.counters
+        at = int(counters[0])
+        if at % RING_BYTES + size_bytes > RING_BYTES:
+            at += RING_BYTES - at % RING_BYTES
+        while at + size_bytes - int(counters[1]) > RING_BYTES:
+            if self._end.poll():  # a host that waits for an answer says nothing: it has ended
+                raise EOFError
+            time.sleep(FULL_NAP_S)
+        counters[0] = at + size_bytes
+        return at, self._shared.bytes_of(Data(at, size_bytes))
 
     def _receive(self, size_bytes: int) -> None:
         self._report.link_to_device_bytes += size_bytes
@@ -217,36 +221,36 @@ class Device:
         self._clock.read(size_bytes)  # the same path inside, the other way
 
     def _write(self, sequence: int, layer: int, tokens: int) -> Result:
-        arrays = self._end.shared.take(self._file.shape.forms(self._file.shape.kv_heads, tokens))
+        arrays = self._shared.take(self.file.shape.forms(self.file.shape.kv_heads, tokens))
         self._receive(sum(array.nbytes for array in arrays))
-        self._count_written(self._file.append(sequence, layer, *arrays))
+        self._count_written(self.file.append(sequence, layer, *arrays))
         return {}
 
     def _write_tokens(self, sequence: int, tokens: int) -> Result:
-        ids, positions = self._end.shared.take([((tokens,), np.dtype(np.int64))] * 2)
+        ids, positions = self._shared.take([((tokens,), np.dtype(np.int64))] * 2)
         self._receive(ids.nbytes + positions.nbytes)
-        self._count_written(self._file.append_tokens(sequence, ids, positions))
+        self._count_written(self.file.append_tokens(sequence, ids, positions))
         return {}
 
     def _read(self, sequence: int, layer: int, count: int, sides: list[int]) -> Result:
         """Sends the slots of pages, keys before values (or one of both alone), in as many parts as the ring needs."""
-        (asked,) = self._end.shared.take([((count,), np.dtype(np.int64))])
+        (asked,) = self._shared.take([((count,), np.dtype(np.int64))])
         pages = asked.copy()
         self._receive(pages.nbytes)
-        shape = self._file.shape
+        shape = self.file.shape
         share = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
         for first in range(0, count, share):
             part = pages[first : first + share]
             for side in sides:
-                slots = self._file.read_slots(sequence, layer, part, side)
+                slots = self.file.read_slots(sequence, layer, part, side)
                 self._count_read(slots.size)
                 self._send_bytes(slots)
-        return {"length": self._file.length(sequence, layer)}
+        return {"length": self.file.length(sequence, layer)}
 
     def _gather(self, sequence: int, layer: int, counts: list[int]) -> Result:
         """Reads pages but sends only the rows that are asked for: `counts` of each head, by token number."""
-        shape = self._file.shape
-        (asked,) = self._end.shared.take([((sum(counts),), np.dtype(np.uint32))])
+        shape = self.file.shape
+        (asked,) = self._shared.take([((sum(counts),), np.dtype(np.uint32))])
         flat = asked.astype(np.int64)
         self._receive(asked.nbytes)
         for pages, parts in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
@@ -254,7 +258,7 @@ class Device:
             page, token = np.divmod(np.concatenate([flat[part] for part in parts]), shape.page_tokens)
             places = np.searchsorted(pages, page), heads, token
             for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
-                slots = self._file.read_slots(sequence, layer, pages, side)
+                slots = self.file.read_slots(sequence, layer, pages, side)
                 self._count_read(slots.size)
                 for rows in view_slots(shape, slots, dim):
                     if rows is not None:
@@ -263,24 +267,38 @@ class Device:
 
     def _send_bytes(self, data: Any) -> None:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        at, room = self._end.room(flat.size)
+        at, room = self._room(flat.size)
         room[:] = flat
         self._send(Data(at, room.size), 0, False)
 
     def _deallocate(self, sequence: int, pages: int) -> Result:
-        self._file.truncate(sequence, pages)
+        self.file.truncate(sequence, pages)
         return {}
 
     def _flush(self) -> Result:
-        self._file.flush()
+        self.file.flush()
         return {}
+
+
+COMMANDS: dict[str, Callable[..., Result]] = {
+    "open": Device._open,
+    "identify": Device._identify,
+    "load_program": Device._load_program,
+    "activate_program": Device._activate_program,
+    "execute_program": Device._execute_program,
+    "write": Device._write,
+    "write_tokens": Device._write_tokens,
+    "read": Device._read,
+    "gather": Device._gather,
+    "deallocate": Device._deallocate,
+    "flush": Device._flush,
+}
 
 
 def main(argv: list[str]) -> int:
     """Runs the device on two inherited descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's; its end is the device's
-    end, shared = socket.socket(fileno=int(argv[0])), Shared(int(argv[1]))
-    Device(DeviceEnd(end, shared)).serve()
+    Device(Connection(int(argv[0])), Shared(int(argv[1]))).serve()
     return 0
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,15 +27,13 @@ from llmcache.kv.csd.wire import (
     DESK_BYTES,
     SCORE_KEYS,
     Data,
-    Gone,
-    HostEnd,
     KvRows,
     ScoreBlock,
     Shared,
     decode,
     shares,
 )
-from llmcache.kv.spill import KvPages, KvShape
+from llmcache.kv.spill import KvPages, KvShape, Recovery
 from llmcache.kv.spill.layout import KEYS, VALUES, check_rows, check_tokens, view_slots
 
 ANSWER_S = 120.0
@@ -59,7 +56,7 @@ class Execution:
             if isinstance(found, Data):
                 yield self._device._block(found)
             else:
-                self.report = Report(**self._device._ended(found)["report"])
+                self.report = self._device._ended(found)["report"]
 
     def drain(self) -> Report:
         """Takes what is left without looking at it, and returns the report."""
@@ -94,13 +91,13 @@ class EmulatedCsd:
         self._active: list[int] = []
         self._pages: dict[int, list[int]] = {}
         self._running: Execution | None = None
-        self.end: HostEnd | None = None
+        self.end: Connection | None = None
         self._start(create, again=False)
 
     # The process
 
     def _start(self, create: bool, again: bool) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = Pipe()
         memory = Shared.make()
         try:
             self.process = subprocess.Popen(
@@ -109,23 +106,22 @@ class EmulatedCsd:
                 pass_fds=(theirs.fileno(), memory),
                 env=_environment(),
             )
-            self.end = HostEnd(ours, Shared(memory), ANSWER_S)
+            self.end, self._shared = ours, Shared(memory)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
             os.close(memory)
-        described = {"shape": self.shape.to_json(), "profile": asdict(self.profile)}
-        opening = {"path": str(self.path.absolute()), **described, "create": create, "again": again, **self._options}
+        opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", [], **opening)
+            found = self._command("open", [], create=create, again=again, **opening)
         except BaseException:
             self.kill()
             raise
         self.direct: bool = found["direct"]
-        self.recovery: dict[str, int] = found["recovery"]
-        self._compare(_pages_of(found), again)
+        self.recovery: Recovery = found["recovery"]
+        self._compare(found["pages"], again)
 
     def _compare(self, found: dict[int, list[int]], again: bool) -> None:
         """Compares what the device has after a restart with what it had acknowledged before."""
@@ -195,11 +191,11 @@ class EmulatedCsd:
         try:
             self._command(command, arrays, **arguments)
         except DataError:
-            self._pages = _pages_of(self._command("identify", []))
+            self._pages = self._command("identify", [])["pages"]
             raise
 
     @property
-    def _wire(self) -> HostEnd:
+    def _pipe(self) -> Connection:
         """What leads to the device; EnvironmentProblem if it does not run."""
         if self.end is None:
             raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
@@ -208,21 +204,25 @@ class EmulatedCsd:
     def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
         if self._running is not None:
             self._running.drain()
-        wire, name = self._wire, {} if command == "open" else {"command": command}
+        pipe = self._pipe
+        self._shared.put(arrays)
         try:
-            wire.send({**name, **arguments}, arrays)
-        except Gone:
+            pipe.send((command, arguments))
+        except (BrokenPipeError, ConnectionResetError):
             raise self._dead() from None
 
     def _receive(self) -> Data | dict[str, Any]:
-        wire = self._wire
+        pipe = self._pipe
         try:
-            return wire.receive()
-        except (Gone, TimeoutError) as error:
-            raise self._dead(silent=isinstance(error, TimeoutError)) from None
-        except Exception:
+            if not pipe.poll(ANSWER_S):
+                raise self._dead(silent=True)
+            found: Data | dict[str, Any] | Exception = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._dead() from None
+        if isinstance(found, Exception):
             self._running = None
-            raise
+            raise found
+        return found
 
     def _dead(self, silent: bool = False) -> EnvironmentProblem:
         if silent:
@@ -237,12 +237,12 @@ class EmulatedCsd:
         """Returns the result of a command that has ended, and adds its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
         self._running = None
-        self.report.add(Report(**found["report"]))
+        self.report.add(found["report"])
         return found
 
     def _block(self, data: Data) -> ScoreBlock:
-        block = decode(data.head, data.base, self._wire.bytes_of(data).view(np.uint16).reshape(-1, 2))
-        self._wire.consumed(data)
+        block = decode(data.head, data.base, self._shared.bytes_of(data).view(np.uint16).reshape(-1, 2))
+        self._shared.consumed(data)
         return block
 
     def load(self, program: str = SCORE_KEYS) -> int:
@@ -334,9 +334,9 @@ class EmulatedCsd:
         left = [of_side.reshape(-1) for of_side in slots]
         turn = 0
         while isinstance(found := self._receive(), Data):
-            left[turn][: found.size_bytes] = self._wire.bytes_of(found)
+            left[turn][: found.size_bytes] = self._shared.bytes_of(found)
             left[turn] = left[turn][found.size_bytes :]
-            self._wire.consumed(found)
+            self._shared.consumed(found)
             turn = (turn + 1) % len(left)
         return int(self._ended(found)["length"]), slots
 
@@ -369,12 +369,12 @@ class EmulatedCsd:
         """Copies what comes next over the link to `parts` of the rows of a side."""
         found = self._receive()
         assert isinstance(found, Data)
-        data = self._wire.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
+        data = self._shared.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
         done = 0
         for part in parts:
             side[part] = data[done : done + part.stop - part.start]
             done += part.stop - part.start
-        self._wire.consumed(found)
+        self._shared.consumed(found)
 
     def truncate(self, sequence: int, pages: int) -> None:
         """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
@@ -385,12 +385,6 @@ class EmulatedCsd:
     def flush(self) -> None:
         """Returns when everything acknowledged is on the disk."""
         self._change("flush", [])
-
-
-def _pages_of(identity: dict[str, Any]) -> dict[int, list[int]]:
-    """Pages of each layer, and of the tokens, by sequence, as a device tells them."""
-    found = identity["pages"].items()
-    return {int(number): [count for count, layers in runs for _ in range(layers)] for number, runs in found}
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:

@@ -1,6 +1,6 @@
-"""Between host and *emulated* device: messages over a socket, data in shared memory, both ends in this file.
+"""Between host and *emulated* device: what lies in the memory that both see; messages go over a pipe of multiprocessing.
 
-Messages keep their borders (SOCK_SEQPACKET); JSON comes in as many as it takes, all but the last marked so. Shared memory
+A command is its name and arguments; what comes back is `Data` in the ring, and in the end a dict or the error. Shared memory
 has no name (memfd), so nothing is left behind whoever dies. It holds two counters, a ring for what goes to the host, and a
 desk for what comes with a command. Only the device moves `produced` and only the host moves `consumed`, each by one aligned
 store of 8 bytes; what lies between them belongs to the host. The desk belongs to the device from a command's beginning to
@@ -17,12 +17,8 @@ that neither has to tell the other what comes when: in shares of pages that fit 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import socket
-import struct
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +27,6 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache import errors
 from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.kv.kernels.scores import bits_of, single_of, widened
 from llmcache.kv.spill import KvShape
@@ -49,10 +44,6 @@ SCORE_KEYS = "score_keys"
 """The program that a device can load."""
 
 _RING_AT = 4096
-_MESSAGE_BYTES = 1 << 16
-_MORE = b"+"
-_DATA = struct.Struct("<cQIIQI")
-_FULL_NAP_S = 50e-6
 _OFFSET, _SCORE = 0, 1
 
 
@@ -83,10 +74,6 @@ class KvRows:
     values: NDArray[Any]
     key_scales: Floats | None = None
     value_scales: Floats | None = None
-
-
-class Gone(Exception):
-    """The other end is not there any more."""
 
 
 class Shared:
@@ -123,121 +110,13 @@ class Shared:
             at += -(-size // 64) * 64
         return found
 
-
-class DeviceEnd:
-    """The device's end: takes commands, sends data and completions."""
-
-    def __init__(self, end: socket.socket, shared: Shared) -> None:
-        self._socket = end
-        self.shared = shared
-
-    def next_command(self) -> dict[str, Any]:
-        """Returns the next command; raises Gone when the host has ended."""
-        message = _receive(self._socket)
-        if not message:
-            raise Gone
-        command: dict[str, Any] = json.loads(message[1:])
-        return command
-
-    def room(self, size_bytes: int) -> tuple[int, Bytes]:
-        """Returns where in the ring `size_bytes` may be written, and these bytes; waits until the host has read enough."""
-        at = int(self.shared.counters[0])
-        if at % RING_BYTES + size_bytes > RING_BYTES:
-            at += RING_BYTES - at % RING_BYTES
-        while at + size_bytes - int(self.shared.counters[1]) > RING_BYTES:
-            self._check_host()
-            time.sleep(_FULL_NAP_S)
-        self.shared.counters[0] = at + size_bytes
-        return at, self.shared.ring[at % RING_BYTES : at % RING_BYTES + size_bytes]
-
-    def _check_host(self) -> None:
-        try:
-            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                raise Gone
-        except BlockingIOError:
-            return
-
-    def send_data(self, data: Data) -> None:
-        """Tells the host of data in the ring."""
-        self._socket.send(_DATA.pack(b"B", *data))
-
-    def complete(self, result: dict[str, Any]) -> None:
-        """Tells the host that a command is done."""
-        _send(self._socket, b"D", result)
-
-    def fail(self, error: errors.LlmcacheError | ValueError) -> None:
-        """Tells the host that a command has failed, and why."""
-        if isinstance(error, errors.LlmcacheError):
-            told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-        else:
-            told = {"kind": "ValueError", "message": str(error), "hint": None}
-        _send(self._socket, b"E", told)
-
-
-class HostEnd:
-    """The host's end: sends commands, receives data and completions."""
-
-    def __init__(self, end: socket.socket, shared: Shared, timeout_s: float) -> None:
-        self._socket = end
-        self._socket.settimeout(timeout_s)
-        self.shared = shared
-
-    def send(self, command: dict[str, Any], arrays: list[NDArray[Any]]) -> None:
-        """Gives a command; raises Gone when there is no device any more."""
-        self.shared.put(arrays)
-        try:
-            _send(self._socket, b"C", command)
-        except (BrokenPipeError, ConnectionResetError):
-            raise Gone from None
-
-    def receive(self) -> Data | dict[str, Any]:
-        """Returns what comes next: data, or the result of a command. Raises what the device raised, TimeoutError, Gone."""
-        try:
-            message = _receive(self._socket)
-        except ConnectionResetError:
-            raise Gone from None
-        if not message:
-            raise Gone
-        if message[:1] == b"B":
-            return Data(*_DATA.unpack(message)[1:])
-        told: dict[str, Any] = json.loads(message[1:])
-        if message[:1] == b"E":
-            raise _raised(told)
-        return told
-
     def bytes_of(self, data: Data) -> Bytes:
-        """Returns what `data` tells of; it must be copied before `consumed`."""
-        return self.shared.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
+        """Returns what `data` tells of; the host must copy it before it is `consumed`."""
+        return self.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
 
     def consumed(self, data: Data) -> None:
         """Gives the room of `data` and all before it back."""
-        self.shared.counters[1] = data.at + data.size_bytes
-
-    def close(self) -> None:
-        """Closes this end; the device sees it."""
-        self._socket.close()
-
-
-def _send(end: socket.socket, kind: bytes, document: dict[str, Any]) -> None:
-    """Sends a document, the last of its messages as one of that kind."""
-    text, room = json.dumps(document).encode(), _MESSAGE_BYTES - 1
-    while len(text) > room:
-        end.send(_MORE + text[:room])
-        text = text[room:]
-    end.send(kind + text)
-
-
-def _receive(end: socket.socket) -> bytes:
-    """Returns the kind of the next message and all that it says; nothing if the other end is not there any more."""
-    text = bytearray()
-    while (message := end.recv(_MESSAGE_BYTES))[:1] == _MORE:
-        text += message[1:]
-    return message[:1] + bytes(text) + message[1:] if message else b""
-
-
-def _raised(told: dict[str, Any]) -> Exception:
-    kind: Any = getattr(errors, told["kind"], None)
-    return ValueError(told["message"]) if kind is None else kind(told["message"], told["hint"])
+        self.counters[1] = data.at + data.size_bytes
 
 
 def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, list[slice]]]:

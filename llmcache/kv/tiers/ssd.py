@@ -234,4 +234,4 @@ def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> tuple[SsdT
         return FileTier(file, traffic, config.threads), file.recovery
     options: dict[str, Any] = {"direct": config.direct, "threads": config.threads, "force": config.force}
     device = EmulatedCsd(config.path, config.shape, config.profile, create=create, **options)
-    return CsdTier(device, traffic), Recovery(**device.recovery)
+    return CsdTier(device, traffic), device.recovery
