@@ -51,20 +51,11 @@ def rows(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> Rows:
     return found
 
 
-def scales(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> NDArray[np.float32]:
-    """Return the scales [kv_heads, tokens] of int8 rows."""
-    by_head = np.arange(1, shape.kv_heads + 1)[:, None]
-    found: NDArray[np.float32] = (by_head * (ids + 1) + layer + side / 2).astype(np.float32)
-    return found
-
-
 def append(file: SpillFile, sequence: int, ids: NDArray[np.int64], layers: range | None = None) -> None:
     """Append tokens to all layers (or to `layers` alone, without the tokens)."""
     shape = file.shape
     for layer in range(shape.layers) if layers is None else layers:
-        sides = [rows(shape, layer, ids, side) for side in (0, 1)]
-        sides += [scales(shape, layer, ids, side) for side in (0, 1) if shape.dtype == "int8"]
-        file.append(sequence, layer, *sides)
+        file.append(sequence, layer, *(rows(shape, layer, ids, side) for side in (0, 1)))
     if layers is None:
         file.append_tokens(sequence, ids, ids + 1000)
 
@@ -78,14 +69,10 @@ def restored(file: SpillReader, sequence: int) -> list[int]:
     for layer in range(shape.layers):
         found = file.read(sequence, layer, list(range(pages)))
         assert found.tokens.sum() == len(ids)
-        for side, got, got_scales in ((0, found.keys, found.key_scales), (1, found.values, found.value_scales)):
+        for side, got in enumerate((found.keys, found.values)):
             if len(ids):
                 flat = got.swapaxes(0, 1).reshape(shape.kv_heads, -1, got.shape[3])[:, : len(ids)]
                 assert flat.tobytes() == rows(shape, layer, ids, side).tobytes()
-            assert (got_scales is None) == (shape.dtype != "int8")
-            if got_scales is not None:
-                flat_scales = got_scales.swapaxes(0, 1).reshape(shape.kv_heads, -1)[:, : len(ids)]
-                assert (flat_scales == scales(shape, layer, ids, side)).all()
     return [int(token) for token in ids]
 
 

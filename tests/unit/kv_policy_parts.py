@@ -57,14 +57,11 @@ class Case:
         return np.stack([_token(self.batch, (self.seed, layer, side, position)) for position in positions], axis=2)
 
     def stored(self, layer: int, positions: range) -> list[Array]:
-        """What a store is given: keys and values in its type, for int8 with scales."""
+        """What a store is given: keys and values in its type."""
         rows = [self.side(layer, positions, side) for side in (0, 1)]
         if self.dtype == "bfloat16":
             return [(side.view(np.uint32) >> 16).astype(np.uint16) for side in rows]
-        if self.dtype != "int8":
-            return [side.astype(self.shape.numpy_dtype) for side in rows]
-        scales = [(np.abs(side).max(axis=3) / 127).astype(np.float32) for side in rows]
-        return [(side / of[..., None]).round().astype(np.int8) for side, of in zip(rows, scales, strict=True)] + scales
+        return [side.astype(self.shape.numpy_dtype) for side in rows]
 
     def queries(self, layer: int, step: int) -> Array:
         """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""

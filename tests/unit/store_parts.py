@@ -29,14 +29,7 @@ def shape_of(dtype: str = "float16", layers: int = 2, value_dim: int = 0) -> KvS
 def noise(shape: KvShape, size: tuple[int, ...], seed: int) -> Rows:
     """Return numbers of the type of `shape`, as numpy carries them."""
     rows = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
-    if shape.dtype == "bfloat16":
-        return (rows.view(np.uint32) >> 16).astype(np.uint16)
-    return (30 * rows).clip(-127, 127).astype(np.int8) if shape.dtype == "int8" else rows.astype(shape.numpy_dtype)
-
-
-def scales(size: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = np.random.default_rng(seed).random(size, dtype=np.float32) / 30 + np.float32(0.001)
-    return found
+    return (rows.view(np.uint32) >> 16).astype(np.uint16) if shape.dtype == "bfloat16" else rows.astype(shape.numpy_dtype)
 
 
 Make = Callable[..., tuple[KvStore, "Plain"]]
@@ -97,7 +90,7 @@ class HostFastTier:
 
 
 class Plain:
-    """All keys, values and scales of every layer, [batch, kv_heads, tokens, ..]."""
+    """All keys and values of every layer, [batch, kv_heads, tokens, dim]."""
 
     def __init__(self, shape: KvShape, batch: int) -> None:
         self.shape = shape
@@ -108,11 +101,8 @@ class Plain:
     def rows(self, layer: int, tokens: int, seed: int) -> list[Rows]:
         """Return what to append to a layer."""
         size = (len(self.ids), self.shape.kv_heads, tokens)
-        found = [
-            noise(self.shape, (*size, dim), seed + 2 * layer + side)
-            for side, dim in enumerate((self.shape.head_dim, self.shape.value_dim))
-        ]
-        return found + ([scales(size, seed + 10), scales(size, seed + 11)] if self.shape.dtype == "int8" else [])
+        dims = (self.shape.head_dim, self.shape.value_dim)
+        return [noise(self.shape, (*size, dim), seed + 2 * layer + side) for side, dim in enumerate(dims)]
 
     def append(self, store: KvStore, tokens: int, seed: int) -> None:
         """Append to all layers of both, in another order each time."""
@@ -148,16 +138,8 @@ class Plain:
         self.ids = self.ids[index]
         self.layers = [[array[index] for array in arrays] for arrays in self.layers]
 
-    def side(self, layer: int, side: int) -> Rows:
-        """Return keys (0) or values (1) as a store gathers them."""
-        arrays = self.layers[layer]
-        if self.shape.dtype != "int8":
-            return arrays[side]
-        found: Rows = arrays[side].astype(np.float32) * arrays[side + 2][..., None]
-        return found
-
     def wide(self, layer: int, sequence: int) -> NDArray[np.float32]:
-        keys = self.side(layer, 0)[sequence]
+        keys = self.layers[layer][0][sequence]
         is_bits = self.shape.dtype == "bfloat16"
         found: NDArray[np.float32] = (keys.astype(np.uint32) << 16).view(np.float32) if is_bits else keys.astype(np.float32)
         return found
@@ -165,8 +147,8 @@ class Plain:
     def check(self, layer: int, found: Gathered) -> None:
         """Compare every byte of what was gathered."""
         index = found.positions[..., None]
-        for side, got in enumerate((found.keys, found.values)):
-            wanted = np.take_along_axis(self.side(layer, side), index, axis=2)
+        for side, got in zip(self.layers[layer], (found.keys, found.values), strict=True):
+            wanted = np.take_along_axis(side, index, axis=2)
             assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes()
 
     def check_all(self, store: KvStore) -> None:
@@ -176,14 +158,11 @@ class Plain:
             assert found.positions.shape[2] == self.ids.shape[1]
             self.check(layer, found)
 
-    def check_keys(self, layer: int, pages: Numbers, keys: Rows, key_scales: NDArray[np.float32] | None) -> None:
+    def check_keys(self, layer: int, pages: Numbers, keys: Rows) -> None:
         """Compare whole pages of sequence 0."""
-        size, arrays = self.shape.page_tokens, self.layers[layer]
-        assert len(keys) == len(pages) and (key_scales is None) == (self.shape.dtype != "int8")
-        for index, page in enumerate(pages.tolist()):
-            part = slice(page * size, (page + 1) * size)
-            assert (keys[index] == arrays[0][0, :, part]).all()
-            assert key_scales is None or (key_scales[index] == arrays[2][0, :, part]).all()
+        size = self.shape.page_tokens
+        for page, found in zip(pages.tolist(), keys, strict=True):
+            assert (found == self.layers[layer][0][0, :, page * size : (page + 1) * size]).all()
 
 
 def crash(store: KvStore) -> None:

@@ -42,16 +42,13 @@ def clustered(count: int, seed: int = 0, clusters: int = 64) -> tuple[Floats, Fl
 
 
 def carried(keys: Floats, dtype: str) -> NDArray[Any]:
-    if dtype == "bfloat16":
-        return (keys.view(np.uint32) >> 16).astype(np.uint16)
-    return np.round(keys * 8).astype(np.int8) if dtype == "int8" else keys.astype(dtype)
+    return (keys.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else keys.astype(dtype)
 
 
 def made(name: str, keys: Floats, first: int = 0, dtype: str = "float32", **settings: Any) -> Scorer:
     shape = KvShape("m", 1, HEADS, DIM, dtype, PAGE)
     scorer = SCORERS[name](shape, first, ScorerSettings(threads=1, **settings))
-    scales = np.full(keys.shape[:2], 0.125, np.float32) if dtype == "int8" else None
-    scorer.add(carried(keys, dtype), scales)
+    scorer.add(carried(keys, dtype))
     return scorer
 
 
@@ -62,7 +59,7 @@ def best(keys: Floats, queries: Floats, k: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("name", SCORERS)
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_scorer_gives_as_many_as_it_is_asked_for(name: str, dtype: str) -> None:
     keys, asked = clustered(320)
     scorer = made(name, keys, 48, dtype)
@@ -119,10 +116,7 @@ def test_packed_keys_take_two_bits_a_number() -> None:
         PackedScorer(KvShape("m", 1, HEADS, 30))
 
 
-def test_keys_of_a_byte_are_not_rounded_again_and_keys_of_nothing_stay_so() -> None:
-    keys, asked = clustered(320)
-    found = [made(name, keys, dtype="int8").top(asked[0], 40) for name in ("rounded", "exact")]
-    assert (found[0] == found[1]).all()
+def test_keys_are_rounded_to_half_a_step_and_keys_of_nothing_stay_so() -> None:
     nothing, line = np.zeros(DIM), np.linspace(-3, 3, DIM)
     numbers, scales = rounded(np.stack([nothing, line]).astype(np.float32))
     assert not numbers[0].any() and (scales > 0).all()
@@ -266,8 +260,6 @@ def test_what_does_not_fit_is_named() -> None:
     for wrong in (keys[:1], keys[:, :17], keys[..., :5], keys.astype(np.float16)):
         with pytest.raises(ValueError, match="keys: "):
             scorer.add(wrong)
-    with pytest.raises(ValueError, match="scales: "):
-        scorer.add(keys, np.ones(keys.shape[:2], np.float32))
     with pytest.raises(ValueError, match="queries: "):
         scorer.top(asked[0][:1], 3)
     with pytest.raises(ValueError, match="k: 0"):

@@ -9,6 +9,6 @@ has a data path of its own, "gather": pages are read into the FDM, and only the 
 
 from llmcache.kv.csd.host import EmulatedCsd, Execution
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
-from llmcache.kv.csd.wire import KvRows, ScoreBlock
+from llmcache.kv.csd.wire import ScoreBlock
 
-__all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Execution", "KvRows", "Report", "ScoreBlock"]
+__all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Execution", "Report", "ScoreBlock"]

@@ -183,9 +183,9 @@ class Device:
                 slots = ahead.result()
                 if index + 1 < len(todo):
                     ahead = reader.submit(read, index + 1)
-                keys, scales = view_slots(shape, slots, shape.head_dim)
+                keys = view_slots(shape, slots, shape.head_dim)
                 base = own.start * shape.page_tokens
-                scores = score_pages(queries, keys, scales, combine=combine, threads=self._threads)
+                scores = score_pages(queries, keys, combine=combine, threads=self._threads)
                 yield base, scores[:, : length - base], slots.size
 
     def _send(self, data: Data, header_bytes: int, computed: bool) -> None:
@@ -260,9 +260,7 @@ class Device:
             for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
                 slots = self.file.read_slots(sequence, layer, pages, side)
                 self._count_read(slots.size)
-                for rows in view_slots(shape, slots, dim):
-                    if rows is not None:
-                        self._send_bytes(rows[places])
+                self._send_bytes(view_slots(shape, slots, dim)[places])
         return {}
 
     def _send_bytes(self, data: Any) -> None:

@@ -27,7 +27,6 @@ from llmcache.kv.csd.wire import (
     DESK_BYTES,
     SCORE_KEYS,
     Data,
-    KvRows,
     ScoreBlock,
     Shared,
     decode,
@@ -283,11 +282,11 @@ class EmulatedCsd:
         self._running = Execution(self)
         return self._running
 
-    def append(self, sequence: int, layer: int, *arrays: Rows) -> None:
+    def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
         """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
-        check_rows(self.shape, arrays)
-        for part in self._shares(arrays[0].shape[1], self.shape.token_bytes):
-            cut = [array[:, part] for array in arrays]
+        check_rows(self.shape, keys, values)
+        for part in self._shares(keys.shape[1], self.shape.token_bytes):
+            cut = [keys[:, part], values[:, part]]
             self._change("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
             self._note(sequence, layer, part.stop - part.start)
 
@@ -321,7 +320,7 @@ class EmulatedCsd:
         tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
         return KvPages.of_slots(self.shape, keys, values, tokens)
 
-    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[Rows, Floats | None]:
+    def read_keys(self, sequence: int, layer: int, pages: Pages) -> Rows:
         """Fetches the keys of pages alone; as `SpillFile.read_keys`."""
         _, (keys,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (KEYS,))
         return view_slots(self.shape, keys, self.shape.head_dim)
@@ -340,30 +339,23 @@ class EmulatedCsd:
             turn = (turn + 1) % len(left)
         return int(self._ended(found)["length"]), slots
 
-    def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> KvRows:
+    def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> list[Rows]:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
 
-        `positions`: ascending token numbers of each key head. Rows of one head after the other. ValueError: not ascending,
-        or there is no such token; DataError: a page is damaged.
+        `positions`: ascending token numbers of each key head, in all no more than half of the desk's bytes. Returns keys
+        and values [all, dim], those of one head after the other. ValueError: there is no such token; DataError: a page is
+        damaged.
         """
-        shape, counts = self.shape, [len(of_head) for of_head in positions]
-        if len(positions) != shape.kv_heads:
-            raise ValueError(f"positions: for {len(positions)} heads, the model has {shape.kv_heads}")
-        for head, of_head in enumerate(positions):
-            if of_head.ndim != 1 or (len(of_head) and of_head[0] < 0) or (np.diff(of_head) <= 0).any():
-                raise ValueError(f"positions: those of head {head} are not ascending token numbers")
         flat = np.concatenate(positions)
-        rows = [np.empty(form, dtype) for form, dtype in shape.forms(len(flat))]
-        if not len(flat):
-            return KvRows(*rows)
-        if flat.nbytes > 2 * DESK_BYTES:
-            raise ValueError(f"positions: {len(flat)} in all, at most {2 * DESK_BYTES // flat.itemsize} can be asked for")
-        self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
-        for _, parts in shares(shape, positions):
-            for side in (*rows[::2], *rows[1::2]):  # as they cross the link: keys, their scales, values, their scales
-                self._take(side, parts)
-        self._ended(self._receive())
-        return KvRows(*rows)
+        rows = [np.empty(*form) for form in self.shape.forms(len(flat))]
+        if len(flat):
+            counts = [len(of_head) for of_head in positions]
+            self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
+            for _, parts in shares(self.shape, positions):
+                for side in rows:
+                    self._take(side, parts)
+            self._ended(self._receive())
+        return rows
 
     def _take(self, side: Rows, parts: list[slice]) -> None:
         """Copies what comes next over the link to `parts` of the rows of a side."""

@@ -66,16 +66,6 @@ class ScoreBlock:
     scores: Floats
 
 
-@dataclass(frozen=True)
-class KvRows:
-    """Rows of the heads, one head after the other: keys [n, head_dim], values [n, value_dim]; scales [n] only for int8."""
-
-    keys: NDArray[Any]
-    values: NDArray[Any]
-    key_scales: Floats | None = None
-    value_scales: Floats | None = None
-
-
 class Shared:
     """The memory that both ends see."""
 

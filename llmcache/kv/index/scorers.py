@@ -90,19 +90,14 @@ class Scorer(ABC):
         """Which way of scoring is in use, and why."""
         return f"{self.name}: as asked for"
 
-    def add(self, keys: NDArray[Any], scales: Floats | None = None) -> None:
-        """Adds keys [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages.
-
-        `scales` [kv_heads, tokens], for int8. ValueError names what does not fit.
-        """
+    def add(self, keys: NDArray[Any]) -> None:
+        """Adds keys [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages."""
         heads, size, dim = self.shape.kv_heads, self.shape.page_tokens, self.shape.head_dim
         if keys.ndim != 3 or keys.shape[::2] != (heads, dim) or keys.shape[1] % size or keys.dtype != self.shape.numpy_dtype:
             wanted = f"{self.shape.numpy_dtype} [{heads}, a multiple of {size}, {dim}]"
             raise ValueError(f"keys: {keys.dtype} {keys.shape}, {wanted} is needed")
-        if (scales is not None) != (self.shape.dtype == "int8"):
-            raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {self.shape.dtype}")
         if keys.shape[1]:
-            self._add(keys, scales)
+            self._add(keys)
             self.end += keys.shape[1]
 
     def crop(self, tokens: int) -> None:
@@ -130,7 +125,7 @@ class Scorer(ABC):
     def _begin(self) -> None: ...
 
     @abstractmethod
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None: ...
+    def _add(self, keys: NDArray[Any]) -> None: ...
 
     @abstractmethod
     def _crop(self, end: int) -> None: ...
@@ -177,19 +172,23 @@ class ExactScorer(Scorer):
     name = "exact"
 
     def _begin(self) -> None:
-        self._keep(self.shape.numpy_dtype, self.shape.dtype == "int8")
+        self._keep(self.shape.head_dim, self.shape.numpy_dtype)
 
-    def _keep(self, dtype: DTypeLike, scaled: bool) -> None:
+    def _keep(self, dim: int, dtype: DTypeLike, scales: DTypeLike | None = None) -> None:
+        """Makes room for rows of `dim` numbers, and for a scale of each if these have a type."""
         size = (self.shape.kv_heads, self.shape.page_tokens)
-        self._keys, self._scales = Grown((*size, self.shape.head_dim), dtype), Grown(size, np.float32) if scaled else None
+        self._keys, self._scales = Grown((*size, dim), dtype), None if scales is None else Grown(size, scales)
 
     @property
     def size_bytes(self) -> int:
         """Memory of the keys."""
         return self._keys.size_bytes + (self._scales.size_bytes if self._scales else 0)
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        self._keys.append(as_pages(keys, self.shape.page_tokens))
+    def _add(self, keys: NDArray[Any]) -> None:
+        self._append(keys)
+
+    def _append(self, rows: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
+        self._keys.append(as_pages(rows, self.shape.page_tokens))
         if self._scales is not None and scales is not None:
             self._scales.append(as_pages(scales, self.shape.page_tokens))
 
@@ -214,13 +213,13 @@ class ExactScorer(Scorer):
         scales = None if self._scales is None else self._scales.rows
         return products(queries, self._keys.rows, scales, threads=self.settings.threads)
 
-    def keys(self) -> tuple[NDArray[Any], Floats | None]:
-        """Returns all keys [kv_heads, tokens, dim], and for int8 their scales, as `add` takes them."""
-        return _joined(self._keys.rows), None if self._scales is None else _joined(self._scales.rows)
+    def keys(self) -> NDArray[Any]:
+        """Returns all keys [kv_heads, tokens, dim], as they are kept."""
+        return _joined(self._keys.rows)
 
 
 class RoundedScorer(ExactScorer):
-    """Keeps keys rounded to int8, with a scale for each key; keys of int8 stay as they are.
+    """Keeps keys rounded to int8, with a scale for each key.
 
     An error is at most half a step in each number, so keys may change places only where their scores are close: of 64
     or 256 best among 32 Ki keys of 128 halves, normally distributed, 0.99 are found (measured).
@@ -229,10 +228,10 @@ class RoundedScorer(ExactScorer):
     name = "rounded"
 
     def _begin(self) -> None:
-        self._keep(np.int8, True)
+        self._keep(self.shape.head_dim, np.int8, np.float32)
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        super()._add(*((keys, scales) if scales is not None else rounded(keys)))
+    def _add(self, keys: NDArray[Any]) -> None:
+        self._append(*rounded(keys))
 
 
 class PackedScorer(ExactScorer):
@@ -250,8 +249,7 @@ class PackedScorer(ExactScorer):
     def _begin(self) -> None:
         if self.shape.head_dim % 4:
             raise UsageError(f"scorer: keys of {self.shape.head_dim} numbers do not fit bytes of four", "take 'rounded'")
-        size = (self.shape.kv_heads, self.shape.page_tokens)
-        self._keys, self._scales = Grown((*size, self.shape.head_dim // 4), np.uint8), Grown(size, np.uint16)
+        self._keep(self.shape.head_dim // 4, np.uint8, np.uint16)
         self._turn = rotation(self.shape.head_dim)
         self._means: list[tuple[int, Floats]] = []
 
@@ -260,15 +258,12 @@ class PackedScorer(ExactScorer):
         """Memory of the keys and means; the rotation is one for all."""
         return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        wide = single(keys, scales)
+    def _add(self, keys: NDArray[Any]) -> None:
+        wide = widened(keys)
         if not self._means or wide.shape[1] >= MEAN_TOKENS:
             self._means.append((len(self), wide.mean(axis=1, keepdims=True, dtype=np.float32)))
         centred: Floats = wide - self._means[-1][1]
-        levels, of_keys = packed(centred @ self._turn)
-        assert self._scales is not None
-        self._keys.append(as_pages(levels, self.shape.page_tokens))
-        self._scales.append(as_pages(of_keys, self.shape.page_tokens))
+        self._append(*packed(centred @ self._turn))
 
     def _crop(self, end: int) -> None:
         super()._crop(end)
@@ -290,10 +285,6 @@ class PackedScorer(ExactScorer):
             found[:, :, first:end] += grouped @ mean.swapaxes(1, 2)
         return found
 
-    def keys(self) -> tuple[NDArray[Any], Floats | None]:
-        """Raises TypeError: they are not kept."""
-        raise TypeError("PackedScorer: keys are not kept as they came")
-
 
 class QuestScorer(Scorer):
     """Keeps 2 of a page's 16 rows; gives the whole pages with the largest bounds, those tokens that fit of the last.
@@ -313,8 +304,8 @@ class QuestScorer(Scorer):
         """Memory of the summaries."""
         return self._boxes.size_bytes
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        pages = as_pages(single(keys, scales), self.shape.page_tokens)
+    def _add(self, keys: NDArray[Any]) -> None:
+        pages = as_pages(widened(keys), self.shape.page_tokens)
         self._boxes.append(np.concatenate([pages.max(axis=2), pages.min(axis=2)], axis=-1))
 
     def _crop(self, end: int) -> None:
@@ -362,9 +353,9 @@ class ChunkScorer(QuestScorer):
         """Memory of the summaries of both."""
         return self._boxes.size_bytes + self._chunks.size_bytes
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+    def _add(self, keys: NDArray[Any]) -> None:
         page = len(self._boxes.rows)
-        super()._add(keys, scales)
+        super()._add(keys)
         self._join(page)
 
     def _crop(self, end: int) -> None:
@@ -422,8 +413,8 @@ class DciScorer(Scorer):
         """Memory of the trees."""
         return sum(index.size_bytes for index in self.indexes)
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        pairs, tokens = zip(self.indexes, single(keys, scales), strict=True), np.arange(self.end, self.end + keys.shape[1])
+    def _add(self, keys: NDArray[Any]) -> None:
+        pairs, tokens = zip(self.indexes, widened(keys), strict=True), np.arange(self.end, self.end + keys.shape[1])
         run_all([partial(index.insert, own, tokens) for index, own in pairs], self.settings.threads)
 
     def _crop(self, end: int) -> None:
@@ -512,8 +503,8 @@ class AutoScorer(Scorer):
         told = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
         return f"{self.used.name}: {told} with recall {self.trial.recall:.2f}, measured at {self.trial.tokens} keys"
 
-    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
-        self.used.add(keys, scales)
+    def _add(self, keys: NDArray[Any]) -> None:
+        self.used.add(keys)
 
     def _crop(self, end: int) -> None:
         self.used.crop(end)
@@ -529,7 +520,7 @@ class AutoScorer(Scorer):
     def _try(self, exact: ExactScorer) -> None:
         """Builds trees and keeps them if they win. Once they do, they stay: a scan grows faster with the number of keys."""
         tree = DciScorer(self.shape, self.first, self.settings)
-        tree.add(*exact.keys())
+        tree.add(exact.keys())
         for wider in WIDER:
             knobs = self.settings.dci
             view, visit = knobs.field_of_view * wider, min(1.0, knobs.visit * wider)
@@ -590,8 +581,7 @@ class KeyIndexes:
             known = int(start) if scorer is None else scorer.end
             if known < stop:
                 self._feed_old(self._own(layer, sequence, known), layer, sequence, stop)
-        # Of int8, what is gathered has lost its scales: it waits until its step is over.
-        if self.store.layer_length(layer) > self.store.length and self.store.shape.dtype != "int8":
+        if self.store.layer_length(layer) > self.store.length:
             self._feed_new(layer, stop)
 
     def _feed_old(self, own: Scorer, layer: int, sequence: int, stop: int) -> None:
@@ -600,8 +590,7 @@ class KeyIndexes:
         end = min(stop, self.store.length // size * size) // size
         for page in range(own.end // size, end, FEED_PAGES):
             pages = np.arange(page, min(end, page + FEED_PAGES))
-            keys, scales = self.store.read_keys(layer, sequence, pages)
-            own.add(_joined(keys), None if scales is None else _joined(scales))
+            own.add(_joined(self.store.read_keys(layer, sequence, pages)))
 
     def _feed_new(self, layer: int, stop: int) -> None:
         """Takes the keys of a step that is under way: a prefill that is indexed before its last layer is computed."""
@@ -656,14 +645,9 @@ def _joined(pages: NDArray[Any]) -> NDArray[Any]:
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
-def single(keys: NDArray[Any], scales: Floats | None = None) -> Floats:
-    """Returns keys [..., dim] of a type of the spill file (uint16: bits of bfloat16; int8 with `scales`) as float32."""
-    return widened(keys) if scales is None else widened(keys) * scales[..., None]
-
-
 def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:
     """Returns finite keys [..., dim] (float32, float16, bits of bfloat16) as int8, and their scales [...], above 0."""
-    wide = single(keys)
+    wide = widened(keys)
     scales: Floats = np.maximum(np.abs(wide).max(axis=-1), np.finfo(np.float32).tiny * STEPS) / np.float32(STEPS)
     return np.rint(wide / scales[..., None]).astype(np.int8), scales
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings, single
+from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings
 from llmcache.kv.kernels import top, top_shared, weights
+from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import Selection
@@ -62,9 +63,9 @@ class Mass(IndexedPolicy):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest mass, or what was chosen before where that serves again."""
-        (keys, scales), positions = self.store.pinned_keys(layer)
+        keys, positions = self.store.pinned_keys(layer)
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
-        self._pinned = np.matmul(grouped, single(keys, scales).swapaxes(2, 3))
+        self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
         if self.first.any():
             np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
         return super().choose(layer, queries, tokens)

@@ -106,21 +106,18 @@ class SpillFile(SpillReader):
                 raise
         return cls(raw, layout, Scan(raw, layout, Commit(0, 0)))
 
-    def append(self, sequence: int, layer: int, *arrays: NDArray[Any]) -> int:
-        """Adds pages to a layer; returns the bytes written.
+    def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
+        """Adds pages of keys and values [kv_heads, tokens, dim] to a layer; returns the bytes written.
 
-        `arrays`: keys and values [kv_heads, tokens, dim], for int8 then their scales, float32 [kv_heads, tokens]. The last
-        page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no space, an
-        error of the disk): all is as it was before the call.
+        The last page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no
+        space, an error of the disk): all is as it was before the call.
         """
-        check_rows(self.shape, arrays)
+        check_rows(self.shape, keys, values)
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
-            keys, values, *scales = (array[:, part] for array in arrays)
-            key_scales, value_scales = scales or (None, None)
-            return slots_of(self.shape, keys, key_scales), slots_of(self.shape, values, value_scales)
+            return slots_of(self.shape, keys[:, part]), slots_of(self.shape, values[:, part])
 
-        return self._append(sequence, self._checked_layer(layer), arrays[0].shape[1], fill)
+        return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
         """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError
 from llmcache.units import BLOCK_BYTES
 
@@ -48,7 +48,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),  # numpy has none: the bits
-    "int8": np.dtype(np.int8),
 }
 """Names of the types of keys and values, and the numpy type that carries them."""
 _HEADER = struct.Struct("<8sIII")
@@ -63,7 +62,7 @@ def whole_blocks(size_bytes: int) -> int:
 class KvShape:
     """Identity of a spill file: a file is opened only by what has the same `model`, shape and type.
 
-    `value_dim` 0 stands for `head_dim`. Keys of type int8 carry a float32 scale per token and head, values likewise.
+    `value_dim` 0 stands for `head_dim`.
     """
 
     model: str
@@ -104,23 +103,15 @@ class KvShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer, without padding."""
-        scales = 8 if self.dtype == "int8" else 0
-        return self.kv_heads * ((self.head_dim + self.value_dim) * self.numpy_dtype.itemsize + scales)
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize
 
     def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Returns shapes and types of keys, values [*lead, dim] and for int8 their scales [*lead]."""
-        forms: list[tuple[tuple[int, ...], np.dtype[Any]]]
-        forms = [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
-        return forms + ([(lead, np.dtype(np.float32))] * 2 if self.dtype == "int8" else [])
+        """Returns shapes and types of keys and values, [*lead, dim]."""
+        return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
     def slot_bytes(self, dim: int) -> int:
         """Returns the bytes of one page of rows of `dim` in the file, in whole blocks."""
-        rows = self.kv_heads * self.page_tokens
-        return whole_blocks(rows * (dim * self.numpy_dtype.itemsize + (4 if self.dtype == "int8" else 0)))
-
-    def scales_at(self, dim: int) -> int:
-        """Returns where in a slot of int8 rows of `dim` their scales begin."""
-        return -(-self.kv_heads * self.page_tokens * dim // 4) * 4
+        return whole_blocks(self.kv_heads * self.page_tokens * dim * self.numpy_dtype.itemsize)
 
     def pages_of(self, tokens: int) -> int:
         """Returns how many pages hold `tokens`."""
@@ -135,23 +126,17 @@ class KvShape:
 class KvPages:
     """Pages as they come from a file: arrays [pages, kv_heads, page_tokens, dim] over one buffer, not copied.
 
-    `tokens` [pages]: how many tokens of each page are filled; what lies behind them is zero. Scales, float32
-    [pages, kv_heads, page_tokens], only for int8.
+    `tokens` [pages]: how many tokens of each page are filled; what lies behind them is zero.
     """
 
     keys: NDArray[Any]
     values: NDArray[Any]
     tokens: Int64s
-    key_scales: Floats | None = None
-    value_scales: Floats | None = None
 
     @classmethod
     def of_slots(cls, shape: KvShape, keys: Bytes, values: Bytes, tokens: Int64s) -> KvPages:
         """Returns what lies in slots of keys and values [pages, slot bytes], of which `tokens` [pages] are filled."""
-        (key_rows, key_scales), (value_rows, value_scales) = (
-            view_slots(shape, slots, dim) for slots, dim in ((keys, shape.head_dim), (values, shape.value_dim))
-        )
-        return cls(key_rows, value_rows, tokens, key_scales, value_scales)
+        return cls(view_slots(shape, keys, shape.head_dim), view_slots(shape, values, shape.value_dim), tokens)
 
 
 class PageBuffer:
@@ -172,46 +157,30 @@ def aligned(size_bytes: int) -> Bytes:
     return raw[skip : skip + size_bytes]
 
 
-def view_slots(shape: KvShape, slots: Bytes, dim: int) -> tuple[NDArray[Any], Floats | None]:
-    """Returns the rows [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes], and their scales (int8)."""
-    pages, rows = len(slots), shape.kv_heads * shape.page_tokens
-    size = rows * dim * shape.numpy_dtype.itemsize
-    data = slots[:, :size].view(shape.numpy_dtype).reshape(pages, shape.kv_heads, shape.page_tokens, dim)
-    if shape.dtype != "int8":
-        return data, None
-    at = shape.scales_at(dim)
-    scales: Floats = slots[:, at : at + 4 * rows].view(np.float32)
-    return data, scales.reshape(pages, shape.kv_heads, shape.page_tokens)
+def view_slots(shape: KvShape, slots: Bytes, dim: int) -> NDArray[Any]:
+    """Returns the rows [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes]."""
+    size = shape.kv_heads * shape.page_tokens * dim * shape.numpy_dtype.itemsize
+    return slots[:, :size].view(shape.numpy_dtype).reshape(len(slots), shape.kv_heads, shape.page_tokens, dim)
 
 
-def slots_of(shape: KvShape, rows: NDArray[Any], scales: Floats | None) -> Bytes:
+def slots_of(shape: KvShape, rows: NDArray[Any]) -> Bytes:
     """Returns `rows` [kv_heads, tokens, dim] laid out in slots [pages, slot bytes]; what they do not fill is zero."""
-    pages, size = shape.pages_of(rows.shape[1]), shape.slot_bytes(rows.shape[2])
-    slots = aligned(pages * size).reshape(pages, size)
+    heads, tokens, dim = rows.shape
+    full, rest = divmod(tokens, shape.page_tokens)
+    slots = aligned(shape.pages_of(tokens) * shape.slot_bytes(dim)).reshape(-1, shape.slot_bytes(dim))
     slots[:] = 0
-    into, into_scales = view_slots(shape, slots, rows.shape[2])
-    _lay_out(into, rows, shape.page_tokens)
-    if into_scales is not None and scales is not None:
-        _lay_out(into_scales, scales, shape.page_tokens)
+    into = view_slots(shape, slots, dim)
+    into[:full] = rows[:, : tokens - rest].reshape(heads, full, shape.page_tokens, dim).swapaxes(0, 1)
+    if rest:
+        into[full, :, :rest] = rows[:, tokens - rest :]
     return slots
 
 
-def _lay_out(into: NDArray[Any], rows: NDArray[Any], page_tokens: int) -> None:
-    heads, tokens = rows.shape[:2]
-    full, rest = divmod(tokens, page_tokens)
-    whole = rows[:, : full * page_tokens].reshape(heads, full, page_tokens, *rows.shape[2:])
-    into[:full] = whole.swapaxes(0, 1)
-    if rest:
-        into[full, :, :rest] = rows[:, full * page_tokens :]
-
-
-def check_rows(shape: KvShape, arrays: Sequence[NDArray[Any]], *lead: int) -> None:
-    """ValueError if these are not keys, values [*lead, kv_heads, tokens, dim] and for int8 their scales [.., tokens]."""
-    tokens = arrays[0].shape[-2] if arrays[0].ndim > 1 else 0
+def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: int) -> None:
+    """ValueError if these are not keys and values [*lead, kv_heads, tokens, dim]."""
+    tokens = keys.shape[-2] if keys.ndim > 1 else 0
     forms = shape.forms(*lead, shape.kv_heads, tokens)
-    if len(arrays) != len(forms):
-        raise ValueError(f"key_scales: scales belong to int8 and only to int8, the type is {shape.dtype}")
-    for name, found, (form, dtype) in zip(("keys", "values", "key_scales", "value_scales"), arrays, forms, strict=False):
+    for name, found, (form, dtype) in zip(("keys", "values"), (keys, values), forms, strict=True):
         if found.shape != form or not tokens or found.dtype != dtype:
             raise ValueError(f"{name}: {found.dtype} {found.shape}, {dtype} {form} is needed")
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Flags, Floats, Int64s
+from llmcache.arrays import Bytes, Flags, Int64s
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill.checksum import checksums
@@ -53,8 +53,8 @@ from llmcache.units import BLOCK_BYTES
 
 SIDES = (KEYS, VALUES)
 Pages = Int64s | Sequence[int]
-TakeRows = Callable[[int, int, NDArray[Any], Floats | None], None]
-"""Gets keys (0) or values (1), where in the pages asked for they begin, rows [n, kv_heads, page_tokens, dim], scales (int8).
+TakeRows = Callable[[int, int, NDArray[Any]], None]
+"""Gets keys (0) or values (1), where in the pages asked for they begin, and rows [n, kv_heads, page_tokens, dim].
 
 They are valid until it returns. It is called by several threads at a time.
 """
@@ -361,7 +361,7 @@ class SpillReader:
         def read_and_take(side: int, size: int, first: int, count: int, runs: list[PageRun]) -> None:
             slots = thread_memory(count * size).reshape(count, size)
             self._fill(chain, side, runs, slots)
-            take(side, first, *view_slots(self.shape, slots, dims[side]))
+            take(side, first, view_slots(self.shape, slots, dims[side]))
 
         jobs: list[Job] = []
         for side in SIDES:
@@ -374,7 +374,7 @@ class SpillReader:
     def read_rows(
         self, sequence: int, layer: int, pages: Int64s, of_page: Int64s, rows: Int64s
     ) -> tuple[list[NDArray[Any]], int]:
-        """Returns keys and values of rows [n, dim] and for int8 their scales [n], and how many bytes were read for them.
+        """Returns keys and values of rows [n, dim], and how many bytes were read for them.
 
         `of_page` [n]: of which of `pages`, ascending, `rows` [n] are, counted there as head x page_tokens + token. Only the
         parts of pages that hold them are read, all at a time. Errors as `read`.
@@ -388,11 +388,10 @@ class SpillReader:
             here = (of_page >= first) & (of_page < first + many) if len(pages) > many else slice(None)
             with read_queue() as queue:
                 sides, count = self._fill_parts(queue, chain, pages[some], [part[some] for part in parts])
-                for side, (slots, dim) in enumerate(zip(sides, (self.shape.head_dim, self.shape.value_dim), strict=True)):
-                    for into, of_pages in zip(found[side::2], view_slots(self.shape, slots, dim), strict=False):
-                        assert of_pages is not None
-                        by_row = of_pages.reshape(len(slots), -1, *of_pages.shape[3:])
-                        into[here] = by_row[of_page[here] - first, rows[here]]
+                for into, slots in zip(found, sides, strict=True):
+                    dim = into.shape[1]
+                    by_row = view_slots(self.shape, slots, dim).reshape(len(slots), -1, dim)
+                    into[here] = by_row[of_page[here] - first, rows[here]]
             size_bytes += count
         self.read_bytes += size_bytes
         return found, size_bytes
@@ -418,20 +417,17 @@ class SpillReader:
         return sides, int(sizes.sum())
 
     def _parts_with(self, side: int, pages: int, of_page: Int64s, rows: Int64s) -> Flags:
-        """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page, or their scales."""
+        """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page."""
         shape, plan = self.shape, self._layout.of_layer
         dim = (shape.head_dim, shape.value_dim)[side]
         size, part = dim * shape.numpy_dtype.itemsize, plan.sizes[side] // plan.parts[side]
-        places = [rows * size + min(at, size - 1) for at in range(0, size + part - 1, part)]
-        if shape.dtype == "int8":
-            places.append(shape.scales_at(dim) + 4 * rows)
         found = np.zeros((pages, plan.parts[side]), np.bool_)
-        for place in places:
-            found[of_page, place // part] = True
+        for at in range(0, size + part - 1, part):
+            found[of_page, (rows * size + min(at, size - 1)) // part] = True
         return found
 
-    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], Floats | None]:
-        """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
+    def read_keys(self, sequence: int, layer: int, pages: Pages) -> NDArray[Any]:
+        """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim]; errors as `read`."""
         return view_slots(self.shape, self.read_slots(sequence, layer, pages, KEYS), self.shape.head_dim)
 
     def read_slots(

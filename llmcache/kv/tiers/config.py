@@ -18,7 +18,7 @@ from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
 
 Arrays = list[NDArray[Any]]
-"""Keys, values and for int8 their scales."""
+"""Keys and values."""
 SSD_KINDS = ("file", "csd")
 """How the ssd tier is reached: by this process itself, or through the *emulated* device that owns the file."""
 PING_PONG_STEPS = 16
@@ -136,8 +136,8 @@ class Gathered:
 
     Rows that are `repeated` are there again, and are not to be attended to.
 
-    `keys` [batch, kv_heads, k, head_dim] and `values` [.., value_dim] in the shape's numpy type (bfloat16: bits in uint16);
-    int8 comes out as float32, times its scales. `positions` int64 [batch, kv_heads, k]: indexes of tokens, padding included.
+    `keys` [batch, kv_heads, k, head_dim] and `values` [.., value_dim] in the shape's numpy type (bfloat16: bits in uint16).
+    `positions` int64 [batch, kv_heads, k]: indexes of tokens, padding included.
     """
 
     keys: Any

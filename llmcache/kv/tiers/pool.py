@@ -3,8 +3,8 @@
 Whoever uses a pool holds `lock`: while one thread copies rows out of a slot, no other gives the slot to another page, and
 the arrays do not move. Nobody waits for the disk or the device while holding it.
 
-Rows are copied as they are by one compiled loop for every type, and by another one for int8. All that these loops contain
-is in this file: numba keeps them by its date alone.
+Rows are copied by one compiled loop for every type. All that the loops contain is in this file: numba keeps them by its date
+alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,18 +34,10 @@ SHORT_RUNS = 4
 """Where runs are shorter in the mean, copying the pages together costs less than scoring so many runs."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Pages of keys or values in memory, [n, kv_heads, page_tokens, dim]; int8 has `scales` [n, kv_heads, page_tokens]."""
-
-    pages: NDArray[Any]
-    scales: Floats | None = None
-
-
 class Pool:
-    """Slots of pages, [slots, kv_heads, page_tokens, dim]. `slot_of` [numbers] int64: where a page is, NOT_HERE if nowhere.
+    """Slots of pages: `sides` are keys and values [slots, kv_heads, page_tokens, dim].
 
-    `most`: slots that are enough in the mean.
+    `slot_of` [numbers] int64: where a page is, NOT_HERE if nowhere. `most`: slots that are enough in the mean.
     `since` [numbers]: a count that tells which page came in first. `down_at` [numbers]: the step in which it last went down.
     """
 
@@ -58,23 +49,13 @@ class Pool:
         self._slots = 0
         self._clock = 0
         self.slot_of, self.since, self.down_at = (np.empty(0, np.int64) for _ in range(3))
-        self._arrays: Arrays = []
+        self.sides: Arrays = []
         self._grow(0)
-
-    @property
-    def keys(self) -> Rows:
-        """Keys in all slots, with their scales."""
-        return Rows(self._arrays[0], self._arrays[2] if len(self._arrays) > 2 else None)
-
-    @property
-    def values(self) -> Rows:
-        """Values in all slots, with their scales."""
-        return Rows(self._arrays[1], self._arrays[3] if len(self._arrays) > 2 else None)
 
     @property
     def size_bytes(self) -> int:
         """Memory of all slots, used or not."""
-        return sum(array.nbytes for array in self._arrays)
+        return sum(array.nbytes for array in self.sides)
 
     @property
     def used(self) -> int:
@@ -103,13 +84,13 @@ class Pool:
     def _grow(self, more: int) -> None:
         """Has at least `more` slots free: doubles up to the bound, and goes beyond it only as far as it must."""
         needed = self._slots - len(self._free) + more
-        if needed <= self._slots and self._arrays:
+        if needed <= self._slots and self.sides:
             return
         slots = max(16, 2 * self._slots) if more else 0
         slots = max(needed, slots if self.most is None else min(slots, self.most))
-        old = self._arrays
-        self._arrays = [np.empty(*form) for form in self.shape.forms(slots, self.shape.kv_heads, self.shape.page_tokens)]
-        for into, array in zip(self._arrays, old, strict=False):
+        old = self.sides
+        self.sides = [np.empty(*form) for form in self.shape.forms(slots, self.shape.kv_heads, self.shape.page_tokens)]
+        for into, array in zip(self.sides, old, strict=False):
             into[: self._slots] = array
         self._free = [*range(slots - 1, self._slots - 1, -1), *self._free]
         self._slots = slots
@@ -130,19 +111,19 @@ class Pool:
     def copy(self, source: int, target: int) -> None:
         """Makes page `target` a copy of page `source`."""
         into = self.add(np.array([target]))[0]
-        for array in self._arrays:
+        for array in self.sides:
             array[into] = array[self.slot_of[source]]
 
     def fill(self, numbers: Int64s, rows: Arrays, offset: int = 0) -> None:
         """Lays tokens out in pages, from token `offset` of the first page on.
 
-        `rows`: keys, values and for int8 their scales, [kv_heads, tokens, ..]; they end in the last of the pages `numbers`.
+        `rows`: keys and values [kv_heads, tokens, dim]; they end in the last of the pages `numbers`.
         """
         slots = self.add(numbers)
         size = self.shape.page_tokens
         first = size - offset if len(slots) > 1 else rows[0].shape[1]
         whole = len(slots) - 2
-        for array, part in zip(self._arrays, rows, strict=True):
+        for array, part in zip(self.sides, rows, strict=True):
             array[slots[0], :, offset : offset + first] = part[:, :first]
             if whole > 0:
                 middle = part[:, first : first + whole * size]
@@ -152,25 +133,21 @@ class Pool:
                 array[slots[-1], :, : rest.shape[1]] = rest
 
     def put(self, numbers: Int64s, pages: Arrays) -> None:
-        """Lays whole pages in: `pages` are keys, values and for int8 their scales, each [pages, ..]."""
+        """Lays whole pages in: `pages` are keys and values, each [pages, ..]."""
         slots = self.add(numbers)
-        for array, part in zip(self._arrays, pages, strict=True):
+        for array, part in zip(self.sides, pages, strict=True):
             array[slots] = part
 
-    def take(self, slots: Int64s) -> Arrays:
-        """Returns copies of keys, values and for int8 their scales in `slots`, [slots, ..]."""
-        return [array[slots] for array in self._arrays]
-
     def rows(self, number: int) -> Arrays:
-        """Returns keys, values and for int8 their scales of a page, [kv_heads, page_tokens, ..]; not copied."""
-        return [array[self.slot_of[number]] for array in self._arrays]
+        """Returns keys and values of a page, [kv_heads, page_tokens, dim]; not copied."""
+        return [array[self.slot_of[number]] for array in self.sides]
 
 
 class RowCache:
     """Rows of one layer that were attended to last, up to `capacity` of each head, so that they are not read again.
 
     The longest unused go first. What it copies are results: rows of `outs`, keys and values [batch, kv_heads, k, dim], at
-    `positions` [batch, kv_heads, k], ascending; int8 as float32. `lock` is held from `absent` to `lay`.
+    `positions` [batch, kv_heads, k], ascending. `lock` is held from `absent` to `lay`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -242,25 +219,23 @@ def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
         first = last + 1
 
 
-def score_slots(keys: Rows, slots: Int64s, queries: Floats, combine: str, threads: int | None) -> Floats:
-    """Returns the scores [kv_heads, n * page_tokens] of the pages in `slots` [n], in their order."""
-    heads, tokens = keys.pages.shape[1:3]
+def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str, threads: int | None) -> Floats:
+    """Returns the scores [kv_heads, n * page_tokens] of the pages of `keys` in `slots` [n], in their order."""
+    heads, tokens = keys.shape[1:3]
     order = np.argsort(slots)
     ordered = slots[order]
     found = list(runs(ordered))
     if len(found) * SHORT_RUNS > len(slots):
-        scales = None if keys.scales is None else keys.scales[slots]
-        return score_pages(queries, keys.pages[slots], scales, combine=combine, threads=threads)
+        return score_pages(queries, keys[slots], combine=combine, threads=threads)
     out = np.empty((heads, len(slots), tokens), np.float32)
     for first, count, step in found:
         part = slice(int(ordered[first]), int(ordered[first + count - 1]) + 1, step)
-        scales = None if keys.scales is None else keys.scales[part]
-        scores = score_pages(queries, keys.pages[part], scales, combine=combine, threads=threads)
+        scores = score_pages(queries, keys[part], combine=combine, threads=threads)
         out[:, order[first : first + count]] = scores.reshape(heads, count, tokens)
     return out.reshape(heads, -1)
 
 
-def copy_pages(sides: tuple[Rows, Rows], index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
+def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
     """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
 
     `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
@@ -276,9 +251,9 @@ def copy_pages(sides: tuple[Rows, Rows], index: Int64s, positions: Int64s, outs:
                 continue
             # In about as many parts as there are threads, or as heads.
             for head in (slice(head, head + 1) for head in range(heads)):
-                part = Rows(source.pages[:, head], None if source.scales is None else source.scales[:, head])
                 for some in (slice(first, first + share) for first in range(0, count, share)):
-                    jobs.append(partial(copy_rows, part, index[b], positions[b, head, some], out[b, head, some]))
+                    own = source[:, head], index[b], positions[b, head, some], out[b, head, some]
+                    jobs.append(partial(copy_rows, *own))
     run_all(jobs, threads)
 
 
@@ -295,34 +270,31 @@ class Destination:
         self._page_tokens = page_tokens
         self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
 
-    def take(self, side: int, first: int, rows: NDArray[Any], scales: Floats | None) -> None:
+    def take(self, side: int, first: int, rows: NDArray[Any]) -> None:
         """Copies what is wanted of the keys (`side` 0) or values (1) of the pages from place `first` on."""
         for index, coming, positions, out in zip(self._index, self._coming, self._positions, self._outs[side], strict=True):
             low, high = np.searchsorted(index[coming], (first, first + len(rows))).tolist()
             if low < high:
                 part = range(coming[low] * self._page_tokens, (coming[high - 1] + 1) * self._page_tokens)
-                copy_rows(Rows(rows, scales), index, positions, out, first, part)
+                copy_rows(rows, index, positions, out, first, part)
 
 
 def copy_rows(
-    source: Rows, index: Int64s, positions: Int64s, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
+    source: NDArray[Any], index: Int64s, positions: Int64s, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
 ) -> None:
-    """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
+    """Copies the rows of one sequence in the pages `source` to `out` [kv_heads, k, dim], in this thread.
 
     `index` [pages]: which page of `source` each page of the sequence is, counted from `first` on, another number if none.
     `positions` [kv_heads, k], ascending, are looked at only within `part`.
     """
     if not out.size:
         return
-    dim, size = out.shape[2], source.pages.shape[2]
-    place = (first, len(source.pages), index, positions, part.start, part.stop, size)
-    if source.scales is not None:
-        _copy_scaled(source.pages, source.scales, *place, out)
-        return
-    word = np.dtype(np.uint64 if dim * out.itemsize % 8 == 0 else np.uint8)
-    words, strides = _in_words(source.pages, word)
+    row_bytes = out.shape[2] * out.itemsize
+    word = np.dtype(np.uint64 if row_bytes % 8 == 0 else np.uint8)
+    words, strides = _in_words(source, word)
     into, into_strides = _in_words(out[:, :, None], word)
-    _copy_words(words, *strides, *place, into, into_strides[0], into_strides[1], dim * out.itemsize // word.itemsize)
+    place = (first, len(source), index, positions, part.start, part.stop, source.shape[2])
+    _copy_words(words, *strides, *place, into, *into_strides, row_bytes // word.itemsize)
 
 
 def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tuple[int, int]]:
@@ -370,19 +342,6 @@ def _copy_words(  # type: ignore[no-untyped-def]
                 for j in range(many * size):
                     out[to + np.uint64(j)] = words[at + np.uint64(j)]
             i += many
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy_scaled(rows, scales, first, pages, index, positions, begin, end, tokens, out):  # type: ignore[no-untyped-def]
-    for head in range(positions.shape[0]):
-        of_head = positions[head]
-        i = np.searchsorted(of_head, begin)
-        while i < of_head.size and of_head[i] < end:
-            page, token = index[of_head[i] // tokens] - first, of_head[i] % tokens
-            if page >= 0 and page < pages:
-                for j in range(out.shape[2]):
-                    out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]
-            i += 1
 
 
 @numba.njit(nogil=True, cache=True)

@@ -262,15 +262,14 @@ class Spill:
     # Reading and moving
 
     def read(self, layer: int, numbers: Int64s, why: str) -> Iterator[tuple[Int64s, Arrays]]:
-        """Yields pages with their numbers, stream by stream, as keys, values and for int8 their scales.
+        """Yields pages with their numbers, stream by stream, as keys and values [pages, kv_heads, page_tokens, dim].
 
-        Arrays [pages, kv_heads, page_tokens, ..] are valid until the next.
+        They are valid until the next.
         """
         table = self._state.table
         for stream, found in table.by_stream(numbers):
             with self.ssd.read(stream, layer, table.places(found), why) as pages:
-                sides = (pages.keys, pages.values, pages.key_scales, pages.value_scales)
-                yield found, [side for side in sides if side is not None]
+                yield found, [pages.keys, pages.values]
 
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import LlmcacheError
-from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
+from llmcache.kv.csd import EmulatedCsd, ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, PageBuffer, Recovery, SpillFile
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
-KeyRows = tuple[NDArray[Any], Floats | None]
 KEPT_ROOMS = 2
 SCORE_BYTES = 1 << 22
 """Keys that the host reads before it scores them."""
@@ -52,7 +51,7 @@ class FileTier:
         return self._file.pages_by_layer(stream)[layer]
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Writes keys, values and for int8 their scales, [kv_heads, tokens, ..], behind the last page.
+        """Writes keys and values [kv_heads, tokens, dim] behind the last page.
 
         EnvironmentProblem if there is no space, and then none of them is there.
         """
@@ -98,8 +97,8 @@ class FileTier:
                     return self._rooms.pop(index)
         return PageBuffer(self._file.shape, pages + pages // 8)
 
-    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
-        """Returns the keys of pages and for int8 their scales."""
+    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> NDArray[Any]:
+        """Returns the keys of pages."""
         found = self._file.read_keys(stream, layer, places)
         self._traffic.add("ssd", "cpu", why, len(places) * self._file.shape.key_slot_bytes)
         return found
@@ -111,8 +110,8 @@ class FileTier:
         shape = self._file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
         for some in (places[first : first + share] for first in range(0, len(places), share)):
-            keys, scales = self.read_keys(stream, layer, some, "score")
-            scores = score_pages(queries, keys, scales, combine=combine, threads=self._threads)
+            keys = self.read_keys(stream, layer, some, "score")
+            scores = score_pages(queries, keys, combine=combine, threads=self._threads)
             positions = (some[:, None] * shape.page_tokens + np.arange(shape.page_tokens)).reshape(-1)
             for start in range(0, len(positions), block_tokens):
                 part = slice(start, start + block_tokens)
@@ -179,12 +178,12 @@ class CsdTier:
             found = device.read(stream, layer, places)
         yield found
 
-    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
+    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> NDArray[Any]:
         """Returns the keys of pages over the link."""
         with self._command(why) as device:
             return device.read_keys(stream, layer, places)
 
-    def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> KvRows:
+    def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> Arrays:
         """Returns single rows, by ascending token numbers of each head; nothing else crosses the link."""
         with self._command(why) as device:
             return device.gather(stream, layer, positions)

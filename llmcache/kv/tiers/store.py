@@ -34,14 +34,14 @@ from numpy.typing import NDArray
 from llmcache import files
 from llmcache.arrays import Bytes, Flags, Floats, Int64s
 from llmcache.errors import LlmcacheError, UsageError
-from llmcache.kv.csd import KvRows, Report, ScoreBlock
+from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, RowCache, copy_pages, mark_missing, score_slots
 from llmcache.kv.tiers.spill import Fresh, Spill
-from llmcache.kv.tiers.ssd import CsdTier, FileTier, KeyRows, SsdTier, open_tier
+from llmcache.kv.tiers.ssd import CsdTier, FileTier, SsdTier, open_tier
 from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
@@ -72,7 +72,7 @@ class FastTier(Protocol):
         """Returns for each of `pages` [n] whether it is there, and counts it as used."""
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Takes pages, [n, kv_heads, page_tokens, dim] (int8 as float32), in place of the longest unused; copies them.
+        """Takes pages, [n, kv_heads, page_tokens, dim], in place of the longest unused; copies them.
 
         ValueError if more pages are used in one gather than there is room.
         """
@@ -210,18 +210,19 @@ class KvStore(Sequences):
 
     # Adding tokens
 
-    def append(self, layer: int, *arrays: NDArray[Any]) -> None:
+    def append(self, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Adds tokens to a layer: keys and values [batch, kv_heads, tokens, dim] in the shape's numpy type.
 
-        For int8 then their scales, float32 [batch, kv_heads, tokens]. Layers of a step come in any order; `commit` ends it.
+        Layers of a step come in any order; `commit` ends it.
         EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
         are written with the next page, or by `spill`.
         """
         size = self.shape.page_tokens
         self.checked(layer)
-        check_rows(self.shape, arrays, self.batch)
+        check_rows(self.shape, keys, values, self.batch)
+        arrays = (keys, values)
         first = int(self.lengths[layer])
-        end = first + arrays[0].shape[2]
+        end = first + keys.shape[2]
         full = range(first // size, end // size)
         self.table.extend(self.shape.pages_of(end))
         pool = self.checked(layer)
@@ -313,7 +314,7 @@ class KvStore(Sequences):
         with pool.lock:
             slots = pool.slot_of[numbers]
             here = slots >= 0
-            return wanted[here], score_slots(pool.keys, slots[here], queries, combine, self.config.threads)
+            return wanted[here], score_slots(pool.sides[0], slots[here], queries, combine, self.config.threads)
 
     def _wanted(self, sequence: int, pages: Int64s | None) -> tuple[Int64s, Int64s]:
         """Whole pages to be scored, ascending, and their numbers; `pages` None: those of the middle."""
@@ -344,8 +345,8 @@ class KvStore(Sequences):
             return iter(())
         return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
-    def read_keys(self, layer: int, sequence: int, pages: Int64s) -> KeyRows:
-        """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages, and for int8 their scales.
+    def read_keys(self, layer: int, sequence: int, pages: Int64s) -> NDArray[Any]:
+        """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages.
 
         For indexes and page summaries; bytes from the ssd tier are counted as "index".
         """
@@ -353,37 +354,25 @@ class KvStore(Sequences):
         pages, numbers = self.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
         with pool.lock:
             slots = pool.slot_of[numbers]
-            keys = pool.keys.pages[slots]
-            scales = None if pool.keys.scales is None else pool.keys.scales[slots]
+            keys: NDArray[Any] = pool.sides[0][slots]
         missing = np.unique(numbers[slots < 0])
         if self._spill is not None:
             for stream, found in self.table.by_stream(missing):
-                rows, row_scales = self._spill.ssd.read_keys(stream, layer, self.table.places(found), "index")
+                rows = self._spill.ssd.read_keys(stream, layer, self.table.places(found), "index")
                 for index, number in enumerate(found):
                     keys[numbers == number] = rows[index]
-                    if scales is not None and row_scales is not None:
-                        scales[numbers == number] = row_scales[index]
-        return keys, scales
+        return keys
 
-    def pinned_keys(self, layer: int) -> tuple[KeyRows, Int64s]:
-        """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n].
-
-        Scales [batch, kv_heads, n] belong to int8.
-        """
+    def pinned_keys(self, layer: int) -> tuple[NDArray[Any], Int64s]:
+        """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""
         pool, middle, length, size = self.checked(layer), self.middle, int(self.lengths[layer]), self.shape.page_tokens
         pages = np.concatenate([np.arange(middle.start), np.arange(middle.stop, self.shape.pages_of(length))])
         positions = (pages[:, None] * size + np.arange(size)).reshape(-1)
         positions = positions[positions < length]
-
-        def rows(of_slots: NDArray[Any]) -> NDArray[Any]:
-            by_head = of_slots[slots].swapaxes(1, 2)
-            joined: NDArray[Any] = by_head.reshape(*by_head.shape[:2], -1, *by_head.shape[4:])
-            return joined[:, :, : len(positions)]
-
         with pool.lock:
-            slots = pool.slot_of[self.table.table[:, pages]]
-            scales = pool.keys.scales
-            return (rows(pool.keys.pages), None if scales is None else rows(scales)), positions
+            by_head = pool.sides[0][pool.slot_of[self.table.table[:, pages]]].swapaxes(1, 2)
+        keys = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[4])
+        return keys[:, :, : len(positions)], positions
 
     # What a layer attends to, side by side
 
@@ -454,12 +443,11 @@ class KvStore(Sequences):
 
     def _room(self, tokens: int) -> tuple[Memory, Sides]:
         """Memory for `tokens` of all sequences, and the keys and values in it."""
-        shape = self.shape
-        dtype = np.dtype(np.float32) if shape.dtype == "int8" else shape.numpy_dtype
-        forms = [(self.batch, shape.kv_heads, tokens, dim) for dim in (shape.head_dim, shape.value_dim)]
-        sizes = [int(np.prod(form)) * dtype.itemsize for form in forms]
+        forms = self.shape.forms(self.batch, self.shape.kv_heads, tokens)
+        sizes = [int(np.prod(form)) * dtype.itemsize for form, dtype in forms]
         memory = self._buffers.take(*sizes)
-        keys, values = (side[:size].view(dtype).reshape(form) for side, size, form in zip(memory, sizes, forms, strict=True))
+        parts = zip(memory, sizes, forms, strict=True)
+        keys, values = (side[:size].view(dtype).reshape(form) for side, size, (form, dtype) in parts)
         return memory, (keys, values)
 
     def _copy_in(self, staged: Staged, positions: Int64s, first: int, chosen: bool) -> None:
@@ -474,7 +462,7 @@ class KvStore(Sequences):
             marked = [mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True)]
             missing = sum(count for count, _ in marked)
             if missing < positions.size:
-                copy_pages((pool.keys, pool.values), index, positions, outs, self.config.threads)
+                copy_pages(pool.sides, index, positions, outs, self.config.threads)
         again = repeated(positions)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
@@ -532,8 +520,8 @@ class KvStore(Sequences):
             rows = where[1][here] * size + tokens[here] % size
             sides = ssd.read_rows(stream, layer, self.table.places(found), of_page[here], rows, "fetch")
             wanted = tuple(axis[here] for axis in where)
-            for out, side, scales in zip(outs, sides, sides[2:] or (None, None), strict=False):
-                out[wanted] = side if scales is None else side.astype(np.float32) * scales[:, None]
+            for out, side in zip(outs, sides, strict=True):
+                out[wanted] = side
 
     def _fetch_rows(
         self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, once: Flags, outs: Arrays
@@ -550,10 +538,11 @@ class KvStore(Sequences):
                     # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
                     first = int(np.flatnonzero(streams == stream)[0]) * size
                     of_pages = wanted & (streams == stream)
-                    here = [of_pages[of_head // size] & new for of_head, new in zip(positions[b], once[b], strict=True)]
-                    count += sum(int(of_head.sum()) for of_head in here)
+                    here = of_pages[positions[b] // size] & once[b]
+                    count += int(here.sum())
                     local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
-                    _lay_out(ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
+                    for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
+                        out[b][here] = rows
         return count
 
     # Through a fast tier
@@ -567,7 +556,7 @@ class KvStore(Sequences):
     def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
         """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
 
-        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
+        They are what its `rows` returns, for instance tensors on a gpu. Bytes are counted as "attend".
         """
         size = self.shape.page_tokens
         pool, middle, length = self.checked(layer), self.middle, int(self.lengths[layer])
@@ -591,15 +580,9 @@ class KvStore(Sequences):
     def _send(self, layer: int, pool: Pool, numbers: Int64s, fast: FastTier) -> None:
         with pool.lock:
             here = pool.slot_of[numbers] != NOT_HERE
-            held = pool.take(pool.slot_of[numbers[here]])
+            held = [side[pool.slot_of[numbers[here]]] for side in pool.sides]
         read = () if self._spill is None else self._spill.read(layer, numbers[~here], "fetch")
-        for found, (keys, values, *scales) in itertools.chain([(numbers[here], held)] if here.any() else [], read):
-            if scales:
-                with np.errstate(all="ignore"):  # behind the last token of a page that is being filled there is anything
-                    keys, values = (
-                        side.astype(np.float32) * of_side[..., None]
-                        for side, of_side in zip((keys, values), scales, strict=True)
-                    )
+        for found, (keys, values) in itertools.chain([(numbers[here], held)] if here.any() else [], read):
             fast.put(layer, found, keys, values)
             self.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
@@ -694,7 +677,7 @@ class KvStore(Sequences):
     def tail(self) -> tuple[Int64s, Int64s, list[list[NDArray[Any]]]]:
         """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
 
-        Rows: keys, values and for int8 their scales, [batch, kv_heads, n, ..], as `append` takes them. Between steps only.
+        Rows: keys and values [batch, kv_heads, n, dim], as `append` takes them. Between steps only.
         """
         self.check_between_steps()
         full, rest = divmod(self.length, self.shape.page_tokens)
@@ -748,13 +731,3 @@ class KvStore(Sequences):
         else:  # the error that is under way says more than one that follows from it
             with contextlib.suppress(LlmcacheError):
                 self.close()
-
-
-def _lay_out(rows: KvRows, here: list[Flags], outs: Arrays) -> None:
-    """Puts rows, head after head, where `here` [k] of each head says; int8 becomes float32, times its scales."""
-    done = 0
-    for head, mask in enumerate(here):
-        part = slice(done, done + int(mask.sum()))
-        for out, side, scales in ((outs[0], rows.keys, rows.key_scales), (outs[1], rows.values, rows.value_scales)):
-            out[head][mask] = side[part] if scales is None else side[part].astype(np.float32) * scales[part, None]
-        done = part.stop
