@@ -1,4 +1,4 @@
-"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death, starts it again.
+"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death.
 
 One thread at a time uses a device. It works on one command at a time; while an execution runs, its score blocks come in
 as the host asks for them, and the host is free to score its own keys in between.
@@ -86,16 +86,14 @@ class EmulatedCsd:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report = Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
-        self._programs: list[str] = []
-        self._active: list[int] = []
         self._pages: dict[int, list[int]] = {}
         self._running: Execution | None = None
         self.end: Connection | None = None
-        self._start(create, again=False)
+        self._start(create)
 
     # The process
 
-    def _start(self, create: bool, again: bool) -> None:
+    def _start(self, create: bool) -> None:
         ours, theirs = Pipe()
         memory = Shared.make()
         try:
@@ -114,36 +112,18 @@ class EmulatedCsd:
             os.close(memory)
         opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", [], create=create, again=again, **opening)
+            found = self._command("open", [], create=create, **opening)
         except BaseException:
             self.kill()
             raise
         self.direct: bool = found["direct"]
         self.recovery: Recovery = found["recovery"]
-        self._compare(found["pages"], again)
-
-    def _compare(self, found: dict[int, list[int]], again: bool) -> None:
-        """Compares what the device has after a restart with what it had acknowledged before."""
-        for sequence, pages in self._pages.items() if again else ():
-            there = found.get(sequence, [0] * len(pages))
-            if any(mine > theirs for mine, theirs in zip(pages, there, strict=True)):
-                lost = f"{there} pages by layer, {pages} were acknowledged"
-                raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
-        self._pages = found
+        self._pages = found["pages"]
 
     @property
     def pid(self) -> int:
         """Process id of the device."""
         return self.process.pid
-
-    def restart(self) -> None:
-        """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
-        self.kill()
-        self._start(create=False, again=True)
-        for name in self._programs:
-            self._command("load_program", [], name=name)
-        for index in self._active:
-            self._command("activate_program", [], index=index)
 
     def kill(self) -> None:
         """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
@@ -197,7 +177,7 @@ class EmulatedCsd:
     def _pipe(self) -> Connection:
         """What leads to the device; EnvironmentProblem if it does not run."""
         if self.end is None:
-            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restore the context from its file")
         return self.end
 
     def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
@@ -230,7 +210,9 @@ class EmulatedCsd:
             code = self.process.wait()
             how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
         self.kill()
-        return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")
+        return EnvironmentProblem(
+            f"{self.path}: its emulated device {how}", "restore the context from its file: what it has acknowledged is there"
+        )
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
@@ -246,14 +228,11 @@ class EmulatedCsd:
 
     def load(self, program: str = SCORE_KEYS) -> int:
         """Loads a program into the device; returns its number. It runs once it is activated."""
-        index = int(self._command("load_program", [], name=program)["index"])
-        self._programs.append(program)
-        return index
+        return int(self._command("load_program", [], name=program)["index"])
 
     def activate(self, index: int) -> None:
         """Makes a loaded program ready to run."""
         self._command("activate_program", [], index=index)
-        self._active.append(index)
 
     def execute(
         self,

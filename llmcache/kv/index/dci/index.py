@@ -11,8 +11,8 @@ rooms that queries need belong to threads (`_Rooms`). The policies keep to that 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,10 @@ class DciSettings:
     def visited(self, keys: int, k: int) -> int:
         """Returns how many keys a query for `k` of `keys` may visit on each level."""
         return max(1, int(self.visit * keys) + self.visit_each * k)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return asdict(self)
 
 
 @dataclass
