@@ -174,24 +174,6 @@ def test_prompts_share_their_blocks(tiny: Path, opened: Open, cache: PrefixCache
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
-def test_fifty_conversations_take_a_fifth_of_their_whole_states(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    """Each over one system prompt and of two turns, in turns, so that the second one finds another's state in the model."""
-    model, system = opened(tiny, cache, n_ctx=4096), prompt(2048)
-    tokens = {seed: system + prompt(150, seed=seed) for seed in range(1, 51)}
-    for turn in range(2):
-        for seed, before in tokens.items():
-            answer(model, before, 4)
-            if not turn:
-                tokens[seed] = model.input_ids[: model.n_tokens].tolist() + prompt(50, seed=100 + seed)
-    assert cache.counters.restored_tokens == sum(len(one) - 50 for one in tokens.values())
-    (layout,) = {block.layout for entry in cache.store.entries() if (block := cache.store.read(entry.key, payload=False))}
-    assert layout
-    whole = sum(len(one) + 3 for one in tokens.values()) * layout.token_bytes
-    stored = sum(path.lstat().st_size for path in cache.store.directory.rglob("*") if path.is_file())
-    assert stored < whole / 5, f"{stored / whole:.3f}"
-    assert sorted(entry.key.kind for entry in cache.store.entries()) == [*["kv"] * 8, *["part"] * 50]
-
-
 def test_another_model_of_the_same_name_and_other_settings_have_other_blocks(
     tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
 ) -> None:
@@ -317,19 +299,18 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
-def make_recurrent(path: Path, hybrid: bool) -> Path:
-    """The smallest Mamba that llama.cpp loads, or Jamba: a layer of it and one of attention; of random weights."""
+def make_recurrent(path: Path) -> Path:
+    """The smallest Mamba that llama.cpp loads, of random weights."""
     import gguf
 
     width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
-    writer, drawn = gguf.GGUFWriter(path, "jamba" if hybrid else "mamba"), np.random.default_rng(0)
+    writer, drawn = gguf.GGUFWriter(path, "mamba"), np.random.default_rng(0)
     told = {
-        "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": width * hybrid,
-        "head_count": 4 * hybrid, "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state,
-        "ssm_time_step_rank": rank, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
+        "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
+        "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
+        "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
         "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
         "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
-        **({"head_count_kv": [0, 4]} if hybrid else {}),
     }  # fmt: skip
     for name, value in told.items():
         getattr(writer, f"add_{name}")(value)
@@ -337,13 +318,9 @@ def make_recurrent(path: Path, hybrid: bool) -> Path:
     mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
     mamba |= {"x.weight": (rank + 2 * state, inner), "dt.weight": (inner, rank), "a": (inner, state), "d": (inner,)}
     mamba |= {"out.weight": (width, inner)}
-    mamba |= {"dt_norm.weight": (rank,), "b_norm.weight": (state,), "c_norm.weight": (state,)} if hybrid else {}
-    mamba = {f"ssm_{name}": shape for name, shape in mamba.items()}
-    attention = {f"attn_{name}.weight": (width, width) for name in ("q", "k", "v", "output")}
-    dense = {"ffn_norm.weight": (width,), **{f"ffn_{name}.weight": (width, width) for name in ("gate", "up", "down")}}
     for layer in range(2):
-        found = (attention if hybrid and layer else mamba) | (dense if hybrid else {}) | {"attn_norm.weight": (width,)}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
+        shapes |= {f"blk.{layer}.ssm_{name}": shape for name, shape in mamba.items()}
+        shapes[f"blk.{layer}.attn_norm.weight"] = (width,)
     for name, shape in shapes.items():
         values = np.ones(shape) if "norm" in name else drawn.standard_normal(shape) / 4
         writer.add_tensor(name, (-abs(values) if name.endswith("ssm_a") else values).astype(np.float32))
@@ -354,11 +331,10 @@ def make_recurrent(path: Path, hybrid: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["mamba", "jamba"])
 def test_recurrent_states_are_stored_whole(
-    tmp_path: Path, opened: Open, cache: PrefixCache, hybrid: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = make_recurrent(tmp_path / "recurrent.gguf", hybrid)
+    path = make_recurrent(tmp_path / "recurrent.gguf")
     model, other = opened(path, cache), prompt(512, seed=1) + prompt(600)[512:]
     answer(model, prompt(600), 1)
     evaluated = logits(model)
@@ -382,7 +358,7 @@ def test_what_llama_evaluates_anew_is_not_stored(
     def remove(context: Any, _: int, start: int, end: int) -> Any:
         return llama_cpp.llama_memory_seq_rm(context.memory, -1, start, end)
 
-    path = make_recurrent(tmp_path / "recurrent.gguf", hybrid=False)
+    path = make_recurrent(tmp_path / "recurrent.gguf")
     plain = answer(opened(path), prompt(600))
     monkeypatch.setattr("llama_cpp._internals.LlamaContext.kv_cache_seq_rm", remove)
     model = opened(path, cache)

@@ -110,12 +110,6 @@ def test_looking_ahead_with_true_queries_changes_nothing() -> None:
     assert not same(run(app=True), plain), "it is not"
 
 
-def test_what_is_attended_to_are_the_rows_of_the_stream() -> None:
-    for options in ({"app": False}, {"app": True}, {"app": True, "exact": True}):
-        for layer, found in enumerate(run(**options)[-1]):
-            check_rows(found, layer, SPEC.context + STEPS)
-
-
 def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit() -> None:
     for step, layers in enumerate(run(alpha=1.0)):
         for layer, found in enumerate(layers):
@@ -334,11 +328,6 @@ def test_it_is_the_softmax_of_scaled_products_for_each_head() -> None:
             share = np.exp(logits) / np.exp(logits).sum()
             np.testing.assert_allclose(weights[b, head], share, rtol=1e-5)
             np.testing.assert_allclose(out[b, head], share @ VALUES[b, head // 2], rtol=1e-4, atol=1e-6)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    out, weights = attention(1e4 * QUERIES, KEYS, VALUES)
-    assert np.isfinite(out).all() and weights.max() == 1
 
 
 # Timelines

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats
+from llmcache.arrays import Bytes, Floats, Int64s, Uint32s
 from llmcache.errors import LlmcacheError
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, ModelledClock, Report
 from llmcache.kv.csd.wire import (
@@ -132,18 +133,15 @@ class Device:
         return {}
 
     def _execute_program(
-        self, index: int, sequence: int, layer: int, heads: int, runs: int, combine: str, block_tokens: int
+        self, index: int, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
     ) -> Result:
-        """Runs a program over the keys of a layer, or of `runs` runs of its pages (0: of all)."""
+        """Runs a program over the keys of a layer, or of `runs` of its pages (none: of all)."""
         if index not in self._active:
             raise ValueError(f"program: number {index} is not activated")
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
-        forms = (((heads, self.file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32)))
-        asked, wanted = self._shared.take(forms)
-        queries = asked.copy()  # the desk belongs to the host again once the command ends
-        self._receive(queries.nbytes + wanted.nbytes)
-        pages = [page for first, count in wanted.tolist() for page in range(first, first + count)] if runs else None
+        self._receive(queries.nbytes + runs.nbytes)
+        pages = [page for first, count in runs.tolist() for page in range(first, first + count)] if len(runs) else None
         for base, scores, read_bytes in self._scored(sequence, layer, queries, combine, pages):
             self._count_read(read_bytes)
             self._clock.compute(read_bytes)
@@ -219,26 +217,22 @@ class Device:
         self._report.internal_written_bytes += size_bytes
         self._clock.read(size_bytes)  # the same path inside, the other way
 
-    def _write(self, sequence: int, layer: int, tokens: int) -> Result:
-        arrays = self._shared.take(self.file.shape.forms(self.file.shape.kv_heads, tokens))
-        self._receive(sum(array.nbytes for array in arrays))
-        self._count_written(self.file.append(sequence, layer, *arrays))
+    def _write(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> Result:
+        self._receive(keys.nbytes + values.nbytes)
+        self._count_written(self.file.append(sequence, layer, keys, values))
         return {}
 
-    def _write_tokens(self, sequence: int, tokens: int) -> Result:
-        ids, positions = self._shared.take([((tokens,), np.dtype(np.int64))] * 2)
+    def _write_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> Result:
         self._receive(ids.nbytes + positions.nbytes)
         self._count_written(self.file.append_tokens(sequence, ids, positions))
         return {}
 
-    def _read(self, sequence: int, layer: int, count: int, sides: list[int]) -> Result:
+    def _read(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> Result:
         """Sends the slots of pages, keys before values (or one of both alone), in as many parts as the ring needs."""
-        (asked,) = self._shared.take([((count,), np.dtype(np.int64))])
-        pages = asked.copy()
         self._receive(pages.nbytes)
         shape = self.file.shape
         share = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
-        for first in range(0, count, share):
+        for first in range(0, len(pages), share):
             part = pages[first : first + share]
             for side in sides:
                 slots = self.file.read_slots(sequence, layer, part, side)
@@ -246,13 +240,12 @@ class Device:
                 self._send_bytes(slots)
         return {"length": self.file.length(sequence, layer)}
 
-    def _gather(self, sequence: int, layer: int, counts: list[int]) -> Result:
-        """Reads pages but sends only the rows that are asked for: `counts` of each head, by token number."""
-        shape = self.file.shape
-        (asked,) = self._shared.take([((sum(counts),), np.dtype(np.uint32))])
-        flat = asked.astype(np.int64)
-        self._receive(asked.nbytes)
-        for pages, parts in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
+    def _gather(self, sequence: int, layer: int, positions: list[Uint32s]) -> Result:
+        """Reads pages but sends only the rows that are asked for: token numbers of each head."""
+        shape, asked = self.file.shape, [of_head.astype(np.int64) for of_head in positions]
+        self._receive(sum(of_head.nbytes for of_head in positions))
+        flat = np.concatenate(asked)
+        for pages, parts in shares(shape, asked):
             heads = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
             page, token = np.divmod(np.concatenate([flat[part] for part in parts]), shape.page_tokens)
             places = np.searchsorted(pages, page), heads, token

@@ -24,8 +24,8 @@ from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import (
     BLOCK_TOKENS,
-    DESK_BYTES,
     SCORE_KEYS,
+    WRITE_BYTES,
     Data,
     ScoreBlock,
     Shared,
@@ -112,7 +112,7 @@ class EmulatedCsd:
             os.close(memory)
         opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", [], create=create, **opening)
+            found = self._command("open", create=create, **opening)
         except BaseException:
             self.kill()
             raise
@@ -160,17 +160,17 @@ class EmulatedCsd:
 
     # Commands
 
-    def _command(self, command: str, arrays: list[Rows], **arguments: Any) -> dict[str, Any]:
+    def _command(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Gives a command and returns its result."""
-        self._send(command, arrays, **arguments)
+        self._send(command, **arguments)
         return self._ended(self._receive())
 
-    def _change(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
+    def _change(self, command: str, **arguments: Any) -> None:
         """Gives a command that writes. DataError: nothing was done, and pages are lost that had been acknowledged."""
         try:
-            self._command(command, arrays, **arguments)
+            self._command(command, **arguments)
         except DataError:
-            self._pages = self._command("identify", [])["pages"]
+            self._pages = self._command("identify")["pages"]
             raise
 
     @property
@@ -180,11 +180,10 @@ class EmulatedCsd:
             raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restore the context from its file")
         return self.end
 
-    def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
+    def _send(self, command: str, **arguments: Any) -> None:
         if self._running is not None:
             self._running.drain()
         pipe = self._pipe
-        self._shared.put(arrays)
         try:
             pipe.send((command, arguments))
         except (BrokenPipeError, ConnectionResetError):
@@ -228,11 +227,11 @@ class EmulatedCsd:
 
     def load(self, program: str = SCORE_KEYS) -> int:
         """Loads a program into the device; returns its number. It runs once it is activated."""
-        return int(self._command("load_program", [], name=program)["index"])
+        return int(self._command("load_program", name=program)["index"])
 
     def activate(self, index: int) -> None:
         """Makes a loaded program ready to run."""
-        self._command("activate_program", [], index=index)
+        self._command("activate_program", index=index)
 
     def execute(
         self,
@@ -256,8 +255,8 @@ class EmulatedCsd:
         runs = page_runs(np.asarray([] if pages is None else pages, np.int64))
         if pages is not None and not len(runs):
             raise ValueError("pages: none is named")
-        options = {"combine": combine, "block_tokens": block_tokens, "heads": len(queries), "runs": len(runs)}
-        self._send("execute_program", [queries, runs], index=index, sequence=sequence, layer=layer, **options)
+        options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
+        self._send("execute_program", index=index, sequence=sequence, layer=layer, **options)
         self._running = Execution(self)
         return self._running
 
@@ -265,22 +264,19 @@ class EmulatedCsd:
         """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
         check_rows(self.shape, keys, values)
         for part in self._shares(keys.shape[1], self.shape.token_bytes):
-            cut = [keys[:, part], values[:, part]]
-            self._change("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
+            self._change("write", sequence=sequence, layer=layer, keys=keys[:, part], values=values[:, part])
             self._note(sequence, layer, part.stop - part.start)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
         """Writes the ids and positions of tokens; as `SpillFile.append_tokens`."""
         check_tokens(ids, positions)
         for part in self._shares(len(ids), 16):
-            count = part.stop - part.start
-            arrays = [np.asarray(array[part], np.int64) for array in (ids, positions)]
-            self._change("write_tokens", arrays, sequence=sequence, tokens=count)
-            self._note(sequence, self.shape.layers, count)
+            self._change("write_tokens", sequence=sequence, ids=ids[part], positions=positions[part])
+            self._note(sequence, self.shape.layers, part.stop - part.start)
 
     def _shares(self, tokens: int, token_bytes: int) -> list[slice]:
-        """Parts of whole pages that fit the desk."""
-        pages = max(1, DESK_BYTES // 2 // (token_bytes * self.shape.page_tokens))
+        """Parts of whole pages, each for one command."""
+        pages = max(1, WRITE_BYTES // (token_bytes * self.shape.page_tokens))
         step = pages * self.shape.page_tokens
         return [slice(first, min(tokens, first + step)) for first in range(0, tokens, step)]
 
@@ -306,7 +302,7 @@ class EmulatedCsd:
 
     def _fetched(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> tuple[int, list[Bytes]]:
         """The layer's length, and slots [pages, slot bytes] of `sides`, which come over the link in turns, in parts."""
-        self._send("read", [pages], sequence=sequence, layer=layer, count=len(pages), sides=sides)
+        self._send("read", sequence=sequence, layer=layer, pages=pages, sides=sides)
         sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
         slots = [np.empty((len(pages), sizes[side]), np.uint8) for side in sides]
         left = [of_side.reshape(-1) for of_side in slots]
@@ -321,15 +317,13 @@ class EmulatedCsd:
     def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> list[Rows]:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
 
-        `positions`: ascending token numbers of each key head, in all no more than half of the desk's bytes. Returns keys
-        and values [all, dim], those of one head after the other. ValueError: there is no such token; DataError: a page is
-        damaged.
+        `positions`: ascending token numbers of each key head. Returns keys and values [all, dim], those of one head after
+        the other. ValueError: there is no such token; DataError: a page is damaged.
         """
-        flat = np.concatenate(positions)
-        rows = [np.empty(*form) for form in self.shape.forms(len(flat))]
-        if len(flat):
-            counts = [len(of_head) for of_head in positions]
-            self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
+        rows = [np.empty(*form) for form in self.shape.forms(sum(map(len, positions)))]
+        if len(rows[0]):
+            asked = [of_head.astype(np.uint32) for of_head in positions]
+            self._send("gather", sequence=sequence, layer=layer, positions=asked)
             for _, parts in shares(self.shape, positions):
                 for side in rows:
                     self._take(side, parts)
@@ -351,11 +345,11 @@ class EmulatedCsd:
         """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
         if sequence in self._pages:  # before the command: what is gone then has not been lost
             self._pages[sequence] = [min(pages, there) for there in self._pages[sequence]]
-        self._change("deallocate", [], sequence=sequence, pages=pages)
+        self._change("deallocate", sequence=sequence, pages=pages)
 
     def flush(self) -> None:
         """Returns when everything acknowledged is on the disk."""
-        self._change("flush", [])
+        self._change("flush")
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:

@@ -1,10 +1,9 @@
 """Between host and *emulated* device: what lies in the memory that both see; messages go over a pipe of multiprocessing.
 
 A command is its name and arguments; what comes back is `Data` in the ring, and in the end a dict or the error. Shared memory
-has no name (memfd), so nothing is left behind whoever dies. It holds two counters, a ring for what goes to the host, and a
-desk for what comes with a command. Only the device moves `produced` and only the host moves `consumed`, each by one aligned
-store of 8 bytes; what lies between them belongs to the host. The desk belongs to the device from a command's beginning to
-its end.
+has no name (memfd), so nothing is left behind whoever dies. It holds two counters and a ring for what goes to the host. Only
+the device moves `produced` and only the host moves `consumed`, each by one aligned store of 8 bytes; what lies between them
+belongs to the host.
 
 Scores cross as blocks, the scores of up to n neighbouring tokens: 4n bytes and a header. Source: hillinfer.txt, section 3.2
 (<Token pos, Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Differs from the paper: a half
@@ -19,9 +18,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -32,7 +31,8 @@ from llmcache.kv.kernels.scores import bits_of, single_of, widened
 from llmcache.kv.spill import KvShape
 
 RING_BYTES = 1 << 23
-DESK_BYTES = 1 << 23
+WRITE_BYTES = 1 << 22
+"""Of keys and values, or of tokens, that one command writes."""
 COMMAND_BYTES, COMPLETION_BYTES = 64, 16
 """What NVMe puts on the link for any command and any completion."""
 HEADER_BYTES = 16
@@ -70,35 +70,17 @@ class Shared:
     """The memory that both ends see."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, _RING_AT + RING_BYTES + DESK_BYTES)
+        self._map = mmap.mmap(fd, _RING_AT + RING_BYTES)
         whole = np.frombuffer(self._map, np.uint8)
         self.counters: NDArray[np.uint64] = whole[:16].view(np.uint64)  # produced, consumed
-        self.ring = whole[_RING_AT : _RING_AT + RING_BYTES]
-        self.desk = whole[_RING_AT + RING_BYTES :]
+        self.ring = whole[_RING_AT:]
 
     @staticmethod
     def make() -> int:
         """Returns a descriptor of fresh memory, for both ends."""
         fd = os.memfd_create("llmcache-csd", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _RING_AT + RING_BYTES + DESK_BYTES)
+        os.ftruncate(fd, _RING_AT + RING_BYTES)
         return fd
-
-    def put(self, arrays: list[NDArray[Any]]) -> None:
-        """Lays `arrays` on the desk, one after the other, each on a border of 64 bytes."""
-        at = 0
-        for array in arrays:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            self.desk[at : at + flat.size] = flat
-            at += -(-flat.size // 64) * 64
-
-    def take(self, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[NDArray[Any]]:
-        """Returns the arrays on the desk, of the shapes and types they were put with; not copied."""
-        found, at = [], 0
-        for shape, dtype in shapes:
-            size = int(np.prod(shape)) * dtype.itemsize
-            found.append(self.desk[at : at + size].view(dtype).reshape(shape))
-            at += -(-size // 64) * 64
-        return found
 
     def bytes_of(self, data: Data) -> Bytes:
         """Returns what `data` tells of; the host must copy it before it is `consumed`."""

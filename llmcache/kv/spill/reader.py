@@ -236,7 +236,6 @@ class SpillReader:
         self._free = found.free
         self._extents = found.extents
         self.recovery = Recovery(0, found.torn_entries)
-        self.read_bytes = 0
 
     @classmethod
     def open(cls: type[Self], path: str | Path, shape: KvShape | None = None, *, direct: bool | None = None) -> Self:
@@ -337,7 +336,6 @@ class SpillReader:
             raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
         slots = [side[: len(wanted)] for side in room.sides]
         run_all([job for side in SIDES for job in self._jobs(chain, wanted, side, slots[side])], threads or 2 * processors())
-        self.read_bytes += slots[KEYS].size + slots[VALUES].size
         filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
         return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
 
@@ -361,7 +359,6 @@ class SpillReader:
             size = chain.plan.sizes[side]
             at_a_time = min(TAKEN_BYTES, len(wanted) * size // (2 * threads))  # of few pages every thread gets some
             jobs += [partial(read_and_take, side, size, *share) for share in _shares(chain, wanted, size, at_a_time)]
-            self.read_bytes += len(wanted) * size
         run_all(jobs, threads)
 
     def read_rows(
@@ -386,7 +383,6 @@ class SpillReader:
                     by_row = view_slots(self.shape, slots, dim).reshape(len(slots), -1, dim)
                     into[here] = by_row[of_page[here] - first, rows[here]]
             size_bytes += count
-        self.read_bytes += size_bytes
         return found, size_bytes
 
     def _fill_parts(self, queue: ReadQueue, chain: PageChain, pages: Int64s, parts: list[Flags]) -> tuple[list[Bytes], int]:
@@ -454,7 +450,6 @@ class SpillReader:
         size = chain.plan.sizes[side]
         slots = (aligned(len(pages) * size) if into is None else into[: len(pages) * size]).reshape(len(pages), size)
         run_all(self._jobs(chain, pages, side, slots), threads)
-        self.read_bytes += slots.size
         return slots
 
     def _jobs(self, chain: PageChain, pages: list[int], side: int, slots: Bytes) -> list[Job]:

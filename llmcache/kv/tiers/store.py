@@ -46,8 +46,6 @@ from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
 Memory = tuple[Bytes, Bytes]
-ASKED_ROWS = 1 << 20
-"""What a device is asked for at a time: the numbers of the rows must fit its desk."""
 RECENT_SHARE = 8
 """Rows stay in memory of no more than one in so many tokens of the context."""
 MOST_SCATTERED = 0.75
@@ -521,23 +519,20 @@ class KvStore(Sequences):
     def _fetch_rows(
         self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, once: Flags, outs: Arrays
     ) -> int:
-        """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone, those of some pages at a time."""
+        """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone."""
         size, count = self.shape.page_tokens, 0
-        most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
-        for b, of_sequence in enumerate(missing):
+        for b, pages in enumerate(missing):
             streams = self.table.stream[self.table.table[b]]
-            for pages in (of_sequence[first : first + most] for first in range(0, len(of_sequence), most)):
-                wanted = np.zeros(len(streams), np.bool_)
-                wanted[pages] = True
-                for stream in np.unique(streams[pages]).tolist():
-                    # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
-                    first = int(np.flatnonzero(streams == stream)[0]) * size
-                    of_pages = wanted & (streams == stream)
-                    here = of_pages[positions[b] // size] & once[b]
-                    count += int(here.sum())
-                    local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
-                    for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
-                        out[b][here] = rows
+            wanted = np.zeros(len(streams), np.bool_)
+            wanted[pages] = True
+            for stream in np.unique(streams[pages]).tolist():
+                # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
+                first = int(np.flatnonzero(streams == stream)[0]) * size
+                here = (wanted & (streams == stream))[positions[b] // size] & once[b]
+                count += int(here.sum())
+                local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
+                for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
+                    out[b][here] = rows
         return count
 
     # Through a fast tier
