@@ -23,8 +23,7 @@ Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away 
 with tools/bench prefix, which goes on measuring it), and storage is as fast.
 
 When a block was used last is the time of its file, given by the store: later than any before it, whatever the clock says.
-Of the blocks of one use the last goes first, as it is of no use without those before it. Where the clock was set back,
-stamps that lie in the future are brought to the present in their order.
+Of the blocks of one use the last goes first, as it is of no use without those before it.
 """
 
 from __future__ import annotations
@@ -425,16 +424,8 @@ class BlockStore:
         return self.floor_bytes + size - status.f_bavail * status.f_frsize
 
     def _aged(self) -> list[Entry]:
-        """All blocks, the least recently used first, and of one use the last. Stamps of the future are brought to now."""
-        entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
-        now = self._clock()
-        late = [at for at, entry in enumerate(entries) if entry.used_ns > now + _FUTURE_NS]
-        for place, at in enumerate(late):
-            entry, stamp = entries[at], now - len(late) + place
-            with contextlib.suppress(OSError):
-                os.utime(self.directory / entry.key.file, ns=(stamp, stamp))
-            entries[at] = Entry(entry.key, entry.size_bytes, stamp)
-        return sorted(entries, key=lambda entry: entry.used_ns) if late else entries
+        """All blocks, the least recently used first, and of one use the last."""
+        return sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
         """Removes what is too old, then the least recently used until `size` more fit and `least` bytes are freed."""
@@ -509,8 +500,6 @@ class BlockStore:
 
 
 _NO_LIMIT = 1 << 63
-_FUTURE_NS = 1_000_000_000
-"""Stamps may run ahead of the clock by as much: each is later than the one before."""
 
 
 @dataclass
@@ -529,33 +518,33 @@ class _Account:
 
 def listed(directory: str | Path) -> list[StoredModel]:
     """Returns what is stored below `directory`, the most recently used model first; UsageError if it holds nothing of it."""
-    store = BlockStore(directory, None)
+    store, now = BlockStore(directory, None), time.time_ns()
     by_model: dict[str, list[Entry]] = defaultdict(list)
     for entry in store.entries():
         by_model[entry.key.model].append(entry)
-    now = time.time_ns()
-    found = [_stored(store, model, by_model[model], now) for model in store.models()]
-    return sorted((model for model in found if model.blocks or model.described), key=lambda model: model.used_ns_ago)
-
-
-def _stored(store: BlockStore, model: str, entries: list[Entry], now: int) -> StoredModel:
-    described, uses = store.description(model), store.uses(model)
-    kinds = Counter(entry.key.kind for entry in entries)
-    tokens = described.get("block_tokens")
-    return StoredModel(
-        fingerprint=model,
-        file=str(described.get("file", "")),
-        blocks=dict(sorted(kinds.items())),
-        size_bytes=sum(entry.size_bytes for entry in entries),
-        longest_tokens=max((entry.key.index + (entry.key.kind != PART) for entry in entries), default=0)
-        * (tokens if isinstance(tokens, int) else 0),
-        used_ns_ago=max(0, now - max((entry.used_ns for entry in entries), default=now)),
-        unused_ns=max(0, now - min((entry.used_ns for entry in entries), default=now)),
-        restores=uses.restores,
-        restored_tokens=uses.tokens,
-        restored_bytes=uses.restored_bytes,
-        described=described,
-    )
+    found = []
+    for model in store.models():
+        entries, described, uses = by_model[model], store.description(model), store.uses(model)
+        if not entries and not described:
+            continue
+        tokens, ages = described.get("block_tokens"), [max(0, now - entry.used_ns) for entry in entries]
+        longest = max((entry.key.index + (entry.key.kind != PART) for entry in entries), default=0)
+        found.append(
+            StoredModel(
+                fingerprint=model,
+                file=str(described.get("file", "")),
+                blocks=dict(sorted(Counter(entry.key.kind for entry in entries).items())),
+                size_bytes=sum(entry.size_bytes for entry in entries),
+                longest_tokens=longest * (tokens if isinstance(tokens, int) else 0),
+                used_ns_ago=min(ages, default=0),
+                unused_ns=max(ages, default=0),
+                restores=uses.restores,
+                restored_tokens=uses.tokens,
+                restored_bytes=uses.restored_bytes,
+                described=described,
+            )
+        )
+    return sorted(found, key=lambda model: model.used_ns_ago)
 
 
 def chosen(models: list[StoredModel], name: str) -> StoredModel:
