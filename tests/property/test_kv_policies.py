@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -140,10 +139,8 @@ def test_queries_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, tmp_path: Path) -> None:
     exact = selections(name, QUARTER, CASE, tmp_path / "exact", 2)
-    rounded = [
-        selections(name, QUARTER, replace(CASE, dtype=dtype), tmp_path / dtype, 2) for dtype in ("bfloat16", "float16")
-    ]
-    for found, wanted in zip(itertools.chain(*rounded), exact, strict=True):
+    rounded = selections(name, QUARTER, replace(CASE, dtype="bfloat16"), tmp_path / "rounded", 2)
+    for found, wanted in zip(rounded, exact, strict=True):
         assert found.shape[:2] == wanted.shape[:2]
         for head, other in zip(found[0], wanted[0], strict=True):
             assert len(np.intersect1d(head, other)) > 0.9 * len(np.unique(head))
