@@ -229,6 +229,12 @@ class KvPolicy(ABC):
         added: Floats = grouped.sum(axis=2)
         return added
 
+    def saved(self) -> None:  # noqa: B027 - not all keep anything
+        """Follows `KvStore.save`, between steps: keeps beside the spill file what takes long to make again."""
+
+    def restored(self) -> None:  # noqa: B027 - not all keep anything
+        """Takes back what `saved` has kept, before the first step over a store that was restored; after `pad`."""
+
     # What happens to the sequences
 
     def pad(self, first: Int64s) -> None:
