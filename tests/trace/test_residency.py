@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Records
 from llmcache.trace.record import HIT, MISS, READ, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, BLOCK, DIRECT, EVICT, FILL, TimeOrder, no_records
-from llmcache.trace.sources.residency import Residency, unknown
+from llmcache.trace.records import ACCESS, BLOCK, DIRECT, EVICT, FILL, Residency, TimeOrder, no_records, unknown
 
 
 def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:

@@ -12,7 +12,7 @@ from llmcache.errors import DataError, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.mountinfo import Mount
 from llmcache.report.classify import summary
-from llmcache.trace.capture.files import LockedBytes
+from llmcache.trace.files import LockedBytes
 from llmcache.trace.record import LOCKED, MAP, Provenance, Trace, TraceFile, locked_bytes, locked_extra
 
 BLOCK = 4096
