@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -221,16 +221,7 @@ N = TypeVar("N", bound=Named)
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
-    everything: dict[tuple[int, bool, str], FileClass] = {}
-
-    def forget(file: Hashable, write: bool, trail: Trail) -> None:
-        loops = 0
-        for found in classes_of(trail, detector.now):
-            loops += found.kind == LOOP
-            key = (cast(int, file), write, f"{found.kind} {loops if found.kind == LOOP else 0}")
-            everything[key] = _folded(everything[key], found) if key in everything else found
-
-    detector = Detector(forget)
+    detector = Detector()
     layers, mixtures = Layers(models), Mixtures(models)
     files: dict[int, TraceFile] = {}
     accesses, begin_ns, last = 0, -1, None
@@ -246,15 +237,12 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
     if last is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
-    for key, write, trail in detector.trails():
-        forget(key, write, trail)
-    by_file: dict[tuple[int, bool], list[FileClass]] = {}
-    for (file, write, _), found in everything.items():
-        by_file.setdefault((file, write), []).append(found)
     rows: list[Classification] = []
-    for (number, write), classes in by_file.items():
-        named, slices = models(files[number]), mixtures.slices(number)
-        rows += [_row(files[number], write, each, accesses, named, slices) for each in _fitting(classes, files[number])]
+    for number, write, trail in detector.trails():
+        file = files[cast(int, number)]
+        named, slices = models(file), mixtures.slices(file.id)
+        classes = _fitting(classes_of(trail, detector.now), file)
+        rows += [_row(file, write, each, accesses, named, slices) for each in classes]
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
     return TraceClasses(
         rows=tuple(rows),
@@ -309,17 +297,6 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
         write[starts],
     )
     yield from zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _folded(before: FileClass, found: FileClass) -> FileClass:
-    """A file that was forgotten, as there were too many, and came again."""
-    return replace(
-        found,
-        accesses=before.accesses + found.accesses,
-        blocks=max(before.blocks, found.blocks),
-        passes=before.passes + found.passes,
-        since=before.since,
-    )
 
 
 def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:

@@ -406,8 +406,8 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
             return started, passed_over
         passed_over[name] = started
     if tier == AUTO:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over.items())
-        raise EnvironmentProblem(f"nothing on this machine can record this:{reasons}", "as root: sudo llmcache trace …")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+        raise EnvironmentProblem(f"nothing on this machine can record this: {reasons}", "as root: sudo llmcache trace …")
     works = next((name for name, other in SOURCES.items() if name != tier and other.probe() is None), None)
     hint = f"--tier {works} works here" if works else "no other tier works here either: they need root"
     raise EnvironmentProblem(f"--tier: {tier} cannot record here: {passed_over[tier]}", hint)

@@ -260,7 +260,7 @@ def test_an_ended_process_is_refused() -> None:
 
 def test_without_privilege_it_says_what_is_needed(tmp_path: Path) -> None:
     bare = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *LLMCACHE, "-o", str(tmp_path / "run.parquet")]
-    for options, said in (([], "\n  filemap: "), (["--tier", "fexit"], "fexit cannot record here: ")):
+    for options, said in (([], "can record this: filemap: "), (["--tier", "fexit"], "fexit cannot record here: ")):
         done = subprocess.run([*bare, *options, "--", "true"], capture_output=True, text=True)
         assert done.returncode == 3 and said in done.stderr and "hint:" in done.stderr
     assert not list(tmp_path.iterdir())

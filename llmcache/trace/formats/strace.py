@@ -2,7 +2,8 @@
 
 Read are system calls, so what is touched through mmap is not seen: a mapping gives one row for what it maps. Offsets
 belong to open file descriptions, which dup and fork share; `-y` (paths beside descriptors) makes up for files that were
-opened before tracing began. Any of the options -t -tt -ttt -r, or none; with or without -f.
+opened before tracing began. What exec or close_range closes is not followed: its number means something again with the call
+that returns it next. Any of the options -t -tt -ttt -r, or none; with or without -f.
 Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
 """
 
@@ -25,7 +26,6 @@ _NOTE = "System calls only: a map row tells what was mapped, not what was touche
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _FD = re.compile(r"(-?\d+)(?:<((?:[^<>\\]|\\.)*)>)?")
 _SIZE = re.compile(r"\bst(?:x)?_size=(\d+)")
-_LAST_FD = (1 << 32) - 1
 _CLONES = ("clone", "clone3", "fork", "vfork")
 # Calls that return a descriptor of something that is no file: it may take a number that a file had.
 _NO_FILES = (
@@ -338,8 +338,8 @@ class Description:
     is_guessed: bool = False
 
 
-DescriptorTable = dict[int, tuple[Description, bool]]
-"""Of a process: what each of its descriptors stands for, and whether it is closed on exec."""
+DescriptorTable = dict[int, Description]
+"""Of a process: what each of its descriptors stands for."""
 
 
 @dataclass(eq=False)
@@ -455,8 +455,7 @@ class Calls:
         found = _FD.match(text)
         if found is None:
             return None
-        entry = task.table.get(int(found[1]))
-        described = entry[0] if entry else None
+        described = task.table.get(int(found[1]))
         if found[2] is None:
             return described
         path = unquoted(found[2])
@@ -464,7 +463,7 @@ class Calls:
             return described
         file = self.files.named(path) if path.startswith("/") else None
         described = Description(file, is_guessed=True)
-        task.table[int(found[1])] = described, False
+        task.table[int(found[1])] = described
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
@@ -506,7 +505,7 @@ class Calls:
         file = self.files.named(unquoted(call.result_path) if call.result_path else path)
         if file and "O_TRUNC" in flags:
             file.resize(0)
-        task.table[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
+        task.table[call.result] = Description(file, append="O_APPEND" in flags)
 
     # Handlers, one for each kind of call.
 
@@ -516,54 +515,31 @@ class Calls:
         self._opened(call, task, self._path(args, task), flags)
 
     def _close(self, call: SystemCall, task: Task) -> None:
-        task.table.pop(_number(call.args), None)
-
-    def _close_range(self, call: SystemCall, task: Task) -> None:
-        args = call.words
-        last = int(args[1]) if args[1].isdigit() else _LAST_FD
-        for fd in [fd for fd in task.table if _number(args[0]) <= fd <= last]:
-            if "CLOEXEC" in args[2]:
-                task.table[fd] = task.table[fd][0], True
-            else:
-                del task.table[fd]
+        if found := _FD.match(call.args):
+            task.table.pop(int(found[1]), None)
 
     def _dup(self, call: SystemCall, task: Task) -> None:
-        self._duplicated(call.words[0], call.result, task, any("O_CLOEXEC" in flags for flags in call.words[2:]))
-
-    def _duplicated(self, fd: str, new: int, task: Task, cloexec: bool) -> None:
-        described = self._description(fd, task)
-        if new == _number(fd):
-            return
-        task.table.pop(new, None)
+        described = self._description(call.words[0], task)
+        task.table.pop(call.result, None)
         if described:
-            task.table[new] = described, cloexec
+            task.table[call.result] = described
 
     def _fcntl(self, call: SystemCall, task: Task) -> None:
         args = call.words
         if args[1].startswith("F_DUPFD"):
-            self._duplicated(args[0], call.result, task, args[1] == "F_DUPFD_CLOEXEC")
-        elif args[1] == "F_SETFD":
-            self._set_cloexec(args[0], task, "FD_CLOEXEC" in args[2])
+            self._dup(call, task)
         elif args[1] == "F_SETFL" and (described := self._description(args[0], task)):
             described.append = "O_APPEND" in args[2]
 
-    def _ioctl(self, call: SystemCall, task: Task) -> None:
-        if call.words[1] in ("FIOCLEX", "FIONCLEX"):
-            self._set_cloexec(call.words[0], task, call.words[1] == "FIOCLEX")
-
-    def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
-        if described := self._description(fd, task):
-            task.table[_number(fd)] = described, cloexec
-
     def _no_file(self, call: SystemCall, task: Task) -> None:
-        task.table[call.result] = Description(None), False
+        task.table[call.result] = Description(None)
 
     def _pair(self, call: SystemCall, task: Task) -> None:
         """A pipe or a pair of sockets: two descriptors in brackets."""
         bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
-                task.table[int(found[1])] = Description(None), False
+                task.table[int(found[1])] = Description(None)
 
     def _stream(self, call: SystemCall, task: Task) -> None:
         """A read or write where the description is (read, write, readv, writev)."""
@@ -659,7 +635,6 @@ class Calls:
         self.tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = {fd: entry for fd, entry in task.table.items() if not entry[1]}
         if not self.command:
             path, arguments = call.words[:2]
             # The path is shown whole; arguments may be cut off (-s).
@@ -668,12 +643,6 @@ class Calls:
 
 def _op(name: str) -> int:
     return WRITE if "write" in name else READ
-
-
-def _number(fd: str) -> int:
-    """Returns the number of a descriptor, with or without what -y adds; -1 if there is none."""
-    found = _FD.match(fd)
-    return int(found[1]) if found else -1
 
 
 def _told(place: str) -> int | None:
@@ -701,8 +670,6 @@ _HANDLERS: dict[str, Callable[[Calls, SystemCall, Task], None]] = {
     **dict.fromkeys(("pipe", "pipe2", "socketpair"), Calls._pair),
     **dict.fromkeys(_NO_FILES, Calls._no_file),
     "close": Calls._close,
-    "close_range": Calls._close_range,
-    "ioctl": Calls._ioctl,
     "chdir": Calls._chdir,
     "fchdir": Calls._fchdir,
     "getcwd": Calls._getcwd,
