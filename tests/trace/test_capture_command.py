@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -264,29 +262,6 @@ def test_without_privilege_it_says_what_is_needed(tmp_path: Path) -> None:
         done = subprocess.run([*bare, *options, "--", "true"], capture_output=True, text=True)
         assert done.returncode == 3 and said in done.stderr and "hint:" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_attached_after_a_kill(reader: subprocess.Popen[str], tmp_path: Path) -> None:
-    recorder = started(reader.pid, "-o", tmp_path / "run.parquet")
-    programs = set()
-    for entry in Path(f"/proc/{recorder.pid}/fdinfo").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile: it works
-            programs |= {int(number) for number in re.findall(r"prog_id:\s+(\d+)", entry.read_text())}
-    assert programs and all(map(in_kernel, programs))
-    recorder.kill()
-    recorder.communicate(timeout=PATIENCE_S)
-    wait_for(lambda: not any(map(in_kernel, programs)), "the kernel frees the programs")
-
-
-def in_kernel(program: int) -> bool:
-    """Whether the BPF program with this number is there (BPF_PROG_GET_FD_BY_ID)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    number = {"x86_64": 321, "aarch64": 280}[platform.machine()]
-    attributes = (ctypes.c_uint32 * 4)(program, 0, 0, 0)
-    fd = libc.syscall(ctypes.c_long(number), 13, ctypes.byref(attributes), ctypes.sizeof(attributes))
-    if fd >= 0:
-        os.close(fd)
-    return bool(fd >= 0)
 
 
 def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Path, tmp_path: Path) -> None:

@@ -107,8 +107,6 @@ def test_runs_have_the_hits_of_a_plain_program(runs: list[tuple[int, int]], capa
     expected = [plain.hits(range(start, start + length)) for start, length in runs]
     assert cache.replay(first, count).tolist() == expected
     assert set(cache.resident().tolist()) == plain.resident
-    assert cache.metadata == len(plain.sequence_of)
-    assert cache.sequences == len(set(plain.sequence_of.values()))
 
 
 PROMPTS = [np.concatenate([loop(10000 + 100 * turn, 100, 2), loop(0, 200)]) for turn in range(100)]
@@ -151,13 +149,3 @@ def test_what_is_printed_and_what_its_gaps_cost(case: str) -> None:
     ids, capacity, expected = RATIOS[case]
     ratios = [hits(policy, ids, capacity) / len(ids) for policy in ("algorithm1", "lru", "belady")]
     assert ratios == pytest.approx(expected, abs=1e-3)
-
-
-def test_gap_metadata_grows_with_every_block_ever_seen() -> None:
-    """G3: a program with dictionaries would keep an entry for each of 300,000 blocks beside a cache of 1,000."""
-    ids = np.random.default_rng(1).permutation(600_000)[:300_000]
-    cache = Algorithm1(1000, 600_000)
-    cache.replay(ids, np.ones_like(ids))
-    assert len(cache.resident()) == 1000
-    assert cache.metadata == 300_000
-    assert cache.sequences > 290_000

@@ -91,16 +91,6 @@ class Algorithm1(Policy):
     def _held(self) -> Flags:
         return self._state.held[: self.blocks, NEXT] != NONE
 
-    @property
-    def metadata(self) -> int:
-        """Blocks that belong to a sequence, resident or not: the entries that a program without dense ids must keep (G3)."""
-        return int(np.count_nonzero(self._state.cells[:, OF] != NO_SEQUENCE))
-
-    @property
-    def sequences(self) -> int:
-        """Block sequences that have a block, resident or not."""
-        return int(self.blocks - self._state.numbers[FREE])
-
 
 class SequenceState(NamedTuple):
     """The state: cells, the sequence of each block and the time of its last reference; known, facts about each sequence.
