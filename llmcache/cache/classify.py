@@ -19,7 +19,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
-from llmcache.cache.layers import Layer, Layers
+from llmcache.cache.layers import Layer, Layers, json_of
 from llmcache.cache.loops import Period, is_about
 from llmcache.cache.models import UNKNOWN, Models, Named
 from llmcache.cache.routing import Mixtures, MixtureUses, Slice
@@ -76,28 +76,13 @@ class Classification:
 
     def row(self) -> dict[str, Any]:
         """Returns it as JSON has it: bytes, seconds, blocks."""
-        return {
-            "file": self.file,
-            "path": self.path,
-            "op": self.op,
-            "class": self.kind,
+        without = () if self.experts is not None else ("experts",)
+        return json_of(self, "period_ns", "since_ns", "last_ns", *without, kind="class", size_bytes="bytes") | {
             "first_block": self.first_block,
             "last_block": self.last_block,
-            "bytes": self.size_bytes,
-            "accesses": self.accesses,
-            "share": self.share,
-            "passes": self.passes,
             "period_s": None if self.period_ns is None else self.period_ns / 1e9,
-            "period_blocks": self.period_blocks,
-            "regularity": self.regularity,
-            "active": self.active,
-            "order": self.order,
-            "stride_blocks": self.stride_blocks,
             "since_s": self.since_ns / 1e9,
             "last_s": self.last_ns / 1e9,
-            "pieces": [list(piece) for piece in self.pieces],
-            "tensors": list(self.tensors),
-            **({} if self.experts is None else {"experts": {layer: list(found) for layer, found in self.experts.items()}}),
         }
 
 
@@ -193,7 +178,7 @@ class TraceClasses:
                 "share": sum(row.share for row in smaller),
             },
             "layers": [layer.row() for layer in self.layers],
-            "locked": [{"path": each.path, "bytes": each.size_bytes} for each in self.locked],
+            "locked": [json_of(each, size_bytes="bytes") for each in self.locked],
             **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
         }
 
