@@ -239,10 +239,6 @@ class Description:
     is_guessed: bool = False
 
 
-DescriptorTable = dict[int, Description]
-"""Of a process: what each of its descriptors stands for."""
-
-
 @dataclass(eq=False)
 class Directory:
     """A working directory; threads share it. Empty: not known."""
@@ -256,10 +252,10 @@ class Directory:
 
 @dataclass(eq=False)
 class Task:
-    """A process or thread."""
+    """A process or thread. `table`: what each of its descriptors stands for."""
 
     pid: int
-    table: DescriptorTable = field(default_factory=dict)
+    table: dict[int, Description] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
@@ -578,6 +574,7 @@ class StraceLog:
         self._tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
+        task.table = dict(task.table)  # shared no longer
         if not self._command:
             path, arguments = call.words[:2]
             # The path is shown whole; arguments may be cut off (-s).
