@@ -143,7 +143,7 @@ WRONG_TEXTS: dict[str, tuple[str, ...]] = {
     "--device": ("fridge",),
 }
 PLAIN = {"--bw": "100", "--loop": "70M"}
-WRONG: list[tuple[dict[str, str | None], int, str]] = [
+WRONG: list[tuple[dict[str, str], int, str]] = [
     *(({**PLAIN, option: text}, 2, option) for option, texts in WRONG_TEXTS.items() for text in texts),
     ({"--loop": "70M"}, 2, "--bw is missing"),
     ({"--bw": "100"}, 2, "--loop, --model and --cache"),
@@ -160,7 +160,7 @@ WRONG: list[tuple[dict[str, str | None], int, str]] = [
 
 def test_bad_input_is_named() -> None:
     for options, code, named in WRONG:
-        result = size(*(word for pair in options.items() for word in pair if word is not None))
+        result = size(*(word for pair in options.items() for word in pair))
         assert result.returncode == code and result.stdout == "", options
         assert result.stderr.startswith("llmcache: error: ") and named in result.stderr, options
         assert code == 5 or "hint: " in result.stderr, options
