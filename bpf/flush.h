@@ -7,7 +7,7 @@
 /* What does not grow for so long has ended: a request through io_uring, whose end nothing tells. */
 #define STALLED_NS 200000000
 /* An event is timed before its slot is locked, so a little may be told later than now that happened before; half of what
- * user space grants it (llmcache/trace/sources/bpf.py). */
+ * user space grants it (llmcache/trace/kernel.py). */
 #define UNTOLD_NS 1000000
 
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;

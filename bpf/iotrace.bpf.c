@@ -1,6 +1,6 @@
 /* llmcache trace: which file blocks some processes touch, recorded in the kernel.
  *
- * Programs of three tiers; user space loads those of one (llmcache/trace/sources/bpf.py):
+ * Programs of three tiers; user space loads those of one (llmcache/trace/kernel.py):
  *   filemap    tracepoints of the page cache, Linux 6.12 and later
  *   fexit      the functions behind them, for older kernels
  *   syscalls   what system calls ask for; page faults are not seen */

@@ -1,7 +1,7 @@
 /* One record, as user space reads it, what was configured before loading, and the way out: the ring and the losses.
  *
- * `struct record` is RECORD of llmcache/trace/sources/base.py and `struct config` is CONFIG of
- * llmcache/trace/sources/kernel.py; tests/trace compares the layouts. */
+ * `struct record` is RECORD of llmcache/trace/records.py and `struct config` is CONFIG of
+ * llmcache/trace/kernel.py; tests/trace compares the layouts. */
 #ifndef LLMCACHE_RECORD_H
 #define LLMCACHE_RECORD_H
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from llmcache.errors import UsageError
 
@@ -21,10 +21,10 @@ _FACTORS |= {letter.lower(): 1000 ** (power + 1) for power, letter in enumerate(
 _FACTORS |= {letter.lower() + "i": 1024 ** (power + 1) for power, letter in enumerate(_PREFIXES)}
 
 # Digits are limited so that a mistyped value cannot become a number of a million digits.
-_NUMBER = r"([0-9]{1,19}(?:\.[0-9]{1,19})?)"
-_SIZE = re.compile(_NUMBER + r"\s*([kmgtpe]i?|)b?", re.IGNORECASE)
+_DIGITS = r"([0-9]{1,19}(?:\.[0-9]{1,19})?)"
+_SIZE = re.compile(_DIGITS + r"\s*([kmgtpe]i?|)b?", re.IGNORECASE)
 _TOKENS = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)\s*(k|m|)i?", re.IGNORECASE)
-_DURATION_PART = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s|min|m|h|d|)\s*")
+_DURATION_PART = re.compile(_DIGITS + r"\s*(ns|us|µs|ms|s|min|m|h|d|)\s*")
 
 _NANOSECONDS = {
     "ns": 1,
@@ -59,6 +59,31 @@ def parse_tokens(text: str) -> int:
     if tokens < 1 or tokens != int(tokens) or tokens > 1 << 31:
         raise UsageError(f"'{text}' is not a number of tokens", "write tokens: 8192, 128k (131,072) or 1M")
     return int(tokens)
+
+
+def parse_bandwidth(text: str) -> int:
+    """Bytes per second meant by `text`, above 0; a number without a unit counts MB/s, as in the buffer-cache paper."""
+    number = _number(text)
+    rate = int(number * 10**6) if number is not None else parse_rate(text)
+    if not 1 <= rate <= _LARGEST:
+        raise UsageError(f"'{text}' is no bandwidth: it must be above 0", "write MB/s: 100, or 100MB/s, 1GB/s")
+    return rate
+
+
+def parse_size_with_unit(text: str) -> int:
+    """Bytes meant by `text`, which must name its unit (only 0 needs none): 70 could be bytes or MB."""
+    if _number(text):
+        raise UsageError(f"'{text}' has no unit", f"write {text.strip()}M, {text.strip()}Mi or {text.strip()}B")
+    return parse_size(text)
+
+
+def _number(text: str) -> Decimal | None:
+    """The number that `text` is, finite and of bearable length; None if it is something else, such as one with a unit."""
+    try:
+        number = Decimal(text.strip())
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() and abs(number.adjusted()) < 30 else None
 
 
 def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> int:

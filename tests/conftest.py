@@ -79,7 +79,7 @@ def _cgroup_problem() -> str | None:
 
 
 def _bpf_problem() -> str | None:
-    from llmcache.trace.sources.bpf import FilemapSource
+    from llmcache.trace.kernel import FilemapSource
 
     return FilemapSource.probe()
 

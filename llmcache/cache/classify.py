@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
-from llmcache.cache.layers import Layer, Layers
+from llmcache.cache.layers import Layer, Layers, json_of
 from llmcache.cache.loops import Period, is_about
 from llmcache.cache.models import UNKNOWN, Models, Named
 from llmcache.cache.routing import Mixtures, MixtureUses, Slice
@@ -76,28 +76,13 @@ class Classification:
 
     def row(self) -> dict[str, Any]:
         """Returns it as JSON has it: bytes, seconds, blocks."""
-        return {
-            "file": self.file,
-            "path": self.path,
-            "op": self.op,
-            "class": self.kind,
+        without = () if self.experts is not None else ("experts",)
+        return json_of(self, "period_ns", "since_ns", "last_ns", *without, kind="class", size_bytes="bytes") | {
             "first_block": self.first_block,
             "last_block": self.last_block,
-            "bytes": self.size_bytes,
-            "accesses": self.accesses,
-            "share": self.share,
-            "passes": self.passes,
             "period_s": None if self.period_ns is None else self.period_ns / 1e9,
-            "period_blocks": self.period_blocks,
-            "regularity": self.regularity,
-            "active": self.active,
-            "order": self.order,
-            "stride_blocks": self.stride_blocks,
             "since_s": self.since_ns / 1e9,
             "last_s": self.last_ns / 1e9,
-            "pieces": [list(piece) for piece in self.pieces],
-            "tensors": list(self.tensors),
-            **({} if self.experts is None else {"experts": {layer: list(found) for layer, found in self.experts.items()}}),
         }
 
 
@@ -193,7 +178,7 @@ class TraceClasses:
                 "share": sum(row.share for row in smaller),
             },
             "layers": [layer.row() for layer in self.layers],
-            "locked": [{"path": each.path, "bytes": each.size_bytes} for each in self.locked],
+            "locked": [json_of(each, size_bytes="bytes") for each in self.locked],
             **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
         }
 
@@ -221,16 +206,7 @@ N = TypeVar("N", bound=Named)
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
-    everything: dict[tuple[int, bool, str], FileClass] = {}
-
-    def forget(file: Hashable, write: bool, trail: Trail) -> None:
-        loops = 0
-        for found in classes_of(trail, detector.now):
-            loops += found.kind == LOOP
-            key = (cast(int, file), write, f"{found.kind} {loops if found.kind == LOOP else 0}")
-            everything[key] = _folded(everything[key], found) if key in everything else found
-
-    detector = Detector(forget)
+    detector = Detector()
     layers, mixtures = Layers(models), Mixtures(models)
     files: dict[int, TraceFile] = {}
     accesses, begin_ns, last = 0, -1, None
@@ -246,15 +222,12 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
     if last is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
-    for key, write, trail in detector.trails():
-        forget(key, write, trail)
-    by_file: dict[tuple[int, bool], list[FileClass]] = {}
-    for (file, write, _), found in everything.items():
-        by_file.setdefault((file, write), []).append(found)
     rows: list[Classification] = []
-    for (number, write), classes in by_file.items():
-        named, slices = models(files[number]), mixtures.slices(number)
-        rows += [_row(files[number], write, each, accesses, named, slices) for each in _fitting(classes, files[number])]
+    for number, write, trail in detector.trails():
+        file = files[cast(int, number)]
+        named, slices = models(file), mixtures.slices(file.id)
+        classes = _fitting(classes_of(trail, detector.now), file)
+        rows += [_row(file, write, each, accesses, named, slices) for each in classes]
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
     return TraceClasses(
         rows=tuple(rows),
@@ -309,17 +282,6 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
         write[starts],
     )
     yield from zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _folded(before: FileClass, found: FileClass) -> FileClass:
-    """A file that was forgotten, as there were too many, and came again."""
-    return replace(
-        found,
-        accesses=before.accesses + found.accesses,
-        blocks=max(before.blocks, found.blocks),
-        passes=before.passes + found.passes,
-        since=before.since,
-    )
 
 
 def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:

@@ -1,21 +1,17 @@
 """The grid on a Dask cluster: a task is some sizes of one policy on one trace, and gives the rows of a local run.
 
-How a trace gets to the workers: up to `SENT_BYTES` its bytes travel with the tasks, once to each worker that needs them,
-so nothing has to be shared. A larger one must be readable under the same absolute path on every worker and be the same
-there, by size and checksum of its ends; a worker where it is not ends the simulation with its name.
-
-Workers need this version of llmcache. `distributed` (extra [cluster]) is imported here only, when it is called for.
+The bytes of a trace travel with its tasks, once to each worker that needs them, so nothing has to be shared. Workers need
+this version of llmcache. `distributed` (extra [cluster]) is imported here only, when it is called for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +19,10 @@ from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.results import Simulation, merged
 from llmcache.cache.simulate import ModelsOf, no_models, simulate_all
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.trace.record import readable
 
-SENT_BYTES = 256 << 20
 CONNECT_S = 10
-_ENDS_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Remote:
-    """A trace as a worker gets it: its name here, and its absolute path with what tells that it is the same file."""
-
-    name: str
-    path: str
-    size_bytes: int
-    digest: str
-
-    @classmethod
-    def of(cls, name: str) -> Remote:
-        """Returns the trace called `name` on this machine; UsageError or EnvironmentProblem if it cannot be read."""
-        path = os.path.abspath(name)
-        try:
-            return cls(name, path, os.path.getsize(path), _digest(path))
-        except FileNotFoundError as error:
-            raise UsageError(f"'{name}' does not exist", "check the path") from error
-        except OSError as error:
-            raise EnvironmentProblem(f"cannot read '{name}': {error.strerror}", "check its permissions") from error
-
-
-def _digest(path: str) -> str:
-    """Checksum of both ends of a file, where formats keep what a change alters."""
-    with open(path, "rb") as file:
-        ends = file.read(_ENDS_BYTES)
-        file.seek(max(0, os.path.getsize(path) - _ENDS_BYTES))
-        return hashlib.sha256(ends + file.read()).hexdigest()
 
 
 def simulate_on(
@@ -66,18 +32,19 @@ def simulate_on(
 
     Models are looked at where a worker sees them; see `simulate_all`.
     """
+    names = list(dict.fromkeys(traces))
     with _client(address) as client:
-        threads = _checked_threads(client)
-        remotes = [Remote.of(name) for name in dict.fromkeys(traces)]
-        tasks = [(remote, part) for remote in remotes for part in parts_of(plan, threads // len(remotes))]
-        sent = [remote for remote in remotes if remote.size_bytes <= SENT_BYTES]
-        contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in sent}
-        futures = [client.submit(_task, remote, part, contents.get(remote), models, pure=False) for remote, part in tasks]
+        parts = parts_of(plan, _checked_threads(client) // len(names))
+        futures, name_of = [], dict[str, str]()
+        for name in names:
+            with readable(name):
+                content = client.scatter(Path(name).read_bytes())
+            futures += [client.submit(_task, name, part, content, models, pure=False) for part in parts]
+            name_of |= {future.key: name for future in futures[-len(parts) :]}
         try:
-            done = _gathered(client, futures, [remote.name for remote, _ in tasks], progress)
+            return merged(_gathered(client, futures, name_of, progress))
         finally:
             client.cancel(futures, force=True)
-    return merged(done)
 
 
 def parts_of(plan: Plan, threads: int) -> list[Plan]:
@@ -140,11 +107,10 @@ def _checked_threads(client: Any) -> int:
     return sum(client.nthreads().values())
 
 
-def _gathered(client: Any, futures: list[Any], names: list[str], progress: Progress | None) -> list[Simulation]:
+def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress: Progress | None) -> list[Simulation]:
     """Returns what the tasks gave, in their order; raises what the first failing one raised."""
     from distributed import as_completed
 
-    name_of = {future.key: name for future, name in zip(futures, names, strict=True)}
     done: dict[str, Simulation] = {}
     for future in as_completed(futures, loop=client.loop):  # type: ignore[no-untyped-call]
         name = name_of[future.key]
@@ -158,39 +124,19 @@ def _gathered(client: Any, futures: list[Any], names: list[str], progress: Progr
                 "its log says more; a local run (without --scheduler) tells whether the trace is to blame",
             ) from error
         if progress is not None:
-            progress(name, sum(name_of[key] == name for key in done), names.count(name))
+            progress(name, sum(name_of[key] == name for key in done), len(futures) // len(set(name_of.values())))
     return [done[future.key] for future in futures]
 
 
-def _task(remote: Remote, plan: Plan, content: bytes | None, models: ModelsOf) -> Simulation:
+def _task(name: str, plan: Plan, content: bytes, models: ModelsOf) -> Simulation:
     """Returns the rows of `plan`, computed by the worker that calls this, in one thread of its own."""
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
-        path = remote.path
-        if content is not None:
-            path = os.path.join(directory, os.path.basename(remote.path))
-            Path(path).write_bytes(content)
-        else:
-            _require_same(remote)
+        path = os.path.join(directory, os.path.basename(name))
+        Path(path).write_bytes(content)
         done = simulate_all([path], plan, jobs=1, models=models)
     return replace(
         done,
-        traces=tuple(replace(each, trace=remote.name) for each in done.traces),
-        results=tuple(replace(each, trace=remote.name) for each in done.results),
-        curves=tuple(replace(each, trace=remote.name) for each in done.curves),
+        traces=tuple(replace(each, trace=name) for each in done.traces),
+        results=tuple(replace(each, trace=name) for each in done.results),
+        curves=tuple(replace(each, trace=name) for each in done.curves),
     )
-
-
-def _require_same(remote: Remote) -> None:
-    """EnvironmentProblem, naming the worker, if it does not see the file that `remote` stands for."""
-    try:
-        seen = replace(Remote.of(remote.path), name=remote.name)
-        problem = "" if seen == remote else "it has another content there"
-    except LlmcacheError as error:
-        problem = error.message
-    if problem:
-        from distributed import get_worker
-
-        raise EnvironmentProblem(
-            f"--scheduler: worker {get_worker().address} cannot read '{remote.path}': {problem}",
-            f"traces above {SENT_BYTES >> 20} MiB are not sent: put it on storage that all workers see under this path",
-        )

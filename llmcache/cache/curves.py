@@ -14,7 +14,7 @@ block less behind it in the old run and one more in the new one. So a loop costs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numba
@@ -59,26 +59,18 @@ class Curve:
         """Returns 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
         return 1 - self.hits / self.accesses
 
-    def at(self, sizes: Int64s) -> Curve:
-        """Returns the curve at `sizes` only; KeyError for one that it has not been taken at."""
-        places = np.searchsorted(self.sizes, sizes)
-        if np.any(places == len(self.sizes)) or np.any(self.sizes[places] != sizes):
-            raise KeyError(f"sizes: the curve has {len(self.sizes)} of them, not all that are asked for")
-        return Curve(self.policy, self.sizes[places], self.hits[places], self.read_hits[places], self.accesses, self.reads)
-
     def thinned(self, points: int) -> Curve:
         """Returns at most `points` exact points of the curve, spread over its sizes, both ends among them."""
         if len(self.sizes) <= points:
             return self
-        return self.at(self.sizes[np.unique(np.linspace(0, len(self.sizes) - 1, points).astype(np.int64))])
+        kept = np.unique(np.linspace(0, len(self.sizes) - 1, points).astype(np.int64))
+        return replace(self, sizes=self.sizes[kept], hits=self.hits[kept], read_hits=self.read_hits[kept])
 
 
 class StackDistances:
     """Counts LRU stack distances over ids 0 .. `blocks` - 1; `feed` goes on where the last call ended."""
 
     def __init__(self, blocks: int) -> None:
-        if blocks < 1:
-            raise ValueError(f"blocks: {blocks}, at least 1 is needed")
         buckets = -(-MOMENTS_PER_BLOCK * blocks // BUCKET) + 1
         moments = buckets * BUCKET
         self._stack = Stack(

@@ -8,8 +8,7 @@ Runs become streams (`streams`), streams become walks; walks in sequence become 
 visits of spots. A region walked `LOOP_PASSES` times is a loop; a spot with blocks that came again is hot; the
 rest was read once. Reads and writes are apart, and so are the phases of a stride.
 
-What it keeps is bounded, whatever comes: files, and in each of them streams, regions and cells. The standard library is
-all that it needs, so that the daemon can use it.
+What it keeps of a file is bounded, whatever comes: streams, regions and cells, a kilobyte for each at most.
 
 Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access;
 repeats of a block collapse; a loop needs two equal distances and not one re-reference, so that a prompt that is tried
@@ -35,8 +34,6 @@ Class = Literal["SEQ", "LOOP", "HOT"]
 
 LOOP_PASSES = 3  # two intervals: one re-reference makes no loop
 MISSED_PERIODS = 2  # after which a loop is over
-MAX_FILES = 4096  # with reads and writes apart
-MAX_ENTRIES = 1 << 16  # streams, regions and cells of all files: 63 MB when measured with random ones
 MAX_STRIDES = 16  # phases of strides of one file
 
 
@@ -449,11 +446,6 @@ class Trail:
         self.sweeps = Sweeps()
         self.spots = Spots()
         self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # stride, phase, width of the runs
-        self._strided = 0  # regions in `strides`
-
-    def __len__(self) -> int:
-        """Entries kept: what memory goes by."""
-        return len(self.streams) + len(self.sweeps.regions) + len(self.spots) + self._strided
 
     def note(self, run: BlockRun) -> bool:
         """Takes a run; returns whether it only repeats the one before it."""
@@ -491,12 +483,9 @@ class Trail:
         key = walk.stride, phase, walk.width
         sweeps = self.strides.pop(key, None) or Sweeps(MAX_REGIONS // MAX_STRIDES)
         self.strides[key] = sweeps
-        self._strided -= len(sweeps.regions)
         sweeps.add(replace(walk, first=first, end=first + runs, mask=0), self.streams.is_running)
-        self._strided += len(sweeps.regions)
         if len(self.strides) > MAX_STRIDES:
             _, oldest = self.strides.popitem(last=False)
-            self._strided -= len(oldest.regions)
             self.spots.forget(
                 sum(region.touched for region in oldest.regions) * walk.width,
                 sum(region.accesses for region in oldest.regions),
@@ -524,22 +513,12 @@ class Trail:
         yield from spots
 
 
-Forget = Callable[[Hashable, bool, Trail], None]
-"""Called with a file, whether it is its writes, and what they have shown, when there is no room for it any more."""
-
-
 class Detector:
     """Streams, loops and hot blocks of all files; `now` is the time and the blocks accessed so far, repeats collapsed."""
 
-    def __init__(self, forget: Forget | None = None) -> None:
+    def __init__(self) -> None:
         self.now = Moment(0, 0)
-        self._trails: OrderedDict[tuple[Hashable, bool], Trail] = OrderedDict()  # least recent first
-        self._entries = 0
-        self._forget = forget
-
-    def __len__(self) -> int:
-        """Entries kept for all files."""
-        return self._entries
+        self._trails: dict[tuple[Hashable, bool], Trail] = {}
 
     def note(self, t_ns: int, file: Hashable, first: int, count: int, write: bool = False) -> None:
         """Takes an access to blocks first .. first + count - 1 of `file`, whose key tells it from a later file at its path.
@@ -554,35 +533,21 @@ class Detector:
         """As `note`, for requests that made one run together: the last at `until_ns`, for `accesses` blocks in all."""
         if count < 1 or first < 0:
             raise ValueError(f"not a run of blocks: first {first}, count {count}")
-        key = (file, write)
-        trail = self._trails.get(key)
+        trail = self._trails.get((file, write))
         if trail is None:
-            trail = self._trails[key] = Trail()
-        else:
-            self._trails.move_to_end(key)
-        before, blocks = len(trail), self.now.blocks
+            trail = self._trails[file, write] = Trail()
+        blocks = self.now.blocks
         stop = Moment(until_ns, blocks + count)
         repeated = trail.note(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
-        self._entries += len(trail) - before
         self.now = Moment(until_ns, blocks) if repeated else stop
-        while len(self._trails) > MAX_FILES or (self._entries > MAX_ENTRIES and len(self._trails) > 1):
-            self._drop(next(iter(self._trails)))
-
-    def _drop(self, key: tuple[Hashable, bool]) -> None:
-        trail = self._trails.pop(key)
-        self._entries -= len(trail)
-        if self._forget is not None:
-            trail.finish()
-            self._forget(*key, trail)
 
     def finish(self) -> None:
         """Ends all streams: the trace is over. What comes later begins new ones."""
         for trail in self._trails.values():
             trail.finish()
-        self._entries = sum(len(trail) for trail in self._trails.values())
 
     def trails(self) -> Iterator[tuple[Hashable, bool, Trail]]:
-        """Yields (file, whether it is its writes, what they have shown), least recent first."""
+        """Yields (file, whether it is its writes, what they have shown)."""
         for (file, write), trail in self._trails.items():
             yield file, write, trail
 

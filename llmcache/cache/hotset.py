@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 
 RULES = ((0.1, 0.0), (10.0, 0.0), (10.0, 1.25), (10.0, 2.0))
 """Half-life, in keys that are kept, and window, in uses of a token."""
+_LEAST_HALF_LIFE = 8.0  # in uses, where few keys are kept
 _FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
 _FIRST = 2  # of RULES, until another has won
 _BETTER = 0.9  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
@@ -37,9 +38,9 @@ class Lrfu:
     same leaves first, always. They only grow, so that the queue may have old ones, looked up when their turn comes.
     """
 
-    def __init__(self, half_lives: float, window: int = 0, least_half_life: float = 8.0) -> None:
-        """`half_lives`: in keys that are kept; `least_half_life`: in uses, where few are; `window`: in uses."""
-        self.half_lives, self._least_half_life = half_lives, least_half_life
+    def __init__(self, half_lives: float, window: int = 0) -> None:
+        """`half_lives`: in keys that are kept; `window`: in uses."""
+        self.half_lives = half_lives
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
@@ -67,7 +68,7 @@ class Lrfu:
 
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
-        self._clock += 1 / max(self._least_half_life, self.half_lives * len(self._kept))
+        self._clock += 1 / max(_LEAST_HALF_LIFE, self.half_lives * len(self._kept))
         age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative of one that was used often
         self._value[key] = self._clock - age + math.log2(1 + 2**age)  # log2(2**value + 2**clock)
         if self._window:

@@ -36,15 +36,6 @@ class FetchModel:
     request_bytes: int = PAPER.request_bytes
     block_bytes: int = PAPER.block_bytes
 
-    def __post_init__(self) -> None:
-        if not self.storage_bandwidths:
-            raise ValueError("storage_bandwidths: at least one is needed")
-        for name in ("gpu_bandwidth", "request_bytes", "block_bytes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: {getattr(self, name)}, must be above 0")
-        if min(self.storage_bandwidths) <= 0:
-            raise ValueError(f"storage_bandwidths: {min(self.storage_bandwidths)} bytes/s, must be above 0")
-
     def gpu_s(self, blocks: int) -> float:
         """Returns the seconds that `blocks` take from host memory to the GPU, request by request."""
         requests = blocks * -(-self.block_bytes // self.request_bytes)
@@ -79,8 +70,6 @@ class StallMeter:
     """
 
     def __init__(self, period_ns: int, bandwidths: tuple[int, ...]) -> None:
-        if period_ns <= 0:
-            raise ValueError(f"period_ns: {period_ns}, must be above 0")
         self._period_ns = period_ns
         self._bandwidths = bandwidths
         self._start_ns = -1

@@ -21,6 +21,11 @@ _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
 
 
+def json_of(row: object, *left_out: str, **names: str) -> dict[str, Any]:
+    """Returns the fields of a dataclass, but those `left_out`, some under the `names` that JSON has for them."""
+    return {names.get(name, name): value for name, value in vars(row).items() if name not in left_out}
+
+
 @dataclass(frozen=True)
 class Layer:
     """Reads (mapped ones with them) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
@@ -48,18 +53,11 @@ class Layer:
 
     def row(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        return {
-            "file": self.file,
-            "path": self.path,
-            "layer": self.name,
-            "tensors": self.tensors,
-            "bytes": self.size_bytes,
-            "accesses": self.accesses,
-            "accesses_known": self.known,
-            "missed_blocks": self.missed if self.known else None,
-            "missed_bytes": self.missed * BLOCK_BYTES if self.known else None,
+        missed = self.missed if self.known else None
+        return json_of(self, "missed", name="layer", size_bytes="bytes", known="accesses_known") | {
+            "missed_blocks": missed,
+            "missed_bytes": None if missed is None else missed * BLOCK_BYTES,
             "miss_ratio": self.miss_ratio,
-            "place": self.place,
         }
 
 

@@ -77,9 +77,9 @@ def _between(xs: tuple[float, ...], ys: tuple[float, ...], x: float, behind: int
 
 
 @functools.cache
-def expert_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> ExpertCurve:
+def expert_curve(experts: int, used: int) -> ExpertCurve:
     """Returns what LRU of whole experts misses, of `experts` in a layer of which a token uses `used`."""
-    chances = _chances(experts, used, popularity)
+    chances = _chances(experts, used)
     rooms: list[float] = []
     misses: list[float] = []
     age = 1.0
@@ -92,13 +92,13 @@ def expert_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> E
     return ExpertCurve((*rooms[:some], 1.0), (*misses[:some], 0.0))
 
 
-def _chances(experts: int, used: int, popularity: Popularity) -> list[tuple[float, float]]:
+def _chances(experts: int, used: int) -> list[tuple[float, float]]:
     """(q, p) of each expert."""
-    weights = [rank**-popularity.zipf for rank in range(1, experts + 1)]
+    weights = [rank**-ASSUMED.zipf for rank in range(1, experts + 1)]
 
     def at(time: float) -> list[tuple[float, float]]:
         drawn = [-math.expm1(-weight * time) for weight in weights]
-        return [(q, q / (1 - popularity.stay + popularity.stay * q)) for q in drawn]
+        return [(q, q / (1 - ASSUMED.stay + ASSUMED.stay * q)) for q in drawn]
 
     def uses(time: float) -> float:
         return math.fsum(use for _, use in at(time))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from typing import TypeVar
 
 from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.policies import POLICIES
-from llmcache.cache.question import parse_bandwidth, parse_size_with_unit, parse_time
 from llmcache.cache.sizing import PAPER
 from llmcache.errors import UsageError
-from llmcache.units import BLOCK_BYTES, format_size
+from llmcache.units import BLOCK_BYTES, format_size, parse_bandwidth, parse_duration, parse_size_with_unit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,6 @@ class FootprintShare:
     percent: Decimal
     at_least_one: bool = False
 
-    def size_bytes(self, footprint_blocks: int) -> int:
-        """Returns the size for a trace of `footprint_blocks`; UsageError if it is less than a block."""
-        blocks = int(footprint_blocks * self.percent / 100)
-        if blocks < 1 and not self.at_least_one:
-            raise UsageError(
-                f"--cache: {self.percent}% of a footprint of {footprint_blocks} blocks is less than one block",
-                "give a larger share, or a size: 16M",
-            )
-        return max(1, blocks) * BLOCK_BYTES
-
 
 CacheSize = int | FootprintShare  # bytes, or a share of the footprint
 
@@ -43,48 +35,30 @@ AUTO: tuple[CacheSize, ...] = tuple(
 """Ten shares of the footprint."""
 
 
-def parse_cache_sizes(text: str) -> tuple[CacheSize, ...]:
-    """The sizes meant by `text`: "16M,64Mi", "2%,10%" or "auto"; UsageError names --cache."""
-    if text.strip().lower() == "auto":
-        return AUTO
-    sizes: list[CacheSize] = []
-    for item in map(str.strip, text.split(",")):
-        if not item:
-            raise UsageError("--cache: a size is missing beside a comma", "write sizes with commas between: 16M,64M")
-        if item.endswith("%"):
-            sizes.append(FootprintShare(_percent(item)))
-        else:
-            size_bytes = parse_size_with_unit("--cache", item)
-            check_size(size_bytes)
-            sizes.append(size_bytes)
-    return tuple(sizes)
+def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
+    """Returns `sizes` in bytes for a trace of `footprint_blocks`, each once; UsageError for less than a block."""
+    found: dict[int, None] = {}
+    for size in sizes:
+        if isinstance(size, int):
+            _check_size(size)
+            found[size] = None
+            continue
+        blocks = int(footprint_blocks * size.percent / 100)
+        if blocks < 1 and not size.at_least_one:
+            raise UsageError(
+                f"--cache: {size.percent}% of a footprint of {footprint_blocks} blocks is less than one block",
+                "give a larger share, or a size: 16M",
+            )
+        found[max(1, blocks) * BLOCK_BYTES] = None
+    return list(found)
 
 
-def _percent(text: str) -> Decimal:
-    try:
-        percent = Decimal(text[:-1].strip())
-    except InvalidOperation:
-        percent = Decimal(0)
-    if not percent.is_finite() or not 0 < percent <= 100:
-        raise UsageError(f"--cache: '{text}' is no share of the footprint", "write above 0% up to 100%: 2%,10%")
-    return percent
-
-
-def check_size(size_bytes: int) -> None:
-    """UsageError for a cache that does not hold one block."""
+def _check_size(size_bytes: int) -> None:
     if size_bytes < BLOCK_BYTES:
         raise UsageError(
-            f"--cache: {size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
+            f"{size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
             f"give at least {format_size(BLOCK_BYTES)}, such as 16M or 4Ki",
         )
-
-
-def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
-    """Returns `sizes` in bytes for a trace of `footprint_blocks`, in their order, each once."""
-    given = [size if isinstance(size, int) else size.size_bytes(footprint_blocks) for size in sizes]
-    for size_bytes in given:
-        check_size(size_bytes)
-    return list(dict.fromkeys(given))
 
 
 Progress = Callable[[str, int, int], None]
@@ -118,19 +92,45 @@ def plan_of(
     of its own. The paper's 50 us make 71 MB/s of 500; blocks that are missed in sequence are read together and ahead.
     The 2 us of each request of 1 KiB to the GPU are left out as well, they would make 500 MB/s of its 20 GB/s.
     """
-    policies = tuple(dict.fromkeys(_items("--policy", policy)))
+    policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:
         raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
-    bandwidths = PAPER.storage_bandwidths
-    if bw is not None:
-        bandwidths = tuple(dict.fromkeys(parse_bandwidth("--bw", item) for item in _items("--bw", bw)))
-    model = FetchModel(bandwidths, setup_ns=parse_time("--setup", setup, least=0), gpu_setup_ns=0)
-    period_ns = None if t is None else parse_time("--t", t, least=1)
-    return Plan(policies, parse_cache_sizes(cache), model, period_ns, mrc or (drawn and "lru" in policies))
+    bandwidths = PAPER.storage_bandwidths if bw is None else _parsed("--bw", bw, parse_bandwidth)
+    setup_ns = _named("--setup", setup, parse_duration)
+    period_ns = None if t is None else _named("--t", t, parse_duration)
+    if period_ns == 0:
+        raise UsageError(f"--t: '{t}' must be above 0", "write seconds: 0.1, or 100ms")
+    sizes = AUTO if cache.strip().lower() == "auto" else _parsed("--cache", cache, _cache_size)
+    model = FetchModel(bandwidths, setup_ns=setup_ns, gpu_setup_ns=0)
+    return Plan(policies, sizes, model, period_ns, mrc or (drawn and "lru" in policies))
 
 
-def _items(option: str, text: str) -> list[str]:
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
+def _cache_size(text: str) -> CacheSize:
+    """The size meant by `text`: "16M" or "10%"."""
+    if not text.endswith("%"):
+        size_bytes = parse_size_with_unit(text)
+        _check_size(size_bytes)
+        return size_bytes
+    try:
+        percent = Decimal(text[:-1].strip())
+    except InvalidOperation:
+        percent = Decimal(0)
+    if not percent.is_finite() or not 0 < percent <= 100:
+        raise UsageError(f"'{text}' is no share of the footprint", "write above 0% up to 100%: 2%,10%")
+    return FootprintShare(percent)
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
+    """What the words of `text`, commas between them, mean, each once; errors name the option."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
         raise UsageError(f"{option}: nothing stands before or after a comma in '{text}'", "write: one,two,three")
-    return items
+    return tuple(dict.fromkeys(_named(option, word, parse) for word in words))
+
+
+def _named(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """`parse(text)`, its error telling of which option the text is."""
+    try:
+        return parse(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error.message}", error.hint) from error

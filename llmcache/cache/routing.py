@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Int64s
-from llmcache.cache.layers import Turns, cut, layer_number, nearest_blocks
+from llmcache.cache.layers import Turns, cut, json_of, layer_number, nearest_blocks
 from llmcache.cache.models import ExpertSlices, Models
 from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
 
@@ -70,17 +70,8 @@ class ExpertLayer:
 
     def row(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        return {
-            "layer": self.name,
-            "experts": self.experts,
-            "used": self.used,
-            "visits": self.visits,
-            "uses": self.uses,
-            "top_tenth": self.top(10),
-            "top_quarter": self.top(4),
-            "again": self.again,
-            "popularity": list(self.popularity),
-        }
+        sums = {"used": self.used, "uses": self.uses, "top_tenth": self.top(10), "top_quarter": self.top(4)}
+        return json_of(self, name="layer") | sums
 
 
 @dataclass(frozen=True)
@@ -121,26 +112,12 @@ class MixtureUses:
 
     def document(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        return {
-            "model": self.model,
-            "files": list(self.files),
-            "experts": self.experts,
-            "bytes": self.size_bytes,
-            "equal_sizes": self.equal,
+        renamed = {"size_bytes": "bytes", "lru": "lru_hit_ratio", "belady": "belady_hit_ratio"}
+        return json_of(self, size_bytes="bytes", equal="equal_sizes") | {
             "used": sum(layer.used for layer in self.layers),
             "uses": self.uses,
-            "incomplete": self.incomplete,
             "layers": [layer.row() for layer in self.layers],
-            "caches": [
-                {
-                    "share": cache.share,
-                    "experts": cache.experts,
-                    "bytes": cache.size_bytes,
-                    "lru_hit_ratio": cache.lru,
-                    "belady_hit_ratio": cache.belady,
-                }
-                for cache in self.caches
-            ],
+            "caches": [json_of(cache, **renamed) for cache in self.caches],
         }
 
 

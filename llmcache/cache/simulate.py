@@ -307,14 +307,13 @@ def simulate(
     model: FetchModel | None = None,
     *,
     period_ns: int | None = None,
-    jobs: int | None = None,
 ) -> list[Result]:
-    """Returns a row for each policy and size (bytes, or `Share`s of the footprint) on one trace.
+    """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
-    `source` is a path in any format, a `Trace` or an open `TraceReader`; `jobs` threads, by default one per core.
+    `source` is a path in any format, a `Trace` or an open `TraceReader`.
     """
     plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
-    return list(simulate_all([source], plan, jobs=jobs).results)
+    return list(simulate_all([source], plan).results)
 
 
 def simulate_all(

@@ -81,10 +81,6 @@ class SizingParameters:
     period_ns: int = PAPER.period_ns
     hot_bytes: int = PAPER.hot_bytes
 
-    def __post_init__(self) -> None:
-        if self.bandwidth < 1 or self.period_ns < 1 or self.hot_bytes < 0:
-            raise ValueError(f"bandwidth and period must be positive, hot_bytes not negative: {self}")
-
     @property
     def staged_bytes(self) -> int:
         """BW * T: what storage delivers during a pass, whole bytes."""

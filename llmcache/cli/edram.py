@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llmcache.cli import base, types
-from llmcache.cli.types import TextType, above, several, whole
+from llmcache.cli.types import above, several, whole
 from llmcache.errors import UsageError
 from llmcache.units import parse_duration, parse_size
 
@@ -51,16 +51,6 @@ def profile_option(
     return click.option(
         "--profile", type=types.NameType("all", table="llmcache.edram.constants:PROFILES"), default=default, help=about
     )
-
-
-def bandwidth(text: str) -> int:
-    """Returns bytes per second; a number without a unit counts MB/s."""
-    from llmcache.cache.question import parse_bandwidth
-
-    try:
-        return parse_bandwidth("", text)
-    except UsageError as error:
-        raise UsageError(error.message.removeprefix(": "), error.hint) from error
 
 
 @base.command("model")
@@ -117,7 +107,7 @@ def model_command(as_json: bool, **options: Any) -> None:
 @click.option(
     "--dram-bw",
     "dram_rates",
-    type=several(TextType("rate", bandwidth)),
+    type=several(types.BANDWIDTH),
     default=(),
     help="Bandwidths of DRAM: 15GB/s,64GB/s.",
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import click
 from click.shell_completion import CompletionItem
 
@@ -12,11 +10,10 @@ from llmcache.cli import base
 
 def _offered(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Commands that begin with `incomplete`, below those named before."""
-    try:
-        below = _context(context, context.params.get("words") or ()).command
-    except click.UsageError:
-        return []
-    return below.shell_complete(context, incomplete or "") if isinstance(below, base.LazyGroup) else []
+    found: click.Command | None = context.find_root().command
+    for word in context.params.get("words") or ():
+        found = found.get_command(context, word) if isinstance(found, base.LazyGroup) else None
+    return found.shell_complete(context, incomplete or "") if isinstance(found, base.LazyGroup) else []
 
 
 @base.command("help")
@@ -33,16 +30,6 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
     The manual page says more: man llmcache-stats.
     """
-    click.echo(_context(context, words).get_help())
-
-
-def _context(context: click.Context, words: Iterable[str]) -> click.Context:
-    """That of the command which `words` name, below llmcache itself; UsageError if there is no such command."""
-    found = context.find_root()
-    for word in words:
-        if not isinstance(found.command, base.LazyGroup):
-            context.fail(f"{found.command_path} has no commands below it: '{word}'")
-        name, below, _ = found.command.resolve_command(found, [word])
-        assert below is not None  # else there was an error
-        found = click.Context(below, parent=found, info_name=name, **base.HELP_OPTIONS)
-    return found
+    root = context.find_root()
+    with root.command.make_context(root.info_name, [*words, "--help"]) as shown:
+        root.command.invoke(shown)

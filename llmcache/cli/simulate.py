@@ -68,7 +68,7 @@ def command(
 
     belady sees the future: it holds the whole trace in memory, and is refused where accesses were lost.
 
-    With --scheduler a trace of up to 256 MiB is sent to the workers; a larger one must lie under the same path there.
+    With --scheduler each trace is sent to the workers.
     """
     from llmcache.cache.plan import plan_of
     from llmcache.cache.policies.base import told_compiling

@@ -31,9 +31,9 @@ class _TraceCommand(base.Command):
 @click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
-    type=types.NameType("auto", table="llmcache.trace.sources:SOURCES", several=False),
+    type=types.NameType("auto", "filemap", "fexit", "syscalls", several=False),
     default="auto",
-    help="filemap, fexit, syscalls or faults.",
+    help="filemap, fexit or syscalls.",
 )
 @click.option("--coalesce/--no-coalesce", default=True, help="Join accesses to adjacent blocks.")
 @click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
@@ -54,12 +54,12 @@ def command(
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
     (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
 
-    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), faults (page faults, and reads where strace is
-    installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
+    Tiers, best first: filemap, fexit, syscalls (all by BPF: root and libbpf). The best that works is taken; what it cannot
+    see is printed. Without root: strace, and llmcache convert.
     """
     from llmcache.fs.client.mountpoint import locked_bytes
-    from llmcache.trace.capture import session
-    from llmcache.trace.capture.target import target_of
+    from llmcache.trace import capture
+    from llmcache.trace.processes import target_of
 
     if report is not None:
         from llmcache.report.output import check_target
@@ -67,10 +67,10 @@ def command(
         check_target("--report", report, force)
     target = target_of(words)
     if output is None:
-        output = session.default_output(target.pid, target.command)
-    settings = session.CaptureSettings(output, force=force, **options)
-    captured = session.record(target, settings, locked_bytes)
-    session.show(captured, as_json)
+        output = capture.default_output(target)
+    settings = capture.CaptureSettings(output, force=force, **options)
+    captured = capture.record(target, settings, locked_bytes)
+    captured.show(as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.modelfile import ModelHeaders
         from llmcache.report.output import progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import click
 
@@ -48,10 +49,10 @@ def convert_command(source: str, target: str, force: bool, as_json: bool) -> Non
     from llmcache.trace.formats import convert
     from llmcache.units import format_size
 
-    done = convert(source, target, force)
+    rows, size_bytes = convert(source, target, force), os.path.getsize(target)
     if as_json:
-        click.echo(json.dumps(done.document()))
-    click.echo(f"{done.path}: {done.rows} rows, {format_size(done.size_bytes)}", err=True)
+        click.echo(json.dumps({"schema": "llmcache.convert/1", "path": target, "rows": rows, "size_bytes": size_bytes}))
+    click.echo(f"{target}: {rows} rows, {format_size(size_bytes)}", err=True)
 
 
 @base.command("classify")

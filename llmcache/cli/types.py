@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llmcache.errors import UsageError
-from llmcache.units import parse_duration, parse_size, parse_tokens
+from llmcache.units import parse_bandwidth, parse_duration, parse_size, parse_size_with_unit, parse_tokens
 
 
 class TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
@@ -96,6 +96,8 @@ MOUNT = _MountType("mount")
 SIZE = TextType("size", parse_size)
 TIME = TextType("time", lambda text: parse_duration(text) / 1e9)
 """In seconds."""
+SIZE_WITH_UNIT = TextType("size", parse_size_with_unit)
+BANDWIDTH = TextType("rate", parse_bandwidth)
 TOKENS = TextType("tokens", parse_tokens)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from llmcache.bpf import libbpf
 from llmcache.doctor import LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.sources import SOURCES, source_class
-from llmcache.trace.sources.bpf import TRACEPOINTS, supported
+from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 
 AREA = "trace"
 _BEST = next(iter(SOURCES))
@@ -47,8 +46,8 @@ def _tracepoints() -> Check:
 
 def _tier() -> Check:
     reasons: dict[str, str] = {}
-    for name in SOURCES:
-        reason = source_class(name).probe()
+    for name, source in SOURCES.items():
+        reason = source.probe()
         if reason is None:
             return _chosen(name, reasons)
         reasons[name] = reason

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from rich.console import Console
@@ -50,7 +51,6 @@ class TraceInfo:
     files: list[FileInfo]
     untouched_files: int
     provenance: Provenance
-    schema: str = field(default=SCHEMA)
 
     @property
     def duration_ns(self) -> int:
@@ -58,57 +58,45 @@ class TraceInfo:
         return self.end_ns - self.start_ns
 
 
-class _Counts:
-    """Counts while batches go by."""
+def describe(path: str | os.PathLike[str]) -> TraceInfo:
+    """Returns what the trace in `path` (any format) holds; DataError if it is none, or has no rows."""
+    ops, misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
+    rows, accesses = Counter[int](), Counter[int]()  # by file
+    pids: set[int] = set()
+    times: list[int] = []
 
-    def __init__(self) -> None:
-        self.ops, self.misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
-        self.rows: dict[int, int] = {}
-        self.accesses: dict[int, int] = {}
-        self.pids: set[int] = set()
-        self.span_ns: tuple[int, int] | None = None
-
-    def note(self, batch: Trace) -> Trace:
-        """Returns `batch`, counted."""
+    def counted(batch: Trace) -> Trace:
         count = batch.count.astype(np.int64)
-        np.add.at(self.ops, batch.op, count)
-        np.add.at(self.misses, batch.miss, count)
+        np.add.at(ops, batch.op, count)
+        np.add.at(misses, batch.miss, count)
         files, index = np.unique(batch.file, return_inverse=True)
         blocks = np.zeros(len(files), np.int64)
         np.add.at(blocks, index, count)
-        for file, rows, of_file in zip(files.tolist(), np.bincount(index).tolist(), blocks.tolist(), strict=True):
-            self.rows[file] = self.rows.get(file, 0) + rows
-            self.accesses[file] = self.accesses.get(file, 0) + of_file
-        self.pids |= set(np.unique(batch.pid).tolist())
-        start_ns = self.span_ns[0] if self.span_ns else int(batch.t_ns[0])
-        self.span_ns = start_ns, int(batch.t_ns[-1])
+        rows.update(dict(zip(files.tolist(), np.bincount(index).tolist(), strict=True)))
+        accesses.update(dict(zip(files.tolist(), blocks.tolist(), strict=True)))
+        pids.update(np.unique(batch.pid).tolist())
+        times[:] = [*times[:1], int(batch.t_ns[0]), int(batch.t_ns[-1])]
         return batch
 
-
-def describe(path: str | os.PathLike[str]) -> TraceInfo:
-    """Returns what the trace in `path` (any format) holds; DataError if it is none, or has no rows."""
-    counts = _Counts()
     with open_trace(path) as reader:
-        space = BlockSpace.of(counts.note(batch) for batch in reader.batches() if len(batch))
+        space = BlockSpace.of(counted(batch) for batch in reader.batches() if len(batch))
     touched = space.footprint_by_file()
     files = [
-        FileInfo(file.path, file.size_bytes, counts.rows[file.id], counts.accesses[file.id], touched[file.id] * BLOCK_BYTES)
+        FileInfo(file.path, file.size_bytes, rows[file.id], accesses[file.id], touched[file.id] * BLOCK_BYTES)
         for file in reader.files
         if file.id in touched
     ]
-    start_ns, end_ns = counts.span_ns or (0, 0)
-    accesses = int(counts.ops.sum())
     return TraceInfo(
         trace=os.fspath(path),
         rows=reader.rows,
-        accesses=accesses,
-        accessed_bytes=accesses * BLOCK_BYTES,
+        accesses=accesses.total(),
+        accessed_bytes=accesses.total() * BLOCK_BYTES,
         touched_bytes=space.footprint * BLOCK_BYTES,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        ops=dict(zip(OP_NAMES, counts.ops.tolist(), strict=True)),
-        misses=dict(zip(MISS_NAMES, counts.misses.tolist(), strict=True)),
-        pids=sorted(counts.pids),
+        start_ns=times[0],
+        end_ns=times[-1],
+        ops=dict(zip(OP_NAMES, ops.tolist(), strict=True)),
+        misses=dict(zip(MISS_NAMES, misses.tolist(), strict=True)),
+        pids=sorted(pids),
         files=sorted(files, key=lambda file: -file.accesses),
         untouched_files=len(reader.files) - len(files),
         provenance=reader.provenance,
@@ -119,13 +107,8 @@ def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
     """Print what the trace in `path` holds."""
     info = describe(path)
     if as_json:
-        document = asdict(info) | {"duration_ns": info.duration_ns}
-        print(json.dumps(document, indent=2))
-    else:
-        _print_table(info)
-
-
-def _print_table(info: TraceInfo) -> None:
+        print(json.dumps({**asdict(info), "schema": SCHEMA, "duration_ns": info.duration_ns}, indent=2))
+        return
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
     console.print(f"{info.trace}: {info.rows} rows, {info.accesses} accesses to blocks of {BLOCK_BYTES} bytes")
     facts = Table(box=None, show_header=False, pad_edge=False)

@@ -1,108 +1,167 @@
-"""Running processes as /proc shows them: their threads and children, and the files that they have open or mapped.
-
-Files go by device and inode, which is all that the kernel tells of an access.
-"""
+"""The processes that are recorded: found by number or name, or started and waiting; and what /proc shows of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Iterable, Iterator
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from llmcache.mountinfo import Mount, mounts
+from llmcache.errors import EnvironmentProblem, UsageError, printable
 from llmcache.units import BLOCK_BYTES
 
-DELETED = " (deleted)"
-Key = tuple[int, int]  # device and inode
-_LOOK_S = 0.1
-_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_KERNEL_THREAD = 0x00200000  # PF_KTHREAD
+_LIST = "list processes with: ps -e"
+_MOST_LISTED, _LONGEST_LISTED = 8, 60
+_GATE = 9
+# Waits for a line at the gate, then becomes the command. If the recorder dies first, the gate ends, and so does this.
+_WAITER = f'read -r _ <&{_GATE} || exit 1; exec {_GATE}<&-; exec "$@"'
+
+
+class Target:
+    """A process to record; with `gate` it is a command of ours, which waits there until it is released."""
+
+    def __init__(self, pid: int, command: str, gate: int | None = None) -> None:
+        self.pid = pid
+        self.command = command
+        self._gate = gate
+        self._status: int | None = None
+
+    def release(self) -> None:
+        """Let a command run."""
+        if self._gate is not None:
+            os.write(self._gate, b"\n")
+            os.close(self._gate)
+
+    def end(self) -> None:
+        """End a command, if it still runs, and take its status; a process that is not ours goes on."""
+        if self._gate is not None and self.ending is None:
+            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGCONT)
+            self._status = os.waitpid(self.pid, 0)[1]
+
+    @property
+    def ending(self) -> str | None:
+        """How a command ended, in words; None while it runs, and of a process that is not ours."""
+        if self._gate is None:
+            return None
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if not pid:
+                return None
+            self._status = status
+        code = os.waitstatus_to_exitcode(self._status)
+        return f"exit status {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+def target_of(words: Sequence[str]) -> Target:
+    """Returns the process whose number or name is the only word, or the command that stands after `--`, waiting.
+
+    UsageError: no process, or several; EnvironmentProblem: there is none.
+    """
+    if not words or words == ("--",):
+        raise UsageError("PID: what is to be recorded?", "llmcache trace PID, or llmcache trace -- CMD…")
+    if words[0] == "--":
+        return _spawned(words[1:])
+    if len(words) > 1:
+        hint = f"with its children; a command goes after --: llmcache trace -- {' '.join(words)}"
+        raise UsageError(f"PID: '{words[1]}' after process {words[0]}: one process is recorded", hint)
+    pid = int(words[0]) if words[0].isascii() and words[0].isdigit() else _named(words[0])
+    if pid == os.getpid():
+        raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
+    _check(pid)
+    return Target(pid, _command_line(pid))
+
+
+def _spawned(command: Sequence[str]) -> Target:
+    """The command, started but waiting; its process number does not change when it is released."""
+    if shutil.which(command[0]) is None:
+        problem = "cannot be executed" if os.path.exists(command[0]) else "not found"
+        raise UsageError(f"CMD: '{command[0]}' {problem}", "a process is given by its number, a command by name or path")
+    waiting, gate = os.pipe()
+    try:
+        pid = os.posix_spawn(
+            "/bin/sh",
+            ["sh", "-c", _WAITER, "llmcache", *command],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, waiting, _GATE)],
+            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],  # Python ignores some
+        )
+    finally:
+        os.close(waiting)
+    return Target(pid, " ".join(command), gate)
+
+
+def _named(name: str) -> int:
+    """Number of the one process that is called `name`, by the kernel or by its command line."""
+    found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
+    if not found:
+        hint = f"{_LIST}; a command that is to be started goes after --: llmcache trace -- {name}"
+        raise EnvironmentProblem(f"PID: no process is called '{name}'", hint)
+    if len(found) > 1:
+        shown = [f"{pid} ({printable(_command_line(pid)[:_LONGEST_LISTED])})" for pid in sorted(found)[:_MOST_LISTED]]
+        more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+        said = f"PID: {len(found)} processes are called '{name}': {', '.join(shown)}{more}"
+        raise UsageError(said, "give the number of one")
+    return found[0]
+
+
+def _names(pid: int) -> set[str]:
+    """What a process is called: none for one that has no command line, as threads of the kernel and dead ones."""
+    try:
+        command, own = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_bytes()
+    except OSError:  # it has ended
+        return set()
+    first = os.fsdecode(command.split(b"\0")[0])
+    return {os.path.basename(first), os.fsdecode(own.rstrip(b"\n"))} if first else set()
+
+
+def _check(pid: int) -> None:
+    process = Path("/proc") / str(pid)
+    try:
+        status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+        flags = int((process / "stat").read_text().rpartition(")")[2].split()[6])
+    except (OSError, IndexError) as error:
+        raise EnvironmentProblem(f"PID: process {pid} is not there", _LIST) from error
+    if int(status["Tgid"]) != pid:
+        raise EnvironmentProblem(f"PID: {pid} is a thread of process {status['Tgid']}", f"record {status['Tgid']}")
+    if flags & _KERNEL_THREAD:
+        raise EnvironmentProblem(f"PID: {pid} ({status['Name']}) is a thread of the kernel: it has no files", _LIST)
+    if status["State"].startswith(("Z", "X")):
+        raise EnvironmentProblem(f"PID: process {pid} ({status['Name']}) has ended", _LIST)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return os.fsdecode(raw.rstrip(b"\0").replace(b"\0", b" "))
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The process and all its children, theirs too, as far as /proc shows them."""
+    yield pid
+    # Not psutil's, which reads the parent of every process there is.
+    for lists in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread is gone
+            for child in lists.read_text().split():
+                yield from descendants(int(child))
 
 
 @dataclass(frozen=True)
-class OpenFile:
-    """A file that a process has open or mapped."""
-
-    path: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, order=True)
 class FileMapping:
     """Addresses `low` .. `high` - 1; inode 0 for memory without a file. `block`: that of the file at `low`."""
 
     low: int
     high: int
-    dev: int = 0
-    inode: int = 0
-    block: int = 0
-    path: str = ""
-
-
-class ProcessTree:
-    """Which of some processes, and with `follow` of what they start, still run, as far as /proc shows it in time."""
-
-    def __init__(self, pids: Iterable[int], follow: bool) -> None:
-        self._follow = follow
-        self._known: dict[int, psutil.Process] = {}
-        self._looked_s = 0.0
-        self._add(pids)
-
-    def note(self, pids: Iterable[int]) -> None:
-        """Processes that were seen to belong to it."""
-        if self._follow:
-            self._add(pid for pid in pids if pid not in self._known)
-
-    def alive(self) -> bool:
-        """Whether any of them runs; looked at ten times in a second at most."""
-        now_s = time.monotonic()
-        if self._known and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            for pid in list(self._known):
-                self.note(_children(pid))
-            self._known = {pid: process for pid, process in self._known.items() if _runs(process)}
-        return bool(self._known)
-
-    def _add(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._known[pid] = psutil.Process(pid)
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether it runs: its number may have been given to another since, or it only waits to be buried."""
-    try:
-        return process.is_running() and process.status() not in _DEAD
-    except psutil.NoSuchProcess:
-        return False
-
-
-def threads(pid: int) -> list[int]:
-    """The threads of process `pid`; none if it is gone."""
-    try:
-        return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The process and all its children, theirs too."""
-    yield pid
-    for child in _children(pid):
-        yield from descendants(child)
-
-
-def _children(pid: int) -> list[int]:
-    # Not psutil's, which reads the parent of every process there is.
-    found = []
-    for tid in threads(pid):
-        with contextlib.suppress(OSError):  # the thread is gone, or the kernel has no such list
-            found += [int(word) for word in Path(f"/proc/{pid}/task/{tid}/children").read_text().split()]
-    return found
+    dev: int
+    inode: int
+    block: int
+    path: str
 
 
 def mappings(pid: int) -> Iterator[FileMapping]:
@@ -116,54 +175,3 @@ def mappings(pid: int) -> Iterator[FileMapping]:
             dev = os.makedev(int(major, 16), int(minor, 16))
             block, name = int(offset, 16) // BLOCK_BYTES, path[0].replace("\\012", "\n") if path else ""
             yield FileMapping(int(low, 16), int(high, 16), dev, int(inode), block, name)
-
-
-def open_files(pid: int) -> Iterator[tuple[Key, OpenFile]]:
-    """Yields the files that process `pid` has open or mapped; OSError if it is gone or may not be looked at.
-
-    Also by the device and inode of a layer, where they lie on an overlay.
-    """
-    seen = mounts(pid)
-    by_dev = {mount.dev: mount for mount in seen.values()}
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            yield from _of_descriptor(pid, number, seen)
-    for mapping in mappings(pid):
-        if mapping.inode and mapping.path:
-            yield from _of_mapping(pid, mapping, by_dev.get(mapping.dev))
-
-
-def _of_descriptor(pid: int, number: str, seen: dict[int, Mount]) -> Iterator[tuple[Key, OpenFile]]:
-    link = f"/proc/{pid}/fd/{number}"
-    path = os.readlink(link)
-    if not path.startswith("/"):
-        return  # a pipe, a socket
-    stat = os.stat(link)
-    with open(f"/proc/{pid}/fdinfo/{number}") as lines:
-        facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    mount = seen.get(int(facts["mnt_id"]))
-    # The mount's device and not st_dev: btrfs shows another for each subvolume, which the page cache does not know.
-    dev = mount.dev if mount else stat.st_dev
-    yield from _named((dev, stat.st_ino), _without_mark(path, stat.st_nlink), stat.st_size, mount)
-
-
-def _of_mapping(pid: int, mapping: FileMapping, mount: Mount | None) -> Iterator[tuple[Key, OpenFile]]:
-    try:
-        stat = os.stat(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
-        size, links = stat.st_size, stat.st_nlink
-    except OSError:  # needs a privilege
-        size, links = 0, 0 if mapping.path.endswith(DELETED) else 1
-    yield from _named((mapping.dev, mapping.inode), _without_mark(mapping.path, links), size, mount)
-
-
-def _named(key: Key, path: str, size: int, mount: Mount | None) -> Iterator[tuple[Key, OpenFile]]:
-    file = OpenFile(path, size)
-    yield key, file
-    for layer in mount.layers(path) if mount else ():
-        with contextlib.suppress(OSError):
-            stat = os.stat(layer)
-            yield (stat.st_dev, stat.st_ino), file
-
-
-def _without_mark(path: str, links: int) -> str:
-    return path.removesuffix(DELETED) if links == 0 else path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 import random
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmcache.cache.classify import classify
-from llmcache.cache.detector import LOOP, SEQ
+from llmcache.cache.detector import LOOP
 from llmcache.trace.record import MISS, Trace
 from llmcache.units import BLOCK_BYTES
 from tests.trace.conftest import PATIENCE_S, drop
@@ -91,20 +90,6 @@ def accessed(trace: Trace) -> list[int]:
     return [
         block for row in zip(trace.first.tolist(), trace.count.tolist(), strict=True) for block in range(row[0], sum(row))
     ]
-
-
-@pytest.mark.parametrize("request_bytes", [BLOCK_BYTES, 300_000, 16 * MIB])
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_sequential_file_gives_exactly_its_blocks(file: Path, tmp_path: Path, request_bytes: int, cached: bool) -> None:
-    expected = hashlib.sha256(file.read_bytes()).hexdigest()
-    with prepared(file, cached):
-        trace, digest = traced(file, tmp_path / "t.parquet", READ_ALL, request_bytes)
-    assert digest == expected
-    assert accessed(trace) == list(range(BLOCKS))
-    missed = int(trace.count[trace.miss == MISS].sum())
-    assert missed == (0 if cached else BLOCKS)
-    (row,) = classify(trace.batches()).rows
-    assert (row.kind, row.size_bytes, row.accesses) == (SEQ, SIZE, BLOCKS)
 
 
 def test_passes_are_a_loop_of_exactly_the_file(file: Path, tmp_path: Path) -> None:

@@ -131,7 +131,3 @@ def test_a_thinned_curve_keeps_exact_points_and_both_ends() -> None:
     assert len(thin.sizes) <= 20
     assert (thin.sizes[0], thin.sizes[-1]) == (0, 1000)
     assert list(thin.hits) == list(curve.hits[thin.sizes])
-    with pytest.raises(KeyError):
-        thin.at(np.array([1], np.int64))
-    with pytest.raises(ValueError, match="blocks"):
-        StackDistances(0)

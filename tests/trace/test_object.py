@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.trace.sources import bpf
-from llmcache.trace.sources.base import FILL, RECORD
+from llmcache.trace import kernel
+from llmcache.trace.records import FILL, RECORD
 from tests.mount.live import wait_for
 from tests.trace.btf import Btf, machine, sections
 from tests.trace.conftest import TOUCHED, Recording, warm
@@ -25,9 +25,9 @@ BPF = 321 if os.uname().machine == "x86_64" else 280
 PROGRAM_BY_ID, LINK_BY_ID = 13, 30
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("record", RECORD), ("config", bpf.CONFIG)])
+@pytest.mark.parametrize(("name", "dtype"), [("record", RECORD), ("config", kernel.CONFIG)])
 def test_structures_have_the_layout_of_their_dtypes(name: str, dtype: np.dtype[np.void]) -> None:
-    size, members = Btf(sections(bpf.OBJECT)[".BTF"]).structure(name)
+    size, members = Btf(sections(kernel.OBJECT)[".BTF"]).structure(name)
     assert dtype.fields is not None
     ours = {field: (int(entry[1]), entry[0].itemsize) for field, entry in dtype.fields.items()}
     assert size == dtype.itemsize
@@ -40,16 +40,16 @@ def test_codes_are_those_of_the_source() -> None:
     assert "enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };" in source
     assert "enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8 };" in source
     reasons = re.findall(r"LOST_\w+", re.search(r"enum \{ (LOST_.*) LOSSES", source)[1])  # type: ignore[index]
-    assert len(reasons) == len(bpf.LOSSES)
+    assert len(reasons) == len(kernel.LOSSES)
 
 
 def test_the_object_runs_on_every_little_endian_processor() -> None:
-    assert machine(bpf.OBJECT) == 247  # EM_BPF
+    assert machine(kernel.OBJECT) == 247  # EM_BPF
     assert "__TARGET_ARCH" not in "".join(path.read_text() for path in (ROOT / "bpf").iterdir())
 
 
 def test_the_licence_lets_it_read_kernel_memory() -> None:
-    assert sections(bpf.OBJECT)["license"] == b"Dual MIT/GPL\0"
+    assert sections(kernel.OBJECT)["license"] == b"Dual MIT/GPL\0"
 
 
 @pytest.mark.clang
@@ -58,16 +58,16 @@ def test_built_again_it_behaves_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., Recording], file: Path
 ) -> None:
     subprocess.run([ROOT / "bpf" / "build", tmp_path], check=True)
-    built = tmp_path / bpf.OBJECT.name
+    built = tmp_path / kernel.OBJECT.name
     shipped = record("pread")
-    monkeypatch.setattr(bpf, "OBJECT", built)
+    monkeypatch.setattr(kernel, "OBJECT", built)
     rebuilt = record("preadv")
     for found in (shipped, rebuilt):
         assert sorted(found.blocks()) == TOUCHED
         assert found.requests == 23
     warm(file)
     assert not len(record("sequential").kind(FILL))
-    old, new = sections(bpf.OBJECT), sections(built)
+    old, new = sections(kernel.OBJECT), sections(built)
     assert old.keys() == new.keys()
 
 
@@ -98,8 +98,7 @@ def _held(pid: int) -> dict[int, set[int]]:
 def test_nothing_stays_attached_when_the_recorder_is_killed(number: signal.Signals) -> None:
     script = (
         "import os,time\n"
-        "from llmcache.trace.sources.base import Scope\n"
-        "from llmcache.trace.sources.bpf import FilemapSource\n"
+        "from llmcache.trace.kernel import FilemapSource, Scope\n"
         "s = FilemapSource()\n"
         "s.start(Scope([os.getppid()], writes=True, block=True))\n"
         "print('started', flush=True)\n"

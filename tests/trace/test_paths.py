@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.trace.kernel import SyscallSource
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE
-from llmcache.trace.sources.base import BLOCK, DIRECT, EVICT, FILL, MATCHED, STORED
-from llmcache.trace.sources.bpf import SyscallSource
+from llmcache.trace.records import BLOCK, DIRECT, EVICT, FILL, MATCHED, STORED
 from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drop, warm
 
 pytestmark = pytest.mark.bpf

@@ -16,12 +16,13 @@ import pytest
 
 from llmcache.arrays import Records
 from llmcache.bpf.pagetables import Unreadable
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace import rerefs
+from llmcache.trace.kernel import FilemapSource, Scope, SyscallSource, start_source
 from llmcache.trace.processes import descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
-from llmcache.trace.sources import rerefs
-from llmcache.trace.sources.base import SAMPLED, Scope
-from llmcache.trace.sources.bpf import FilemapSource, SyscallSource
-from llmcache.trace.sources.rerefs import Sampler
+from llmcache.trace.records import SAMPLED
+from llmcache.trace.rerefs import Sampler
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, TOUCHED, warm
@@ -112,13 +113,13 @@ def test_a_source_brings_samples_among_its_records(file: Path) -> None:
         wait_for(sampled, "a sample of what was touched")
         source.stop()
         records = np.concatenate([*found, source.drain()])
-        assert source.remarks == ()
+        assert source.remarks == []
     assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
 
 
-def test_only_sources_that_offer_samples_bring_them() -> None:
-    assert "rerefs_s" in FilemapSource.offers
-    assert "rerefs_s" not in SyscallSource.offers
+def test_a_tier_that_does_not_see_mapped_pages_brings_no_samples() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"--tier: syscalls cannot record here: .*\(--mmap-rerefs\)"):
+        start_source(SyscallSource.name, Scope([os.getpid()], rerefs_s=1.0))
 
 
 def test_a_process_that_ended_gives_nothing() -> None:

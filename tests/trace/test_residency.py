@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Records
 from llmcache.trace.record import HIT, MISS, READ, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, BLOCK, DIRECT, EVICT, FILL, TimeOrder, no_records
-from llmcache.trace.sources.residency import Residency, unknown
+from llmcache.trace.records import ACCESS, BLOCK, DIRECT, EVICT, FILL, Residency, TimeOrder, no_records, unknown
 
 
 def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:
@@ -75,20 +74,15 @@ def test_a_run_partly_read_from_storage_is_split() -> None:
     assert parts == [(0, 4, HIT, 1), (4, 2, MISS, 0), (6, 4, HIT, 0), (0, 10, HIT, 1)]
 
 
-def test_direct_reads_are_misses_and_leave_the_cache_alone() -> None:
+def test_what_the_page_cache_does_not_see_leaves_it_alone() -> None:
+    """Direct reads are misses, writes hits, block requests without a verdict."""
     records = rows((FILL, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 5, 1))
     records["flags"][[1, 3]] = DIRECT
     assert list(Residency().mark(records)["miss"][1:]) == [MISS, MISS, MISS]
     assert list(unknown(records)["miss"][1:]) == [MISS, UNKNOWN, MISS]
-
-
-def test_writes_are_hits() -> None:
-    records = rows((ACCESS, 1, 0, 3), op=WRITE)
-    records["flags"] = DIRECT
-    assert list(Residency().mark(records)["miss"]) == [HIT]
-
-
-def test_block_requests_have_no_verdict() -> None:
+    written = rows((ACCESS, 1, 0, 3), op=WRITE)
+    written["flags"] = DIRECT
+    assert list(Residency().mark(written)["miss"]) == [HIT]
     assert list(Residency().mark(rows((BLOCK, 1, 0, 3)))["miss"]) == [UNKNOWN]
 
 
@@ -105,13 +99,10 @@ def test_records_wait_until_nothing_older_can_come() -> None:
     assert list(order.put(at(), None)["t_ns"]) == [50]
 
 
-def test_a_record_that_comes_too_late_gets_the_time_of_the_horizon() -> None:
+def test_late_records_get_the_time_of_the_horizon_and_fills_come_first() -> None:
     order = TimeOrder()
     order.put(at(10, 30), 20)
     assert list(order.put(at(5), 25)["t_ns"]) == [20]
     assert list(order.put(at(), 30)["t_ns"]) == [30]
-
-
-def test_fills_come_before_accesses_of_the_same_time() -> None:
     merged = TimeOrder().put(np.concatenate((at(5), at(5, kind=FILL))), None)
     assert list(merged["kind"]) == [FILL, ACCESS]

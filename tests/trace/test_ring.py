@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from llmcache.trace.sources.bpf import RecordRing
+from llmcache.trace.kernel import RecordRing
 
 RECORD = np.dtype([("number", "<u8"), ("rest", "<u8")])
 BUSY, DISCARDED = 1 << 31, 1 << 30

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.trace import kernel
+from llmcache.trace.kernel import FilemapSource, Scope
 from llmcache.trace.record import HIT, MISS
-from llmcache.trace.sources import bpf
-from llmcache.trace.sources.base import EVICT, FILL, Scope
-from llmcache.trace.sources.bpf import FilemapSource
+from llmcache.trace.records import EVICT, FILL
 from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drained, drop, lock, warm, warm_but
 
 pytestmark = pytest.mark.bpf
@@ -107,7 +107,7 @@ def programs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     text = text.replace(has_lock, "if (bpf_get_prandom_u32() % 4 && lock(slot))")
     source.write_text(re.sub(r"#define TRIES \d+", "#define TRIES 1", text))
     subprocess.run([tmp_path / "bpf" / "build", tmp_path], check=True)
-    monkeypatch.setattr(bpf, "OBJECT", tmp_path / bpf.OBJECT.name)
+    monkeypatch.setattr(kernel, "OBJECT", tmp_path / kernel.OBJECT.name)
 
 
 @pytest.mark.usefixtures("programs")
@@ -161,8 +161,7 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
     script = (
         "import json,subprocess,sys\n"
         "from tests.trace.conftest import drained\n"
-        "from llmcache.trace.sources.base import Scope\n"
-        "from llmcache.trace.sources.bpf import FilemapSource\n"
+        "from llmcache.trace.kernel import FilemapSource, Scope\n"
         "p=subprocess.Popen(sys.argv[1:],stdin=subprocess.PIPE,text=True,stdout=subprocess.DEVNULL)\n"
         "s=FilemapSource(); s.start(Scope([p.pid])); p.stdin.write('x\\n'); p.stdin.close()\n"
         "r=drained(s,p); r=r[r['kind']==0]\n"

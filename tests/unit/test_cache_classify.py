@@ -230,7 +230,7 @@ def test_the_document_sums_up_what_is_small() -> None:
     assert (document["smaller"]["rows"], document["smaller"]["bytes"]) == (1, 2 * BLOCK_BYTES)
     assert sum(each["share"] for each in document["rows"]) + document["smaller"]["share"] == pytest.approx(1)
     assert document["totals"]["hot_bytes"] == 2 * BLOCK_BYTES
-    assert document["rows"][0]["pieces"] == [[0, 499]]
+    assert document["rows"][0]["pieces"] == ((0, 499),)
 
 
 SLICE = 70 * BLOCK_BYTES + 1000

@@ -165,7 +165,6 @@ def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> Non
         (("trace", "1", "--mmap-rerefs", "x"), "--mmap-rerefs: 'x'"),
         (("classify", "x.csv", "--min-bytes", "x"), "--min-bytes: 'x'"),
         (("edram", "sweep", "--dram-bw", "x"), "--dram-bw: 'x'"),
-        (("size", "--bw", "x", "--loop", "1M"), "--bw: 'x'"),
     ],
 )
 def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str) -> None:

@@ -28,6 +28,7 @@ from llmcache.doctor import (
 )
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.client import bandwidth
+from llmcache.trace.kernel import SOURCES
 from tests.unit.command_parts import called
 
 GIB = 1 << 30
@@ -114,8 +115,9 @@ def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None, "faults": None}
-    monkeypatch.setattr(tracing, "source_class", lambda name: SimpleNamespace(probe=lambda: reasons[name]))
+    reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None}
+    for name, reason in reasons.items():
+        monkeypatch.setitem(SOURCES, name, SimpleNamespace(probe=lambda reason=reason: reason))
     tier = named(tracing.examine())["tier"]
     assert tier.status == LIMITED and tier.facts["tier"] == "syscalls"
     assert tier.facts["passed_over"] == {"filemap": "too old", "fexit": "needs root"}

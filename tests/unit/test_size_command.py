@@ -133,19 +133,34 @@ def test_what_memory_gives_a_mixture() -> None:
     assert mount_keeps_bytes(mixture, 50 * GB, 0) == 36 * GB
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "named"),
-    [
-        (("--loop", "70M"), 2, "--bw"),
-        (("--bw", "100", "--cache", "2M"), 2, "--cache"),
-        (("--bw", "100", "--cache", "64M", "--ram", "1G"), 2, "--ram"),
-        (("--measure", "/dev/null", "--loop", "70M"), 2, "--measure"),
-        (("--bw", "100", "--model", "/nowhere.gguf"), 2, "--model"),
-        (("--bw", "100", "--model", __file__), 5, "--model"),
-    ],
-)
-def test_bad_input_is_named(args: tuple[str, ...], code: int, named: str) -> None:
-    result = size(*args)
-    assert result.returncode == code and result.stdout == ""
-    assert result.stderr.startswith("llmcache: error: ") and named in result.stderr
-    assert "Traceback" not in result.stderr
+WRONG_TEXTS: dict[str, tuple[str, ...]] = {
+    "--bw": ("0", "-1GB/s", "fast", "", "nan", "1e400", "99999999999999"),
+    "--loop": ("70", "-70M", "0", "70X", "1e99"),
+    "--cache": ("64", "-64M", "100B"),
+    "--hot": ("4", "-4M"),
+    "--t": ("0", "-1", "soon"),
+    "--tokens-per-second": ("0", "-3", "many", "inf"),
+    "--device": ("fridge",),
+}
+PLAIN = {"--bw": "100", "--loop": "70M"}
+WRONG: list[tuple[dict[str, str], int, str]] = [
+    *(({**PLAIN, option: text}, 2, option) for option, texts in WRONG_TEXTS.items() for text in texts),
+    ({"--loop": "70M"}, 2, "--bw is missing"),
+    ({"--bw": "100"}, 2, "--loop, --model and --cache"),
+    ({**PLAIN, "--model": "m.gguf"}, 2, "--loop and --model"),
+    ({**PLAIN, "--measure": "/data"}, 2, "--bw and --measure"),
+    ({**PLAIN, "--t": "1", "--tokens-per-second": "1"}, 2, "--t and --tokens-per-second"),
+    ({"--bw": "100", "--cache": "2M"}, 2, "--cache"),
+    ({"--bw": "100", "--cache": "64M", "--ram": "1G"}, 2, "--ram"),
+    ({"--measure": "/dev/null", "--loop": "70M"}, 2, "--measure"),
+    ({"--bw": "100", "--model": "/nowhere.gguf"}, 2, "--model"),
+    ({"--bw": "100", "--model": __file__}, 5, "--model"),
+]
+
+
+def test_bad_input_is_named() -> None:
+    for options, code, named in WRONG:
+        result = size(*(word for pair in options.items() for word in pair))
+        assert result.returncode == code and result.stdout == "", options
+        assert result.stderr.startswith("llmcache: error: ") and named in result.stderr, options
+        assert code == 5 or "hint: " in result.stderr, options

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import UsageError
-from llmcache.units import format_duration, format_size, parse_duration, parse_rate, parse_size
+from llmcache.units import (
+    format_duration,
+    format_size,
+    parse_bandwidth,
+    parse_duration,
+    parse_rate,
+    parse_size,
+    parse_size_with_unit,
+)
 
 MB = 10**6
 
@@ -26,6 +34,8 @@ MB = 10**6
             parse_duration,
             {"2": 2 * 10**9, "0.5": 5 * 10**8, "250ms": 250 * MB, "10us": 10_000, "7ns": 7, "1d": 86400 * 10**9},
         ),
+        (parse_bandwidth, {" 100 ": 100 * MB, "0.5": MB // 2, "100MB/s": 100 * MB, "2Gi/s": 2**31, "1.5G": 1500 * MB}),
+        (parse_size_with_unit, {"70M": 70 * MB, "70Mi": 70 << 20, "4096B": 4096, "0": 0}),
         (parse_duration, {"1m30s": 90 * 10**9, "1.5h": 5400 * 10**9, "2min": 120 * 10**9}),
     ],
 )
@@ -64,7 +74,7 @@ def test_values_are_written_with_three_digits_in_the_unit_that_suits() -> None:
 
 @given(st.text(max_size=30))
 def test_any_text_is_a_value_or_a_usage_error(text: str) -> None:
-    for parse in (parse_size, parse_rate, parse_duration):
+    for parse in (parse_size, parse_rate, parse_duration, parse_bandwidth, parse_size_with_unit):
         try:
             assert 0 <= parse(text) < 2**63
         except UsageError as error:

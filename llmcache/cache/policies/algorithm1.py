@@ -47,7 +47,7 @@ class Algorithm1(Policy):
                          else: the highest-numbered resident block of the BS of the longest period goes
                 miss
 
-    What is printed is followed even where it fails (hit ratios of this, LRU, Belady in `tests/unit/test_algorithm1.py`):
+    What is printed is followed even where it fails (hit ratios of this, LRU, Belady in `tests/unit/test_cache_policies.py`):
     interleaved streams are never sequences (.000 .000 .475), nor are descending or strided ones (.000 .000 .475);
     fragments of a loop get periods of their own (.299 .055 .484); a block asked for twice in a row becomes a LOOP (.214
     .214 .554); an old loop never ages (.198 .158 .524); one further reference makes a LOOP for good (.009 .745 .745);
@@ -90,16 +90,6 @@ class Algorithm1(Policy):
 
     def _held(self) -> Flags:
         return self._state.held[: self.blocks, NEXT] != NONE
-
-    @property
-    def metadata(self) -> int:
-        """Blocks that belong to a sequence, resident or not: the entries that a program without dense ids must keep (G3)."""
-        return int(np.count_nonzero(self._state.cells[:, OF] != NO_SEQUENCE))
-
-    @property
-    def sequences(self) -> int:
-        """Block sequences that have a block, resident or not."""
-        return int(self.blocks - self._state.numbers[FREE])
 
 
 class SequenceState(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,9 @@ from llmcache.errors import DataError, UsageError
 from llmcache.files import Output, writing
 from llmcache.trace.record import TraceReader, TraceWriter
 
-SCHEMA = "llmcache.convert/1"
 PARQUET = ".parquet"
 # Ending (in lower case): module, loaded when such a file is met: some load parts of pyarrow that take a while.
 FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general", ".recording": "recording"}
-
-
-@dataclass(frozen=True)
-class Converted:
-    """What a conversion wrote."""
-
-    path: Path
-    rows: int
-    size_bytes: int
-
-    def document(self) -> dict[str, Any]:
-        """Returns the JSON-ready document of `llmcache convert --json`."""
-        return {"schema": SCHEMA, "path": str(self.path), "rows": self.rows, "size_bytes": self.size_bytes}
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
@@ -49,25 +34,23 @@ def open_trace(path: str | os.PathLike[str]) -> TraceReader:
     return reader
 
 
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> Converted:
-    """Write the trace in `source` to `target`, and return what was written.
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> int:
+    """Write the trace in `source` to `target`, and return the number of rows.
 
     UsageError for an ending that is unknown or cannot be written, or if `target` exists and `force` is not set;
     DataError for contents that are wrong, or a trace without rows. Nothing is left of a conversion that fails.
     """
     source, target = Path(source), Path(target)
     if _ending(target) == PARQUET:
-        rows = _to_parquet(source, target, force)
-    else:
-        module = _module(target)
-        if not hasattr(module, "write"):
-            raise UsageError(f"OUT: {_ending(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
-        output = Output(target, force)
-        with open_trace(source) as reader, output as temporary:
-            with writing(target):
-                module.write(reader, temporary)
-            rows = reader.rows
-    return Converted(target, rows, target.stat().st_size)
+        return _to_parquet(source, target, force)
+    module = _module(target)
+    if not hasattr(module, "write"):
+        raise UsageError(f"OUT: {_ending(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
+    output = Output(target, force)
+    with open_trace(source) as reader, output as temporary:
+        with writing(target):
+            module.write(reader, temporary)
+        return reader.rows
 
 
 def _imported(path: Path) -> TraceReader:

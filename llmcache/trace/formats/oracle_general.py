@@ -29,64 +29,38 @@ _HINT = "not an uncompressed oracleGeneral trace: records of 24 bytes, u32 time,
 
 def read(path: Path, writer: TraceWriter) -> None:
     """Append the accesses in `path`; DataError names a wrong field. Memory: 40 bytes for each distinct object."""
-    objects, after_s = _Objects(), 0
+    known: tuple[Uint64s, Uint64s] = np.empty(0, np.uint64), np.empty(0, np.uint64)
+    waiting: list[tuple[Uint64s, Uint64s]] = []
+    after_s = 0
     for row, records in _batches(path):
         _check(records, row, after_s)
         after_s = int(records["time"][-1])
-        objects.note(records["object"], _in_blocks(records["size"]))
-    objects.place()
+        waiting.append(_largest(records["object"], _in_blocks(records["size"])))
+        # Merging costs what is known already: only when as much has come.
+        if sum(len(ids) for ids, _ in waiting) > max(_BATCH_ROWS, len(known[0])):
+            known, waiting = _merged([known, *waiting]), []
+    ids, sizes = _merged([known, *waiting])
+    gaps = np.minimum(np.diff(ids) - np.uint64(1), np.uint64(GAP))
+    starts = np.concatenate(([0], np.cumsum(sizes[:-1] + gaps))).astype(np.uint64)
+    blocks = int(starts[-1] + sizes[-1]) if len(ids) else 0
+    if blocks >= LAST_BLOCK:
+        raise DataError(f"size: all objects together have {blocks} blocks, too many for a file", _HINT)
     for _, records in _batches(path):
         writer.append(
             {
                 "t_ns": records["time"].astype(np.uint64) * np.uint64(_SECOND_NS),
                 "file": 0,
-                "first": objects.find(records["object"]),
+                "first": starts[np.searchsorted(ids, records["object"])],
                 "count": _in_blocks(records["size"]),
             }
         )
-    writer.add_file(TraceFile(0, path.name, 0, 0, 0, objects.blocks * BLOCK_BYTES))
+    writer.add_file(TraceFile(0, path.name, 0, 0, 0, blocks * BLOCK_BYTES))
     note = f"From {path.name}: objects are runs of blocks of one file; it does not tell reads from writes."
     writer.provenance = Provenance(tier="oracleGeneral", clock="seconds", note=note)
 
 
-class _Objects:
-    """Where each object lies: ids, their largest size, and the block where each begins."""
-
-    def __init__(self) -> None:
-        self._ids: Uint64s = np.empty(0, np.uint64)
-        self._sizes: Uint64s = np.empty(0, np.uint64)
-        self._starts: Uint64s = np.empty(0, np.uint64)
-        self._waiting: list[tuple[Uint64s, Uint64s]] = []
-        self._waiting_rows = 0
-        self.blocks = 0
-
-    def note(self, ids: Uint64s, sizes: Uint64s) -> None:
-        """Take some objects with their sizes in blocks into account."""
-        self._waiting.append(_largest(ids, sizes))
-        self._waiting_rows += len(self._waiting[-1][0])
-        # Merging costs what is known already: only when as much has come.
-        if self._waiting_rows > max(_BATCH_ROWS, len(self._ids)):
-            self._merge()
-
-    def _merge(self) -> None:
-        parts = [(self._ids, self._sizes), *self._waiting]
-        self._ids, self._sizes = _largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        self._waiting, self._waiting_rows = [], 0
-
-    def place(self) -> None:
-        """Lay all objects out; DataError if they are too large for a file."""
-        self._merge()
-        if not len(self._ids):
-            return
-        gaps = np.minimum(np.diff(self._ids) - np.uint64(1), np.uint64(GAP))
-        self._starts = np.concatenate(([np.uint64(0)], np.cumsum(self._sizes[:-1] + gaps)))
-        self.blocks = int(self._starts[-1] + self._sizes[-1])
-        if self.blocks >= LAST_BLOCK:
-            raise DataError(f"size: all objects together have {self.blocks} blocks, too many for a file", _HINT)
-
-    def find(self, ids: Uint64s) -> Uint64s:
-        """Returns the first block of each object."""
-        return self._starts[np.searchsorted(self._ids, ids)]
+def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
+    return _largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _largest(ids: Uint64s, sizes: Uint64s) -> tuple[Uint64s, Uint64s]:

@@ -2,7 +2,8 @@
 
 Read are system calls, so what is touched through mmap is not seen: a mapping gives one row for what it maps. Offsets
 belong to open file descriptions, which dup and fork share; `-y` (paths beside descriptors) makes up for files that were
-opened before tracing began. Any of the options -t -tt -ttt -r, or none; with or without -f.
+opened before tracing began. What exec or close_range closes is not followed: its number means something again with the call
+that returns it next. Any of the options -t -tt -ttt -r, or none; with or without -f.
 Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +27,6 @@ _NOTE = "System calls only: a map row tells what was mapped, not what was touche
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _FD = re.compile(r"(-?\d+)(?:<((?:[^<>\\]|\\.)*)>)?")
 _SIZE = re.compile(r"\bst(?:x)?_size=(\d+)")
-_LAST_FD = (1 << 32) - 1
 _CLONES = ("clone", "clone3", "fork", "vfork")
 # Calls that return a descriptor of something that is no file: it may take a number that a file had.
 _NO_FILES = (
@@ -37,57 +38,19 @@ _NO_FILES = (
 
 def read(path: Path, writer: TraceWriter) -> None:
     """Append the accesses in the log `path`; DataError if it is none. Constant memory, but for names and descriptors."""
-    rows, log = _RowBatch(writer), StraceLog()
-    calls = Calls(rows.note)
+    log = StraceLog(writer)
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
-        for event in log.events(iter(lambda: lines.readline(LONGEST_LINE + 1), "")):
-            calls.take(event)
-    if not log.calls:
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
+            if len(line) > LONGEST_LINE:
+                said = f"rows: line {number} has more than {LONGEST_LINE} characters"
+                raise DataError(said, "not a log of strace, or damaged")
+            try:
+                log.take(line.rstrip("\n"), number)
+            except ValueError as error:  # Python makes no number of thousands of digits
+                raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
+    if not log.counts["calls"]:
         raise DataError(f"rows: no system call found in '{path}'", "not a log of strace, or one of another format (-c, -X)")
-    rows.flush()
-    for file in calls.files.table(rows.files):
-        writer.add_file(file)
-    counts = {
-        "calls": log.calls,
-        "calls_not_understood": calls.not_understood,
-        "other_lines": log.other_lines,
-        "accesses_of_unknown_files": calls.unknown,
-        "guessed_offsets": calls.guessed,
-        "mapped_ranges": calls.mapped,
-        "threads_of_unknown_origin": calls.tasks.adopted,
-        "clock_steps_back": log.clock.steps_back,
-    }
-    writer.provenance = Provenance(
-        tier="strace",
-        clock=log.clock.kind,
-        command=calls.command,
-        note=_NOTE,
-        extra={name: str(count) for name, count in counts.items() if count},
-    )
-
-
-class _RowBatch:
-    """Collects accesses into batches of blocks."""
-
-    def __init__(self, writer: TraceWriter) -> None:
-        self.files: set[int] = set()
-        self._writer = writer
-        self._rows: list[tuple[int, ...]] = []
-
-    def note(self, t_ns: int, file: LoggedFile, offset: int, length: int, op: int, pid: int) -> None:
-        """Take one access."""
-        first = offset // BLOCK_BYTES
-        count = (offset + length - 1) // BLOCK_BYTES - first + 1
-        self.files.add(file.number)
-        self._rows.append((t_ns, file.number, first, count, op, UNKNOWN, pid))
-        if len(self._rows) >= _BATCH_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Append what has been collected."""
-        if self._rows:
-            self._writer.append(dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)))
-            self._rows = []
+    log.finish()
 
 
 # The lines: processes, times, calls that were interrupted by those of others, arguments and results.
@@ -129,68 +92,6 @@ class SystemCall:
     def words(self) -> list[str]:
         """The arguments, each as it stands in the log."""
         return split(self.args)
-
-
-@dataclass(frozen=True)
-class UnfinishedCall:
-    """A call that has not returned yet, while others went on: a child may run before the clone of its parent returns."""
-
-    tid: int
-    name: str
-    args: str
-
-
-@dataclass(frozen=True)
-class TaskExit:
-    """The end of a process or thread."""
-
-    tid: int
-
-
-class StraceLog:
-    """Takes lines and yields what happened in them."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.other_lines = 0
-        self.clock = LogClock()
-        self._begun: dict[int, str] = {}
-
-    def events(self, lines: Iterable[str]) -> Iterator[SystemCall | UnfinishedCall | TaskExit]:
-        """Yields calls, and the ends of processes, in the order of the log; DataError if its times go back."""
-        for number, line in enumerate(lines, 1):
-            if len(line) > LONGEST_LINE:
-                raise DataError(
-                    f"rows: line {number} has more than {LONGEST_LINE} characters", "not a log of strace, or damaged"
-                )
-            try:
-                event = self._event(line.rstrip("\n"), number)
-            except ValueError as error:  # Python makes no number of thousands of digits
-                raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
-            if isinstance(event, SystemCall):
-                self.calls += 1
-            if event is not None:
-                yield event
-
-    def _event(self, line: str, number: int) -> SystemCall | UnfinishedCall | TaskExit | None:
-        prefix = _PREFIX.match(line)
-        assert prefix is not None  # every part of it is optional
-        tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
-        if text.endswith("<unfinished ...>") and (begun := _UNFINISHED.match(text)):
-            self._begun[tid] = begun[1]
-            self.clock.at(prefix, number)
-            name, _, args = begun[1].partition("(")
-            return UnfinishedCall(tid, name, args)
-        if resumed := _RESUMED.match(text):
-            text = self._begun.pop(tid, "") + text[resumed.end() :]
-        if call := _CALL.match(text):
-            result = int(call[3], 16 if "x" in call[3] else 10)  # a damaged line may begin it with zeros
-            return SystemCall(tid, self.clock.at(prefix, number), call[1], call[2], result, call[4])
-        if _ENDED.match(text):
-            return TaskExit(tid)
-        if not text.startswith(("---", "+++")) and not _UNKNOWN_RESULT.match(text):
-            self.other_lines += 1
-        return None
 
 
 class LogClock:
@@ -338,10 +239,6 @@ class Description:
     is_guessed: bool = False
 
 
-DescriptorTable = dict[int, tuple[Description, bool]]
-"""Of a process: what each of its descriptors stands for, and whether it is closed on exec."""
-
-
 @dataclass(eq=False)
 class Directory:
     """A working directory; threads share it. Empty: not known."""
@@ -355,10 +252,10 @@ class Directory:
 
 @dataclass(eq=False)
 class Task:
-    """A process or thread."""
+    """A process or thread. `table`: what each of its descriptors stands for."""
 
     pid: int
-    table: DescriptorTable = field(default_factory=dict)
+    table: dict[int, Description] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
@@ -418,34 +315,76 @@ class Tasks:
             self._early.pop(tid, None)
 
 
-# (t_ns, file, offset, length, op, pid): bytes offset .. offset + length - 1 were accessed.
-Sink = Callable[[int, LoggedFile, int, int, int, int], None]
+class StraceLog:
+    """Follows the lines of a log, and appends the accesses in them to a trace; `counts` is what provenance tells of it."""
 
+    def __init__(self, writer: TraceWriter) -> None:
+        self.counts = Counter[str]()
+        self._writer = writer
+        self._rows: list[tuple[int, ...]] = []
+        self._accessed: set[int] = set()  # numbers of files
+        self._files, self._tasks, self._clock = FileNames(), Tasks(), LogClock()
+        self._begun: dict[int, str] = {}  # by thread: the call that others have interrupted
+        self._command = ""
 
-class Calls:
-    """Follows the calls of a log.
+    def take(self, line: str, number: int) -> None:
+        """Follow one line; DataError if its time goes back."""
+        prefix = _PREFIX.match(line)
+        assert prefix is not None  # every part of it is optional
+        tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
+        if text.endswith("<unfinished ...>") and (begun := _UNFINISHED.match(text)):
+            self._begun[tid] = begun[1]
+            self._clock.at(prefix, number)
+            name, _, args = begun[1].partition("(")
+            if name in _CLONES:  # the child may run before the clone of its parent returns
+                self._tasks.begin_clone(tid, args)
+            return
+        if resumed := _RESUMED.match(text):
+            text = self._begun.pop(tid, "") + text[resumed.end() :]
+        if found := _CALL.match(text):
+            result = int(found[3], 16 if "x" in found[3] else 10)  # a damaged line may begin it with zeros
+            self._call(SystemCall(tid, self._clock.at(prefix, number), found[1], found[2], result, found[4]))
+        elif _ENDED.match(text):
+            self._tasks.end(tid)
+        elif not text.startswith(("---", "+++")) and not _UNKNOWN_RESULT.match(text):
+            self.counts["other_lines"] += 1
 
-    `unknown` counts accesses whose file is not known, `guessed` those whose offset is not, `mapped` mapped ranges.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self.files, self.tasks = FileNames(), Tasks()
-        self.unknown = self.guessed = self.mapped = self.not_understood = 0
-        self.command = ""
-        self._sink = sink
-
-    def take(self, event: SystemCall | UnfinishedCall | TaskExit) -> None:
-        """Follow one event."""
-        if isinstance(event, TaskExit):
-            self.tasks.end(event.tid)
-        elif isinstance(event, UnfinishedCall):
-            if event.name in _CLONES:
-                self.tasks.begin_clone(event.tid, event.args)
-        elif event.result != -1 and event.name in _HANDLERS:
+    def _call(self, call: SystemCall) -> None:
+        self.counts["calls"] += 1
+        if call.result != -1 and call.name in _HANDLERS:
             try:
-                _HANDLERS[event.name](self, event, self.tasks.get(event.tid))
+                _HANDLERS[call.name](self, call, self._tasks.get(call.tid))
             except (IndexError, ValueError):
-                self.not_understood += 1  # arguments in another form, or a line that was cut
+                self.counts["calls_not_understood"] += 1  # arguments in another form, or a line that was cut
+
+    def finish(self) -> None:
+        """Append what is left, the files and the provenance."""
+        self._flush()
+        for file in self._files.table(self._accessed):
+            self._writer.add_file(file)
+        self.counts["threads_of_unknown_origin"] = self._tasks.adopted
+        self.counts["clock_steps_back"] = self._clock.steps_back
+        self._writer.provenance = Provenance(
+            tier="strace",
+            clock=self._clock.kind,
+            command=self._command,
+            note=_NOTE,
+            extra={name: str(count) for name, count in self.counts.items() if count},
+        )
+
+    def _note(self, call: SystemCall, task: Task, file: LoggedFile, offset: int, length: int, op: int) -> None:
+        """Bytes offset .. offset + length - 1 were accessed."""
+        first = offset // BLOCK_BYTES
+        self._accessed.add(file.number)
+        count = (offset + length - 1) // BLOCK_BYTES - first + 1
+        self._rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
+        if len(self._rows) >= _BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.append(dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)))
+            self._rows = []
 
     def _description(self, text: str, task: Task) -> Description | None:
         """Returns what the descriptor written as `text` stands for; None if it is no file or not known.
@@ -455,16 +394,15 @@ class Calls:
         found = _FD.match(text)
         if found is None:
             return None
-        entry = task.table.get(int(found[1]))
-        described = entry[0] if entry else None
+        described = task.table.get(int(found[1]))
         if found[2] is None:
             return described
         path = unquoted(found[2])
         if described and described.file and described.file.name == path:
             return described
-        file = self.files.named(path) if path.startswith("/") else None
+        file = self._files.named(path) if path.startswith("/") else None
         described = Description(file, is_guessed=True)
-        task.table[int(found[1])] = described, False
+        task.table[int(found[1])] = described
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
@@ -473,23 +411,23 @@ class Calls:
         if length <= 0:
             return
         if described is None:
-            self.unknown += 1
+            self.counts["accesses_of_unknown_files"] += 1
             return
         if described.file is None:
             return
         file = described.file
         if op == WRITE and described.append:
             start = file.size
-            self.guessed += not file.is_size_known
+            self.counts["guessed_offsets"] += not file.is_size_known
         elif offset is None:
             start = described.offset
-            self.guessed += described.is_guessed
+            self.counts["guessed_offsets"] += described.is_guessed
         else:
             start = offset
         if offset is None:
             described.offset = start + length
         file.reach(start + length)
-        self._sink(call.t_ns, file, start, length, op, task.pid)
+        self._note(call, task, file, start, length, op)
 
     def _path(self, args: list[str], task: Task) -> str:
         """Returns the path that a directory descriptor and a path mean together."""
@@ -503,10 +441,10 @@ class Calls:
         return task.directory.joined(path)
 
     def _opened(self, call: SystemCall, task: Task, path: str, flags: str) -> None:
-        file = self.files.named(unquoted(call.result_path) if call.result_path else path)
+        file = self._files.named(unquoted(call.result_path) if call.result_path else path)
         if file and "O_TRUNC" in flags:
             file.resize(0)
-        task.table[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
+        task.table[call.result] = Description(file, append="O_APPEND" in flags)
 
     # Handlers, one for each kind of call.
 
@@ -516,54 +454,31 @@ class Calls:
         self._opened(call, task, self._path(args, task), flags)
 
     def _close(self, call: SystemCall, task: Task) -> None:
-        task.table.pop(_number(call.args), None)
-
-    def _close_range(self, call: SystemCall, task: Task) -> None:
-        args = call.words
-        last = int(args[1]) if args[1].isdigit() else _LAST_FD
-        for fd in [fd for fd in task.table if _number(args[0]) <= fd <= last]:
-            if "CLOEXEC" in args[2]:
-                task.table[fd] = task.table[fd][0], True
-            else:
-                del task.table[fd]
+        if found := _FD.match(call.args):
+            task.table.pop(int(found[1]), None)
 
     def _dup(self, call: SystemCall, task: Task) -> None:
-        self._duplicated(call.words[0], call.result, task, any("O_CLOEXEC" in flags for flags in call.words[2:]))
-
-    def _duplicated(self, fd: str, new: int, task: Task, cloexec: bool) -> None:
-        described = self._description(fd, task)
-        if new == _number(fd):
-            return
-        task.table.pop(new, None)
+        described = self._description(call.words[0], task)
+        task.table.pop(call.result, None)
         if described:
-            task.table[new] = described, cloexec
+            task.table[call.result] = described
 
     def _fcntl(self, call: SystemCall, task: Task) -> None:
         args = call.words
         if args[1].startswith("F_DUPFD"):
-            self._duplicated(args[0], call.result, task, args[1] == "F_DUPFD_CLOEXEC")
-        elif args[1] == "F_SETFD":
-            self._set_cloexec(args[0], task, "FD_CLOEXEC" in args[2])
+            self._dup(call, task)
         elif args[1] == "F_SETFL" and (described := self._description(args[0], task)):
             described.append = "O_APPEND" in args[2]
 
-    def _ioctl(self, call: SystemCall, task: Task) -> None:
-        if call.words[1] in ("FIOCLEX", "FIONCLEX"):
-            self._set_cloexec(call.words[0], task, call.words[1] == "FIOCLEX")
-
-    def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
-        if described := self._description(fd, task):
-            task.table[_number(fd)] = described, cloexec
-
     def _no_file(self, call: SystemCall, task: Task) -> None:
-        task.table[call.result] = Description(None), False
+        task.table[call.result] = Description(None)
 
     def _pair(self, call: SystemCall, task: Task) -> None:
         """A pipe or a pair of sockets: two descriptors in brackets."""
         bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
-                task.table[int(found[1])] = Description(None), False
+                task.table[int(found[1])] = Description(None)
 
     def _stream(self, call: SystemCall, task: Task) -> None:
         """A read or write where the description is (read, write, readv, writev)."""
@@ -612,8 +527,8 @@ class Calls:
         if file.is_size_known:
             length = min(length, file.size - offset)
         if length > 0:
-            self.mapped += 1
-            self._sink(call.t_ns, file, offset, length, MAP, task.pid)
+            self.counts["mapped_ranges"] += 1
+            self._note(call, task, file, offset, length, MAP)
 
     def _stat(self, call: SystemCall, task: Task) -> None:
         """A size that stat tells of an open file (fstat, newfstatat and statx of a descriptor)."""
@@ -630,19 +545,19 @@ class Calls:
             described = self._description(args[0], task)
             file = described.file if described else None
         else:
-            file = self.files.named(task.directory.joined(unquoted(args[0])))
+            file = self._files.named(task.directory.joined(unquoted(args[0])))
         if file:
             file.resize(int(args[1], 0))
 
     def _unlink(self, call: SystemCall, task: Task) -> None:
         args = call.words if call.name == "unlinkat" else ["AT_FDCWD", *call.words]
-        self.files.remove(self._path(args, task))
+        self._files.remove(self._path(args, task))
 
     def _rename(self, call: SystemCall, task: Task) -> None:
         args = call.words
         if call.name == "rename":
             args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
-        self.files.rename(self._path(args[:2], task), self._path(args[2:4], task))
+        self._files.rename(self._path(args[:2], task), self._path(args[2:4], task))
 
     def _chdir(self, call: SystemCall, task: Task) -> None:
         task.directory.path = task.directory.joined(unquoted(call.words[0]))
@@ -656,24 +571,18 @@ class Calls:
             task.directory.path = described.file.name
 
     def _clone(self, call: SystemCall, task: Task) -> None:
-        self.tasks.cloned(call.tid, call.result, call.args)
+        self._tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = {fd: entry for fd, entry in task.table.items() if not entry[1]}
-        if not self.command:
+        task.table = dict(task.table)  # shared no longer
+        if not self._command:
             path, arguments = call.words[:2]
             # The path is shown whole; arguments may be cut off (-s).
-            self.command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
+            self._command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
 
 
 def _op(name: str) -> int:
     return WRITE if "write" in name else READ
-
-
-def _number(fd: str) -> int:
-    """Returns the number of a descriptor, with or without what -y adds; -1 if there is none."""
-    found = _FD.match(fd)
-    return int(found[1]) if found else -1
 
 
 def _told(place: str) -> int | None:
@@ -682,28 +591,26 @@ def _told(place: str) -> int | None:
     return int(found[1]) if found else None
 
 
-_HANDLERS: dict[str, Callable[[Calls, SystemCall, Task], None]] = {
-    **dict.fromkeys(("open", "openat", "openat2", "creat"), Calls._open),
-    **dict.fromkeys(("read", "write", "readv", "writev"), Calls._stream),
-    **dict.fromkeys(("pread64", "pwrite64", "preadv", "pwritev", "preadv2", "pwritev2", "pread", "pwrite"), Calls._at),
-    **dict.fromkeys(("dup", "dup2", "dup3"), Calls._dup),
-    **dict.fromkeys(("fcntl", "fcntl64"), Calls._fcntl),
-    **dict.fromkeys(("lseek", "_llseek"), Calls._seek),
-    **dict.fromkeys(("sendfile", "sendfile64"), Calls._sendfile),
-    **dict.fromkeys(("copy_file_range", "splice"), Calls._copy),
-    **dict.fromkeys(("mmap", "mmap2"), Calls._mmap),
-    **dict.fromkeys(("fstat", "fstat64", "newfstatat", "fstatat64", "statx"), Calls._stat),
-    **dict.fromkeys(("truncate", "truncate64", "ftruncate", "ftruncate64"), Calls._truncate),
-    **dict.fromkeys(("unlink", "unlinkat"), Calls._unlink),
-    **dict.fromkeys(("rename", "renameat", "renameat2"), Calls._rename),
-    **dict.fromkeys(_CLONES, Calls._clone),
-    **dict.fromkeys(("execve", "execveat"), Calls._exec),
-    **dict.fromkeys(("pipe", "pipe2", "socketpair"), Calls._pair),
-    **dict.fromkeys(_NO_FILES, Calls._no_file),
-    "close": Calls._close,
-    "close_range": Calls._close_range,
-    "ioctl": Calls._ioctl,
-    "chdir": Calls._chdir,
-    "fchdir": Calls._fchdir,
-    "getcwd": Calls._getcwd,
+_HANDLERS: dict[str, Callable[[StraceLog, SystemCall, Task], None]] = {
+    **dict.fromkeys(("open", "openat", "openat2", "creat"), StraceLog._open),
+    **dict.fromkeys(("read", "write", "readv", "writev"), StraceLog._stream),
+    **dict.fromkeys(("pread64", "pwrite64", "preadv", "pwritev", "preadv2", "pwritev2", "pread", "pwrite"), StraceLog._at),
+    **dict.fromkeys(("dup", "dup2", "dup3"), StraceLog._dup),
+    **dict.fromkeys(("fcntl", "fcntl64"), StraceLog._fcntl),
+    **dict.fromkeys(("lseek", "_llseek"), StraceLog._seek),
+    **dict.fromkeys(("sendfile", "sendfile64"), StraceLog._sendfile),
+    **dict.fromkeys(("copy_file_range", "splice"), StraceLog._copy),
+    **dict.fromkeys(("mmap", "mmap2"), StraceLog._mmap),
+    **dict.fromkeys(("fstat", "fstat64", "newfstatat", "fstatat64", "statx"), StraceLog._stat),
+    **dict.fromkeys(("truncate", "truncate64", "ftruncate", "ftruncate64"), StraceLog._truncate),
+    **dict.fromkeys(("unlink", "unlinkat"), StraceLog._unlink),
+    **dict.fromkeys(("rename", "renameat", "renameat2"), StraceLog._rename),
+    **dict.fromkeys(_CLONES, StraceLog._clone),
+    **dict.fromkeys(("execve", "execveat"), StraceLog._exec),
+    **dict.fromkeys(("pipe", "pipe2", "socketpair"), StraceLog._pair),
+    **dict.fromkeys(_NO_FILES, StraceLog._no_file),
+    "close": StraceLog._close,
+    "chdir": StraceLog._chdir,
+    "fchdir": StraceLog._fchdir,
+    "getcwd": StraceLog._getcwd,
 }

@@ -16,18 +16,21 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from llmcache.arrays import Uint32s, Uint64s
 from llmcache.errors import LlmcacheError
-from llmcache.mountinfo import mounts
-from llmcache.trace.processes import Key, OpenFile, open_files
+from llmcache.mountinfo import Mount, mounts
+from llmcache.trace.processes import FileMapping, mappings
 from llmcache.trace.record import TraceFile
-from llmcache.trace.sources.base import distinct_files
+from llmcache.trace.records import distinct_files
 from llmcache.units import format_size
 
+DELETED = " (deleted)"
+Key = tuple[int, int]  # device and inode
 AskLocked = Callable[[TraceFile], int]
 # Handles of these file systems are inode number and generation, and a generation of 0 stands for any.
 _BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
@@ -35,12 +38,19 @@ _INO32_GEN = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that a process has open or mapped."""
+
+    path: str
+    size_bytes: int
+
+
 class FileTable:
     """The file table of a recording: numbers given in the order of appearance."""
 
-    def __init__(self, pids: Iterable[int], told: Callable[[], Mapping[Key, str]] = dict) -> None:
-        """Looks at what `pids` have open now. `told` gives the paths that the source of the records knows."""
-        self._told = told
+    def __init__(self, pids: Iterable[int]) -> None:
+        """Looks at what `pids` have open now."""
         self.files: list[TraceFile] = []
         self.unnamed = 0
         self.changes = 0  # how often a file that was in `files` already got its name
@@ -88,7 +98,7 @@ class FileTable:
 
     def _add(self, key: Key) -> None:
         named = self._known.get(key)
-        if named is None and (found := self._told().get(key) or path_of(*key)):
+        if named is None and (found := path_of(*key)):
             named = OpenFile(found, _size(found, key))
         path = named.path if named else unnamed(key)
         if named is None:
@@ -137,15 +147,61 @@ def _size(path: str, key: Key) -> int:
     return os.stat(path).st_size if _is(path, key) else 0
 
 
-def nothing_locked(_file: TraceFile) -> int:
-    """Returns 0: where nobody is asked."""
-    return 0
+def open_files(pid: int) -> Iterator[tuple[Key, OpenFile]]:
+    """Yields the files that process `pid` has open or mapped; OSError if it is gone or may not be looked at.
+
+    Also by the device and inode of a layer, where they lie on an overlay.
+    """
+    seen = mounts(pid)
+    by_dev = {mount.dev: mount for mount in seen.values()}
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            yield from _of_descriptor(pid, number, seen)
+    for mapping in mappings(pid):
+        if mapping.inode and mapping.path:
+            yield from _of_mapping(pid, mapping, by_dev.get(mapping.dev))
+
+
+def _of_descriptor(pid: int, number: str, seen: dict[int, Mount]) -> Iterator[tuple[Key, OpenFile]]:
+    link = f"/proc/{pid}/fd/{number}"
+    path = os.readlink(link)
+    if not path.startswith("/"):
+        return  # a pipe, a socket
+    stat = os.stat(link)
+    with open(f"/proc/{pid}/fdinfo/{number}") as lines:
+        facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    mount = seen.get(int(facts["mnt_id"]))
+    # The mount's device and not st_dev: btrfs shows another for each subvolume, which the page cache does not know.
+    dev = mount.dev if mount else stat.st_dev
+    yield from _named((dev, stat.st_ino), _without_mark(path, stat.st_nlink), stat.st_size, mount)
+
+
+def _of_mapping(pid: int, mapping: FileMapping, mount: Mount | None) -> Iterator[tuple[Key, OpenFile]]:
+    try:
+        stat = os.stat(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
+        size, links = stat.st_size, stat.st_nlink
+    except OSError:  # needs a privilege
+        size, links = 0, 0 if mapping.path.endswith(DELETED) else 1
+    yield from _named((mapping.dev, mapping.inode), _without_mark(mapping.path, links), size, mount)
+
+
+def _named(key: Key, path: str, size: int, mount: Mount | None) -> Iterator[tuple[Key, OpenFile]]:
+    file = OpenFile(path, size)
+    yield key, file
+    for layer in mount.layers(path) if mount else ():
+        with contextlib.suppress(OSError):
+            stat = os.stat(layer)
+            yield (stat.st_dev, stat.st_ino), file
+
+
+def _without_mark(path: str, links: int) -> str:
+    return path.removesuffix(DELETED) if links == 0 else path
 
 
 class LockedBytes:
     """What `ask` says of the files of a recording: bytes that are locked. `by_file` holds the result, by id."""
 
-    def __init__(self, ask: AskLocked = nothing_locked) -> None:
+    def __init__(self, ask: AskLocked) -> None:
         self.by_file: dict[int, int] = {}
         self.remarks: list[str] = []
         self._ask = ask

@@ -1,28 +1,40 @@
-"""The parts of a recording that need no privilege: journal, mounts, address spaces, options, lines."""
+"""The parts of a recording that need no privilege: journal, mounts, names, options, and what a mount keeps locked."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import struct
 import subprocess
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.cache.classify import LockedLoop, TraceClasses, classify
+from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError
+from llmcache.fs.client import control, mountpoint
 from llmcache.mountinfo import Mount
-from llmcache.trace.capture import files
-from llmcache.trace.capture.files import FileTable
-from llmcache.trace.capture.session import CaptureSettings
-from llmcache.trace.capture.target import target_of
+from llmcache.report.classify import summary
+from llmcache.trace import files
+from llmcache.trace.capture import CaptureSettings
+from llmcache.trace.files import FileTable, LockedBytes
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
-from llmcache.trace.processes import FileMapping
-from llmcache.trace.record import Columns, Provenance, TraceFile, columns_from
-from llmcache.trace.sources.faults import FORK, MMAP, AddressSpace, AddressSpaces
+from llmcache.trace.processes import target_of
+from llmcache.trace.record import (
+    LOCKED,
+    MAP,
+    Columns,
+    Provenance,
+    Trace,
+    TraceFile,
+    columns_from,
+    locked_bytes,
+    locked_extra,
+)
 
 PROVENANCE = Provenance("filemap", note="Sees all.")
 
@@ -114,33 +126,6 @@ def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, m
     assert names.unnamed == 0
 
 
-def test_a_new_mapping_replaces_what_it_covers() -> None:
-    space = AddressSpace([FileMapping(0x1000, 0x9000, 1, 10, 0)])
-    space.put(FileMapping(0x3000, 0x5000, 1, 20, 7))
-    address = np.array([0x1000, 0x2FFF, 0x3000, 0x4FFF, 0x5000, 0x8FFF, 0x9000, 0x0], np.uint64)
-    _, inode, block = space.files(address)
-    assert inode.tolist() == [10, 10, 20, 20, 10, 10, 0, 0]
-    assert block.tolist()[:6] == [0, 1, 7, 8, 4, 7]
-
-
-def test_faults_belong_to_the_mapping_of_their_time() -> None:
-    spaces = AddressSpaces()
-    time = struct.Struct("<IIQ")
-
-    def mapped(pid: int, inode: int, t_ns: int) -> bytes:
-        head = struct.pack("<IIQQQIIQQII", pid, pid, 0x1000, 0x1000, 0x2000, 8, 1, inode, 0, 0, 0)
-        return head + b"/data/file\0\0\0\0\0\0" + time.pack(pid, pid, t_ns)
-
-    for number, t_ns in ((5, 10), (6, 20)):
-        spaces.note(MMAP, mapped(9, number, t_ns))
-    spaces.note(FORK, struct.pack("<IIIIQ", 11, 9, 11, 9, 30) + time.pack(9, 9, 30))
-    pid = np.array([9, 9, 11], np.uint64)
-    dev, inode, block = spaces.files(pid, np.array([15, 25, 35], np.uint64), np.full(3, 0x1000, np.uint64))
-    assert inode.tolist() == [5, 6, 6] and block.tolist() == [2, 2, 2]
-    assert set(dev.tolist()) == {os.makedev(8, 1)}
-    assert spaces.paths[os.makedev(8, 1), 6] == "/data/file"
-
-
 def test_options_that_cannot_be() -> None:
     for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
         with pytest.raises(UsageError, match=named):
@@ -175,3 +160,57 @@ def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as several:
             target_of((name,))
         assert all(f"{one.pid} ({tmp_path / name}"[:60] in several.value.message for one in running)
+
+
+BLOCK = 4096
+FILE = TraceFile(0, "/mnt/models/m.gguf", 0x2B, 7, 0, 1000 * BLOCK)
+OTHER = TraceFile(1, "/etc/hosts", 1, 8, 0, BLOCK)
+
+
+def passes(extra: str, shown_blocks: int = 600) -> TraceClasses:
+    """The classes of six passes over the first blocks of FILE, 100 at a time, with what was locked beside them."""
+    first = [block for _ in range(6) for block in range(0, shown_blocks, 100)]
+    times = [number * 10**8 for number in range(len(first))]
+    provenance = Provenance("test", extra={LOCKED: extra} if extra else {})
+    return classify(Trace.build(times, 0, first, 100, MAP, files=[FILE, OTHER], provenance=provenance).batches())
+
+
+def test_the_loop_is_what_was_seen_and_what_was_locked() -> None:
+    found = passes(locked_extra({0: 300 * BLOCK, 1: BLOCK}))
+    assert found.locked == (LockedLoop(FILE.path, 300 * BLOCK),), "what is in no loop is not counted"
+    assert (found.totals.loop_at_once_bytes, found.totals.locked_loop_bytes) == (600 * BLOCK, 300 * BLOCK)
+    assert found.size_command == f"llmcache size --loop {900 * BLOCK / 1e6:.10g}M --hot 0M"
+    assert found.document("t")["locked"] == [{"path": FILE.path, "bytes": 300 * BLOCK}]
+    assert any("1.23 MB of /mnt/models/m.gguf that its mount keeps locked" in line for line in summary(found))
+
+
+def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
+    answers = {FILE.path: [500, 300], OTHER.path: [0]}
+    asked = LockedBytes(lambda file: answers[file.path].pop(0))
+    asked.begin([FILE, OTHER])
+    asked.begin([FILE])
+    asked.finish([FILE, OTHER])
+    assert asked.by_file == {0: 300} and "300 B" in asked.remarks[0]
+    silent = LockedBytes(Mock(side_effect=MountProblem("the daemon does not answer")))
+    silent.begin([FILE])
+    silent.finish([FILE])
+    said = f"{FILE.path}: how much of it its mount keeps locked is not known: the daemon does not answer"
+    assert silent.by_file == {} and silent.remarks == [said]
+
+
+def test_what_is_noted_is_checked() -> None:
+    assert locked_extra({}) == "" and passes("").locked == () and locked_bytes(Provenance("test")) == {}
+    for text in ("[1]", "{", '{"x": 1}', '{"0": []}'):
+        with pytest.raises(DataError, match="locked_bytes"):
+            locked_bytes(Provenance("test", extra={LOCKED: text}))
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
+def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
+    mount = Mount(30, 0x2B, "/", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
+    files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
+    request = Mock(return_value={"mode": mode, "files": files})
+    monkeypatch.setattr(mountpoint, "mounts", lambda: {29: replace(mount, dev=0x2A, point="/else"), 30: mount})
+    monkeypatch.setattr(control, "request", request)
+    assert mountpoint.locked_bytes(FILE) == expected and mountpoint.locked_bytes(OTHER) == 0
+    assert [call.args for call in request.call_args_list] == [("/mnt/models", {"op": "stats"})]

@@ -1,17 +1,85 @@
-"""Hit or miss: whether a block came from storage for an access, told by the fills and evictions between accesses.
+"""Records of block accesses as the kernel's programs send them: their layout, their order, and hit or miss.
 
-A block that was read from storage since its last access, by readahead or for the access itself, is a MISS at its next
-access; every other block is a HIT. So misses are comparable with those of a simulated cache, which has no readahead,
-and every block that was read and used counts once, whichever thread, io_uring worker or fault brought it in.
+Hit or miss is told by the fills and evictions between accesses. A block that was read from storage since its last access,
+by readahead or for the access itself, is a MISS at its next access; every other block is a HIT. So misses are comparable
+with those of a simulated cache, which has no readahead, and every block that was read and used counts once, whichever
+thread, io_uring worker or fault brought it in.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmcache.arrays import Int64s, Records
+from llmcache.arrays import Int64s, Records, Uint64s
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL, distinct_files
+
+# The kinds of record. FILL and EVICT tell what the page cache did, whoever caused it, for files that were accessed.
+ACCESS, FILL, EVICT, BLOCK, SAMPLED = range(5)
+
+# Bits of `flags`.
+DIRECT = 1  # O_DIRECT: past the page cache, always from or to storage
+AROUND = 2  # mapped together with the page that faulted: the process may not have touched every block
+STORED = 4  # a write through a mapping: seen when a clean page becomes dirty, whole folios
+MATCHED = 8  # of a BLOCK record: dev, inode and first are those of the file, not of the disk
+
+RECORD = np.dtype(
+    [
+        ("t_ns", "<u8"),  # CLOCK_MONOTONIC, when the first block of the run was touched; of a BLOCK record, its completion
+        ("first", "<u8"),  # first block (4096 bytes) in the file; in the device, of a BLOCK record that is not MATCHED
+        ("inode", "<u8"),  # inode number; 0 of a BLOCK record that is not MATCHED
+        ("dev", "<u8"),  # the file system's device, as os.stat tells it in st_dev; the disk's, of an unmatched BLOCK
+        ("count", "<u4"),  # blocks in the run, at least 1
+        ("pid", "<u4"),  # process (not thread), as its number is in the recorder's pid namespace; 0 if unknown
+        ("aux", "<u4"),  # ACCESS: requests merged into the run; BLOCK: latency in microseconds; else 0
+        ("op", "u1"),  # READ, WRITE or MAP of llmcache.trace.record; FILL: READ; EVICT: READ; BLOCK: READ or WRITE
+        ("miss", "u1"),  # HIT, MISS or UNKNOWN of llmcache.trace.record; only for ACCESS, else UNKNOWN
+        ("kind", "u1"),  # ACCESS .. SAMPLED
+        ("flags", "u1"),
+    ]
+)
+
+
+def no_records(rows: int = 0) -> Records:
+    """Zeroed records, by default none."""
+    return np.zeros(rows, RECORD)
+
+
+def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
+    """Returns a row of each distinct (dev, inode), and for all rows, at least one, which of those it is."""
+    if (inode == inode[0]).all() and (dev == dev[0]).all():
+        return np.zeros(1, np.int64), np.zeros(len(dev), np.int64)
+    order = np.lexsort((inode, dev))
+    begins = np.append(True, (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1]))
+    index = np.empty(len(dev), np.int64)
+    index[order] = np.cumsum(begins) - 1
+    return order[begins], index
+
+
+class TimeOrder:
+    """Brings records of several buffers into the order of time: holds them back until nothing older can come."""
+
+    def __init__(self) -> None:
+        self._waiting = no_records()
+        self._horizon = np.uint64(0)
+
+    def put(self, records: Records, horizon_ns: int | None) -> Records:
+        """Returns, in order of time, what was put so far up to `horizon_ns`; all of it for None.
+
+        At the same time fills come first: they preceded the access. A record older than the horizon before, which a
+        machine that stood still can cause, gets the time of that horizon.
+        """
+        rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
+        if not len(rows):
+            return rows
+        np.maximum(rows["t_ns"], self._horizon, out=rows["t_ns"])
+        order = np.lexsort((rows["kind"] != FILL, rows["t_ns"]))
+        rows = rows[order]
+        split = len(rows)
+        if horizon_ns is not None:
+            self._horizon = max(self._horizon, np.uint64(max(horizon_ns, 0)))
+            split = int(np.searchsorted(rows["t_ns"], self._horizon, "right"))
+        self._waiting = rows[split:]
+        return rows[:split]
 
 
 class Residency:

@@ -18,7 +18,7 @@ from llmcache.arrays import Flags, Records
 from llmcache.bpf.pagetables import ACCESSED, HUGE, PRESENT, TABLE_BYTES, TABLES, PageTables
 from llmcache.trace.processes import FileMapping, descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
-from llmcache.trace.sources.base import SAMPLED, no_records
+from llmcache.trace.records import SAMPLED, no_records
 from llmcache.units import BLOCK_BYTES
 
 _PRESENT, _ACCESSED, _HUGE = np.uint64(PRESENT), np.uint64(ACCESSED), np.uint64(HUGE)

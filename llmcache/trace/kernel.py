@@ -1,6 +1,7 @@
-"""The sources that run BPF programs: on page-cache tracepoints, on the functions behind them, on system calls.
+"""Where live traces come from: BPF programs on page-cache tracepoints, on the functions behind them, on system calls.
 
-`KernelPrograms` is the compiled object in the kernel: which of its programs run here, and what was configured in it.
+`KernelPrograms` is the compiled object in the kernel: which of its programs run here, and what was configured in it. A
+`Source` is what one tier makes of them, `SOURCES` the table of all, best first; `start_source` takes the best that works.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,13 +22,13 @@ from llmcache.arrays import Records
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
-from llmcache.errors import EnvironmentProblem
-from llmcache.trace.sources.base import RECORD, Scope, Source, TimeOrder, no_records, not_there
-from llmcache.trace.sources.rerefs import Sampler
-from llmcache.trace.sources.residency import Residency, unknown
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.trace.records import RECORD, Residency, TimeOrder, no_records, unknown
+from llmcache.trace.rerefs import Sampler
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 OBJECT = OBJECTS / "iotrace.bpf.o"
+POLL_S = 0.02  # how often a source is drained: often enough for the buffers, seldom enough to cost nothing
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
 LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
@@ -58,6 +59,21 @@ TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages
 """What tier filemap cannot do without, since Linux 6.12."""
 # An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
 _SETTLED_NS = 2_000_000 + LEFT_NS
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
+
+    `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
+    """
+
+    targets: Sequence[int]
+    follow: bool = True
+    writes: bool = False
+    block: bool = False
+    rerefs_s: float = 0.0
+    coalesce: bool = True
 
 
 @dataclass(frozen=True)
@@ -199,11 +215,6 @@ def _config(follow: bool, coalesce: bool) -> Records:
     return config
 
 
-def explained(failure: LoadFailure, what: str) -> EnvironmentProblem:
-    """The error for a person when the kernel refuses `what`."""
-    return EnvironmentProblem(f"the kernel refuses {what}: {failure}", "choose another with --tier")
-
-
 _WRITES = (
     Feature([["wrote"]], "writes by system call"),
     Feature([["uring_wrote"], ["uring_wrote_older"]], "writes through io_uring"),
@@ -216,32 +227,37 @@ _HUGE = Feature([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block requests")
 
 
-class BpfSource(Source):
-    """What the three have in common: loading, draining, losses."""
+class Source:
+    """A tier. Its user calls start(), drain() about every POLL_S seconds, stop(), and drain() once more: in one thread.
 
-    offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce", "rerefs_s"})
+    `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
+    """
+
+    name: ClassVar[str]  # its key in SOURCES
+    sees: ClassVar[str]
+    cannot_see: ClassVar[str]
     programs: ClassVar[Sequence[str]]  # what sees its accesses, without which there is no recording
-    fills: ClassVar[bool] = True
+    pages: ClassVar[bool] = True  # sees fills and evictions, and mapped pages
 
     def __init__(self) -> None:
+        self.remarks: list[str] = []  # what a reader must know beyond `cannot_see`: parts of the scope that were refused
         self._kernel: KernelPrograms | None = None
         self._order = TimeOrder()
         self._residency = Residency()
         self._live = 0
         self._lost = 0
-        self._remarks: list[str] = []
         self._sampler: Sampler | None = None
         self._stopped = False
 
     @classmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
         """What is to be loaded for `scope`."""
-        seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.fills else []
+        seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.pages else []
         return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
-        """Why not here: no privilege, no BTF, no libbpf, or the kernel refuses a program that is needed."""
+        """Why not here: no privilege, no BTF, no libbpf, or the kernel refuses a program that is needed. Leaves nothing."""
         if reason := supported():
             return reason
         if os.geteuid() != 0 and not _has_capabilities():
@@ -255,25 +271,28 @@ class BpfSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """Loads and attaches; EnvironmentProblem if the kernel refuses, or none of the targets is there."""
+        """Loads and attaches: accesses are seen from now on. EnvironmentProblem if the kernel refuses, or none is there."""
         try:
             self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
-            raise explained(failure, f"tier '{self.name}'") from failure
-        self._remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
+            said = f"the kernel refuses tier '{self.name}': {failure}"
+            raise EnvironmentProblem(said, "choose another with --tier") from failure
+        self.remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            raise not_there(scope.targets)
-        if scope.rerefs_s > 0 and "rerefs_s" in self.offers:
+            raise EnvironmentProblem(
+                f"process {', '.join(map(str, scope.targets))} is not there", "list processes with: ps -e"
+            )
+        if scope.rerefs_s > 0:
             try:
                 self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
             except Unreadable as reason:
-                self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
+                self.remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
-        """See Source."""
+        """All finished records since the last call, ascending in t_ns within and across calls; after stop() the rest."""
         if self._kernel is None:
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
@@ -283,41 +302,32 @@ class BpfSource(Source):
             records = np.concatenate((records, self._sampler.sample()))
         records = self._order.put(records, None if self._stopped else horizon if complete else 0)
         if self._stopped:
-            self._close()
-        return self._residency.mark(records) if self.fills else unknown(records)
-
-    def _close(self) -> None:
-        if self._kernel is not None:
             self._lost = self._kernel.lost()
             self._kernel.close()
-        if self._sampler is not None:
-            self._sampler.close()
-        self._kernel = self._sampler = None
+            if self._sampler is not None:
+                self._sampler.close()
+            self._kernel = self._sampler = None
+        return self._residency.mark(records) if self.pages else unknown(records)
 
     def alive(self) -> bool:
-        """See Source; as of the last drain()."""
+        """Whether any process that is recorded still runs, as of the last drain()."""
         return self._live > 0
 
     @property
     def lost(self) -> int:
-        """See Source."""
+        """Events known to have been lost since start()."""
         if self._kernel is not None:
             self._lost = self._kernel.lost()
         return self._lost
 
-    @property
-    def remarks(self) -> Sequence[str]:
-        """See Source."""
-        return tuple(self._remarks)
-
     def stop(self) -> None:
-        """Detaches; what was recorded stays until the next drain()."""
+        """Detaches; what was recorded stays until the next drain(). May be called again, and without start()."""
         if self._kernel is not None:
             self._kernel.detach()
         self._stopped = True
 
 
-class FilemapSource(BpfSource):
+class FilemapSource(Source):
     """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
 
     name = "filemap"
@@ -334,14 +344,14 @@ class FilemapSource(BpfSource):
 
     @classmethod
     def probe(cls) -> str | None:
-        """See BpfSource."""
+        """As for all; without the tracepoints nothing else need be asked."""
         reason = supported()
         if reason is None and not _described():
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
         return reason or super().probe()
 
 
-class FexitSource(BpfSource):
+class FexitSource(Source):
     """The functions behind the page cache, for kernels without its tracepoints."""
 
     name = "fexit"
@@ -353,15 +363,14 @@ class FexitSource(BpfSource):
     )
 
 
-class SyscallSource(BpfSource):
+class SyscallSource(Source):
     """The results of read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
-    offers = BpfSource.offers - {"rerefs_s"}
     programs = ("read_call_returned",)
     sees = "what read, pread, readv, preadv and preadv2 returned, whatever the file system; writes by call and io_uring"
     cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; whether the page cache had the blocks"
-    fills = False
+    pages = False
 
 
 def _described() -> bool:
@@ -376,3 +385,46 @@ def _has_capabilities() -> bool:
     with open("/proc/self/status") as status:
         effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     return bool(effective >> 39 & effective >> 38 & 1)
+
+
+AUTO = "auto"
+SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, FexitSource, SyscallSource)}
+
+
+def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
+    """Returns the source called `tier`, for "auto" the best, recording `scope`, and why each better one was passed over.
+
+    UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here, or if
+    the processes cannot be recorded by any.
+    """
+    if tier not in (AUTO, *SOURCES):
+        raise UsageError(f"--tier: '{tier}' is unknown", f"known are: {', '.join([AUTO, *SOURCES])}")
+    passed_over: dict[str, str] = {}
+    for name in SOURCES if tier == AUTO else [tier]:
+        started = _started(SOURCES[name], scope)
+        if isinstance(started, Source):
+            return started, passed_over
+        passed_over[name] = started
+    if tier == AUTO:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+        raise EnvironmentProblem(f"nothing on this machine can record this: {reasons}", "as root: sudo llmcache trace …")
+    works = next((name for name, other in SOURCES.items() if name != tier and other.probe() is None), None)
+    hint = f"--tier {works} works here" if works else "no other tier works here either: they need root"
+    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {passed_over[tier]}", hint)
+
+
+def _started(kind: type[Source], scope: Scope) -> Source | str:
+    """Returns a source that records, or why this kind cannot do so here; EnvironmentProblem if that is not the reason.
+
+    It is tried by starting it; only one that fails is asked why, which takes as long as starting does.
+    """
+    if scope.rerefs_s and not kind.pages:
+        return "it cannot see touches of mapped pages (--mmap-rerefs)"
+    source = kind()
+    try:
+        source.start(scope)
+    except EnvironmentProblem:
+        if reason := kind.probe():
+            return reason
+        raise
+    return source

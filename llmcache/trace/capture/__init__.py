@@ -1,1 +1,0 @@
-"""`llmcache trace`: records the block accesses of running processes. Capture writes a trace; it knows no reports."""
