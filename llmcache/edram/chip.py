@@ -95,32 +95,6 @@ Time = TypeVar("Time", float, Doubles)
 
 
 @dataclass(frozen=True)
-class Access:
-    """What one attention block reads: a weight matrix (S_W, bytes) at a time, cached keys or values (S_KV, bytes)."""
-
-    weight_bytes: float
-    kv_bytes: float
-    sram_bytes_per_s: float = CHIP.sram_bytes_per_s
-    edram_bytes_per_s: float = CHIP.edram_bytes_per_s
-    dram_bytes_per_s: float | None = None
-
-    @property
-    def edram_ns(self) -> float:
-        """T_eDRAM: reading the cached keys, or the values. Source: equation 5."""
-        return 1e9 * self.kv_bytes / self.edram_bytes_per_s
-
-    @property
-    def sram_ns(self) -> float:
-        """T_SRAM: reading one weight matrix. Source: equation 6.
-
-        Differs from the paper if `dram_bytes_per_s` is given: a matrix larger than the SRAM streams through it, no faster
-        than DRAM delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
-        """
-        rate = min(self.sram_bytes_per_s, self.dram_bytes_per_s or self.sram_bytes_per_s)
-        return 1e9 * self.weight_bytes / rate
-
-
-@dataclass(frozen=True)
 class Lifetimes:
     """How long X, Q, K and V lie in eDRAM between being computed and being used, ns, modelled."""
 
@@ -135,34 +109,23 @@ class Lifetimes:
         return self.x_ns + self.q_ns + self.k_ns + self.v_ns
 
 
-def baseline(access: Access) -> Lifetimes:
-    """Returns the lifetimes if Q, K, V and the scores are computed one after the other. Source: equation 7."""
-    return Lifetimes(*one_after_the_other(access.sram_ns, access.edram_ns))
+def access_ns(configuration: Configuration) -> tuple[float, float]:
+    """Returns T_SRAM and T_eDRAM (ns) of an attention block of the last decode step: reading W_Q, and the keys of the batch.
 
-
-def kelle(access: Access) -> Lifetimes:
-    """Returns the lifetimes if weights and cached keys are read at the same time. Source: equation 8.
-
-    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    Source: equations 5 and 6. Differs from the paper: a matrix larger than the SRAM streams through it, no faster than DRAM
+    delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
     """
-    return Lifetimes(*at_the_same_time(access.sram_ns, access.edram_ns))
-
-
-def access_of(configuration: Configuration) -> Access:
-    """Returns what an attention block of the last decode step reads: W_Q as a weight matrix, the keys of the whole batch."""
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
-    return Access(
-        weight_bytes=shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes,
-        kv_bytes=workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2,
-        sram_bytes_per_s=hardware.sram_bytes_per_s,
-        edram_bytes_per_s=hardware.kv_bytes_per_s,
-        dram_bytes_per_s=hardware.dram_bytes_per_s,
-    )
+    weight_bytes = shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes
+    kv_bytes = workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2
+    rate = min(hardware.sram_bytes_per_s, hardware.dram_bytes_per_s)
+    return 1e9 * weight_bytes / rate, 1e9 * kv_bytes / hardware.kv_bytes_per_s
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
     """Returns the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
-    return (kelle if configuration.hardware.overlap else baseline)(access_of(configuration))
+    order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
+    return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
@@ -171,5 +134,8 @@ def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the lifetimes of X, Q, K and V with the Kelle scheduler, in the same way. Source: equation 8."""
+    """Returns the same if weights and cached keys are read at the same time (the Kelle scheduler). Source: equation 8.
+
+    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    """
     return 3 * sram, sram + edram, 0 * edram, 0 * edram

@@ -46,7 +46,7 @@ class PlainAerp:
                 for row in range(tokens):
                     total[: row + 1] += self.attention(queries[row, query], head, range(row + 1))
             free = [p for p in range(tokens) if not self.protected(p)]
-            rest = sorted(free, key=lambda p, total=total: (-float(total[p]), -p))
+            rest = sorted(free, key=lambda p: (-float(self.sums[head, p]), -p))
             always = [p for p in range(tokens) if self.protected(p)]
             room = max(0, min(self.s.budget, tokens) - len(always))
             self.slots[head] = sorted(always + rest[:room])
@@ -111,8 +111,9 @@ class PlainAerp:
     def attention(self, query: Floats, head: int, seen: range | list[int]) -> Scores:
         rows = np.array([self.keys[p][head] for p in seen], np.float64)
         products = rows @ query.astype(np.float64) / np.sqrt(self.shape.head_dim)
-        weights: Scores = np.exp(products - products.max())
-        return weights / weights.sum()
+        weights = np.exp(products - products.max())
+        shares: Scores = weights / weights.sum()
+        return shares
 
     def stored_bytes(self) -> int:
         pairs = sum(p not in self.as_x for kept in self.kept for p in kept)

@@ -67,20 +67,6 @@ def test_a_larger_budget_only_costs(one: Configuration) -> None:
     assert never_falls(evaluate([with_workload(stored, budget=budget) for budget in budgets]).peak_bytes)
 
 
-@given(cases())
-@settings(max_examples=examples(60), deadline=None)
-def test_a_longer_interval_only_saves(one: Configuration) -> None:
-    def scaled(factor: float) -> Configuration:
-        policy = replace(one.policy, intervals=one.policy.intervals.scaled(factor))
-        return one.on(replace(one.system, policy=policy))
-
-    found = evaluate([scaled(factor) for factor in RISING])
-    assert never_falls(1 / found.energy_j)
-    np.testing.assert_allclose(found.latency_s, found.latency_s[0], rtol=1e-12)
-    kv = np.sum([found.energies_j[name] for name in REFRESH[:4]], axis=0)
-    np.testing.assert_allclose(kv * RISING, kv[0], rtol=1e-9)
-
-
 STALLS = 2e-3
 """What the evictor's stalls cost at most in energy: leakage and refresh of a cycle per head, layer and sequence."""
 
