@@ -11,7 +11,8 @@ import pytest
 
 from llmcache.edram.accelerator import evaluate
 from llmcache.edram.chip import evictor_cost, lifetimes_of
-from llmcache.edram.constants import PAPER
+from llmcache.edram.constants import PAPER, PROFILES, Profile
+from llmcache.edram.energy import REFRESH
 from llmcache.edram.latency import (
     RESOURCES,
     Array,
@@ -40,6 +41,19 @@ def test_groups_of_steps_agree_with_every_step() -> None:
     np.testing.assert_allclose(grouped.latency_s, exact.latency_s, rtol=1e-6)
     np.testing.assert_allclose(grouped.energy_j, exact.energy_j, rtol=1e-4)  # refreshes of activations are whole numbers
     np.testing.assert_array_equal(grouped.fits, exact.fits)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_parts_add_up_and_refresh_is_power_times_time(profile: Profile) -> None:
+    for one in (configuration(system=name, profile=profile, batch=3) for name in SYSTEMS):
+        found = evaluate([one])[0]
+        assert sum(found.by_kind().values()) == pytest.approx(found.energy_j, rel=1e-9)
+        assert all(value >= 0 for value in (*found.energies_j.values(), *found.latencies_s.values()))
+        watts = profile.refresh_w(one.hardware.kv_capacity_bytes, one.policy.intervals.mean_ns) * one.hardware.edram
+        refreshed = sum(found.energies_j[name] for name in REFRESH[:4])
+        assert refreshed == pytest.approx(watts * found.latency_s, rel=1e-9)
+        by_byte = sum(found.energies_j[name] for name in ("dram_weights", "dram_kv", "dram_activations"))
+        assert by_byte == pytest.approx(profile.dram_j_per_byte * found.dram_bytes, rel=1e-9)
 
 
 def test_one_step_by_hand() -> None:
