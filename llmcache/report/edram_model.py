@@ -12,10 +12,9 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.edram.accelerator import LATENCIES, Axes, Compared, Roofline, compared, roofline_of
 from llmcache.edram.catalogue import Catalogue, catalogue, listed, named
-from llmcache.edram.chip import Area, EvictorCost, Lifetimes, area_of, evictor_cost, lifetimes_of
+from llmcache.edram.chip import Area, Lifetimes, area_of, lifetimes_of
 from llmcache.edram.constants import Profile
 from llmcache.edram.energy import KINDS
-from llmcache.edram.latency import RESOURCES
 from llmcache.edram.systems import RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
 from llmcache.errors import UsageError
 from llmcache.report import output
@@ -64,8 +63,7 @@ def times(value: float) -> str:
 class SystemComparison:
     """Systems with one model and workload, by profile, with areas and with the rooflines of those that recompute.
 
-    `lifetimes`: of activations in eDRAM in the last step, of systems that have it; `evictors`: of a step with a full cache,
-    of systems that evict with one.
+    `lifetimes`: of activations in eDRAM in the last step, of systems that have it.
     """
 
     model: LlmShape
@@ -77,7 +75,6 @@ class SystemComparison:
     areas: dict[str, Area]
     rooflines: dict[str, Roofline]
     lifetimes: dict[str, Lifetimes]
-    evictors: dict[str, EvictorCost]
 
 
 def compare(
@@ -99,8 +96,7 @@ def compare(
     profiles = tuple(listed("profile", known.profiles, profile))
     asked = [Configuration(shape, work, one, energies) for energies in profiles for one in systems]
     rows = tuple(compared(asked, known.baseline))
-    first = {row.configuration.system.name: row for row in rows[: len(systems)]}
-    own = {name: row.configuration for name, row in first.items()}
+    own = {one.system.name: one for one in asked[: len(systems)]}
     return SystemComparison(
         shape,
         work,
@@ -111,11 +107,6 @@ def compare(
         {name: area_of(one.system) for name, one in own.items()},
         {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes},
         {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram},
-        {
-            name: evictor_cost(row.configuration, 1e9 * _decode_s(row) / work.decode)
-            for name, row in first.items()
-            if row.configuration.policy.evict and row.configuration.hardware.systolic_evictor
-        },
     )
 
 
@@ -137,10 +128,6 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> tuple[Accele
     if recompute not in RECOMPUTE_MODES:
         raise UsageError(f"--recompute: there is no mode '{recompute}'", f"one of: {', '.join(RECOMPUTE_MODES)}")
     return tuple(system.with_recompute(recompute) for system in systems)
-
-
-def _decode_s(row: Compared) -> float:
-    return sum(row.outcome.latencies_s[name] for name in RESOURCES)
 
 
 def show(found: SystemComparison, as_json: bool) -> None:
@@ -183,14 +170,6 @@ def _tables(found: SystemComparison) -> Iterator[Table]:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
         lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
         yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", found.lifetimes, lasts)
-    if found.evictors:
-        cells: Mapping[str, Callable[[EvictorCost], str]] = {
-            "stall": lambda one: format_duration(one.stall_ns),
-            "a scan of the scores instead": lambda one: format_duration(one.search_ns),
-            "scores of all heads and layers": lambda one: format_size(one.register_bytes),
-            "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
-        }
-        yield _by_system(f"Systolic evictor, a step with a full cache ({MODELLED})", "", found.evictors, cells)
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
@@ -253,7 +232,6 @@ def document(found: SystemComparison) -> dict[str, Any]:
         ],
         "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in found.rooflines.items()},
         "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in found.lifetimes.items()},
-        "evictors": {name: asdict(one) for name, one in found.evictors.items()},
     }
 
 
