@@ -41,7 +41,7 @@ from llmcache.kv.planning.placement import KEYS_AND_VALUES, by_beta, by_ssd_shar
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Ours, Paper, Values, judge, number, read_paper
 from llmcache.report.reproduce import Blocks, Reproduction, Tell, machine_words, measurements, picture
-from llmcache.report.theme import FAINT, KV_LOOKS, MUTED, Curve, Look, curves_figure, grid_of, legend_below
+from llmcache.report.theme import FAINT, INK, KV_LOOKS, MUTED, Curve, Look, curves_figure, grid_of, legend_below
 
 GIB = 1 << 30
 QWEN, LLAMA, LONGCHAT = "Qwen-7B", "Llama2-13B", "LongChat-7B"
@@ -536,7 +536,10 @@ def _memory_figure() -> Figure:
         found: dict[str, Curve] = {}
         for look, model in zip(_TWO, SAID, strict=True):
             found[model] = (look, {place: use(MODELS[model], place).total / GIB for place in places})
-            found[f"{model}: the paper"] = (replace(look, dash="none", marker="X"), {said_at: SAID[model]})
+            found[f"{model}: the paper"] = (
+                replace(look, colour=INK, dash="none", marker="X", front=9),
+                {said_at: SAID[model]},
+            )
         for limit, name in ((GPU_GB, "RTX 4090"), (PC_GB, "a typical PC, all memory")):
             found[f"{name}: {limit} GB"] = (replace(_LIMIT, dash=(0, (2, limit / 10))), dict.fromkeys(places, float(limit)))
         return found
