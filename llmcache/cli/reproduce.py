@@ -37,7 +37,6 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
     the paper says, what is modelled and what is measured stay apart. Nothing is measured by this command: what is, comes
     with llmcache, and the page names the machine and the day. The paper's traces are not public: synthetic ones stand in.
     """
-    from llmcache.report.reproduce import ReproduceRequest, run
+    from llmcache.report.reproduce import run
 
-    where = output if output is not None or as_json else "."
-    return run(ReproduceRequest(name, where, quick, as_json, force))
+    return run(name, output if output is not None or as_json else ".", quick, as_json, force)

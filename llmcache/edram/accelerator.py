@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
@@ -75,46 +74,8 @@ class Outcome:
         return {kind: sum(self.energies_j[name] for name in names) for kind, names in KINDS.items()}
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """The modelled costs of many configurations: float64 [n] arrays, in their order; see `Outcome`."""
-
-    latencies_s: dict[str, Array]
-    energies_j: dict[str, Array]
-    dram_bytes: Array
-    peak_bytes: Array
-    fits: NDArray[np.bool_]
-    recompute_share: Array
-
-    @property
-    def latency_s(self) -> Array:
-        """Time of prefill and decode (s, [n])."""
-        return _sum(self.latencies_s.values())
-
-    @property
-    def energy_j(self) -> Array:
-        """Energy of prefill and decode (J, [n])."""
-        return _sum(self.energies_j.values())
-
-    def __len__(self) -> int:
-        return len(self.dram_bytes)
-
-    def __iter__(self) -> Iterator[Outcome]:
-        return (self[place] for place in range(len(self)))
-
-    def __getitem__(self, place: int) -> Outcome:
-        return Outcome(
-            {name: float(values[place]) for name, values in self.latencies_s.items()},
-            {name: float(values[place]) for name, values in self.energies_j.items()},
-            float(self.dram_bytes[place]),
-            float(self.peak_bytes[place]),
-            bool(self.fits[place]),
-            float(self.recompute_share[place]),
-        )
-
-
-def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> Outcomes:
-    """Returns the modelled cost of all `configurations`, computed at once; ValueError if there are none.
+def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> list[Outcome]:
+    """Returns the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
 
     `groups`: into how many groups decode steps are gathered; None: each by itself.
     """
@@ -123,16 +84,22 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
     share = recompute_share(columns, steps)
     step = step_of(columns, steps, share)
     waited = waits(columns, step)
-    step_s = _sum(waited.values())
     peak = _peak_bytes(columns, steps, share)
-    return Outcomes(
-        _latencies(prefill, steps, waited),
-        energy_of(columns, steps, step, step_s, prefill),
-        prefill.dram_bytes[:, 0] + _total(steps, columns.read_weights + step.off_chip_bytes + step.new_bytes),
-        peak,
-        peak <= columns.dram_capacity_bytes[:, 0],
-        _total(steps, share) / columns.decode[:, 0],
+    off_chip = prefill.dram_bytes[:, 0] + _total(steps, columns.read_weights + step.off_chip_bytes + step.new_bytes)
+    found = (
+        _rows(_latencies(prefill, steps, waited)),
+        _rows(energy_of(columns, steps, step, _sum(waited.values()), prefill)),
+        off_chip.tolist(),
+        peak.tolist(),
+        (peak <= columns.dram_capacity_bytes[:, 0]).tolist(),
+        (_total(steps, share) / columns.decode[:, 0]).tolist(),
     )
+    return [Outcome(*row) for row in zip(*found, strict=True)]
+
+
+def _rows(parts: dict[str, Array]) -> list[dict[str, float]]:
+    """Returns columns [n] by name as a mapping for each of n."""
+    return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
 def _sum(parts: Iterable[Array]) -> Array:
@@ -203,12 +170,10 @@ def compared(configurations: Sequence[Configuration], baseline: AcceleratorSyste
     baselines = {shared(one): one.on(baseline) for one in configurations}
     places = {key: len(configurations) + place for place, key in enumerate(baselines)}
     outcomes = evaluate([*configurations, *baselines.values()])
-    latency_s, energy_j = outcomes.latency_s, outcomes.energy_j
     found = []
-    for row, one in enumerate(configurations):
-        base = places[shared(one)]
-        speedup, efficiency = float(latency_s[base] / latency_s[row]), float(energy_j[base] / energy_j[row])
-        found.append(Compared(one, outcomes[row], speedup, efficiency))
+    for one, own in zip(configurations, outcomes, strict=False):
+        base = outcomes[places[shared(one)]]
+        found.append(Compared(one, own, base.latency_s / own.latency_s, base.energy_j / own.energy_j))
     return found
 
 

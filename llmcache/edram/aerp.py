@@ -31,13 +31,10 @@ RECOMPUTE = ("none", "prefill", "decode")
 class AerpSettings:
     """Settings of eviction and recomputation; the names of the paper in brackets.
 
-    `budget` [N']: tokens that each key-value head keeps, of them the first `sinks` and the last `window` always.
-    `score`: "softmax" sums attention weights over all queries (column sums); "logit" sums scaled products before the
-    softmax (section 5.3). `score_bits`: 4 compares scores as 4-bit numbers, as section 5.1 stores them; 0: as they are.
-    `per_query`: compares scores divided by the number of queries that could attend to a token, which takes from early tokens
-    what they have gathered by their age alone; not in the paper.
+    `budget` [N']: tokens that each key-value head keeps, of them the first `sinks` and the last `window` always; of the
+    others those with the largest sums of attention weights over all queries.
     `recompute`: which tokens may be stored as x, the input of their projections: "none", those of the "prefill", or also
-    those of "decode". `max_x`: at most so many are, as the array has time to recompute (None: no bound).
+    those of "decode".
 
     Differs from the paper: equation 3 as printed sums a row of weights, which is 1 for every token; column sums are meant
     (section 4.1.1 has them for the prefill). A token within sinks or window is never stored as x, as all heads retain it
@@ -48,26 +45,15 @@ class AerpSettings:
     budget: int
     sinks: int = AERP.sinks
     window: int = 64
-    score: Literal["softmax", "logit"] = "softmax"
-    score_bits: int = 0
-    per_query: bool = False
     recompute: Literal["none", "prefill", "decode"] = "none"
-    max_x: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "window", "score_bits"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least 0 is needed")
+        if self.sinks < 0 or self.window < 0:
+            raise ValueError(f"sinks: {self.sinks}, and a window of {self.window}: at least 0 is needed")
         if self.budget <= self.sinks:
             raise ValueError(f"budget: {self.budget} tokens leave none beside {self.sinks} sinks")
-        if self.score not in ("softmax", "logit"):
-            raise ValueError(f"score: '{self.score}', known are softmax, logit")
-        if self.score_bits > 16:
-            raise ValueError(f"score_bits: {self.score_bits}, 0 to 16 are possible")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute: '{self.recompute}', known are {', '.join(RECOMPUTE)}")
-        if self.max_x is not None and self.max_x < 0:
-            raise ValueError(f"max_x: {self.max_x}, at least 0 is needed")
 
     @property
     def recent(self) -> int:
@@ -132,7 +118,7 @@ class Slots:
         if self.newest != NONE:
             raise ValueError("sums: the layer holds tokens already, a prompt comes first")
         tokens = sums.shape[1]
-        rank = self._weighed(sums, np.arange(tokens), tokens - 1)
+        rank = sums.copy()
         rank[:, : self.settings.sinks] = np.inf
         rank[:, max(0, tokens - self.settings.recent) :] = np.inf
         self.newest, self.count = tokens - 1, min(tokens, self.settings.budget)
@@ -149,8 +135,6 @@ class Slots:
         the oldest. There always is one: protected are at most `budget`, and one more is there.
         """
         heads = len(self.positions)
-        # What is no number (halves with lost bits, kept) adds nothing: it must not decide who is protected.
-        gains = np.where(np.isfinite(gains), gains, 0.0)
         self.newest += 1
         self.scores[:, : self.count] += gains[:, :-1]
         if self.count < self.settings.budget:
@@ -166,28 +150,12 @@ class Slots:
     def _victims(self, own: Doubles) -> tuple[Int64s, Int64s]:
         scores = np.column_stack([self.scores, own])
         positions = np.column_stack([self.positions, np.full(len(own), self.newest)])
-        scores = self._compared(self._weighed(scores, positions, self.newest))
         scores[self.protected_at(self.newest, positions)] = np.inf
         lowest = scores.min(axis=1, keepdims=True)
         oldest = np.where(scores == lowest, positions, np.iinfo(np.int64).max).argmin(axis=1)
         evicted = positions[np.arange(len(own)), oldest]
         slots: Int64s = np.where(oldest == self.settings.budget, NONE, oldest)
         return slots, evicted
-
-    def _weighed(self, scores: Doubles, positions: Int64s, newest: int) -> Doubles:
-        """Returns a copy of `scores` as tokens are ranked by them."""
-        queries = newest + 1 - positions if self.settings.per_query else 1
-        weighed: Doubles = scores / queries
-        return weighed
-
-    def _compared(self, scores: Doubles) -> Doubles:
-        """Returns `scores` in as many bits as they are compared in; below 0 (sums of products) is 0 then."""
-        if not self.settings.score_bits:
-            return scores
-        largest = scores.max(axis=1, keepdims=True)
-        steps = 2**self.settings.score_bits - 1
-        whole: Doubles = np.floor(steps * np.clip(scores / np.where(largest > 0, largest, 1.0), 0, 1))
-        return whole
 
     def protected_at(self, newest: int, positions: Int64s | None = None) -> Flags:
         """Which slots (or tokens at `positions`) are sinks or of the window if `newest` is the last token [kv_heads, n]."""
@@ -202,8 +170,8 @@ class Slots:
         return used
 
 
-def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles, Doubles]:
-    """Returns the attention of one token over `count` slots: outputs [heads, dim], weights, products [heads, count].
+def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles]:
+    """Returns the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
 
     `queries` [heads, dim], `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots count;
     heads of one key-value head follow each other. Products are scaled by 1/sqrt(dim); sums are float64 in the order of
@@ -211,40 +179,38 @@ def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[F
     Source: kelle.txt, equations 1 and 2 (which omit the scale).
     """
     heads, dim = queries.shape
-    out = np.empty((heads, values.shape[2]), np.float32)
-    weights, products = np.empty((heads, count)), np.empty((heads, count))
-    _attend(queries, keys, values, 1 / math.sqrt(dim), out, weights, products)
-    return out, weights, products
+    out, weights = np.empty((heads, values.shape[2]), np.float32), np.empty((heads, count))
+    _attend(queries, keys, values, 1 / math.sqrt(dim), out, weights)
+    return out, weights
 
 
 _QUERIES = 256
 """Queries of a prompt that are attended at a time: their products with all tokens are in memory."""
 
 
-def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles, Doubles]:
-    """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights and of products [kv_heads, n].
+def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles]:
+    """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
 
     Fused kernels do not hand their weights out, which is why this one is here. Arguments as of `attend`, [n, heads, dim].
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]
     out = np.empty((tokens, heads, values.shape[2]), np.float32)
-    weights, products = np.zeros((kv_heads, tokens)), np.zeros((kv_heads, tokens))
+    weights = np.zeros((kv_heads, tokens))
     for head, begin in itertools.product(range(heads), range(0, tokens, _QUERIES)):
         end, own = min(begin + _QUERIES, tokens), head * kv_heads // heads
         rows = queries[begin:end, head] @ keys[:end, own].T * np.float32(1 / math.sqrt(dim))
         later = np.arange(end) > np.arange(begin, end)[:, None]
-        products[own, :end] += rows.sum(axis=0, dtype=np.float64, where=~later)
         rows[later] = -np.inf
         rows = np.exp(rows - rows.max(axis=1, keepdims=True))
         rows /= rows.sum(axis=1, keepdims=True)
         weights[own, :end] += rows.sum(axis=0, dtype=np.float64)
         out[begin:end, head] = rows @ values[:end, own]
-    return out, weights, products
+    return out, weights
 
 
 @njit(cache=True, nogil=True)
-def _attend(queries, keys, values, scale, out, weights, products):  # type: ignore[no-untyped-def]
+def _attend(queries, keys, values, scale, out, weights):  # type: ignore[no-untyped-def]
     group = queries.shape[0] // keys.shape[0]
     count = weights.shape[1]
     total = np.empty(values.shape[2])
@@ -255,11 +221,11 @@ def _attend(queries, keys, values, scale, out, weights, products):  # type: igno
             product = 0.0
             for i in range(queries.shape[1]):
                 product += np.float64(queries[head, i]) * np.float64(keys[own, slot, i])
-            products[head, slot] = product * scale
-            largest = max(largest, products[head, slot])
+            weights[head, slot] = product * scale
+            largest = max(largest, weights[head, slot])
         below = 0.0
         for slot in range(count):
-            weights[head, slot] = np.exp(products[head, slot] - largest)
+            weights[head, slot] = np.exp(weights[head, slot] - largest)
             below += weights[head, slot]
         total[:] = 0
         for slot in range(count):
@@ -440,9 +406,8 @@ class AerpLayer:
         self._settle()
         for cells, own in ((self.keys, key), (self.values, value)):
             cells.readings[:, count] = own
-        out, weights, products = attend(queries, self.keys.readings, self.values.readings, count + 1)
-        scores = weights if self.settings.score == "softmax" else products
-        placed = self.slots.add(scores.reshape(self.shape.kv_heads, group, count + 1).sum(axis=1))
+        out, weights = attend(queries, self.keys.readings, self.values.readings, count + 1)
+        placed = self.slots.add(weights.reshape(self.shape.kv_heads, group, count + 1).sum(axis=1))
         self._place(placed, key, value)
         if inputs is not None:
             self._await(inputs)
@@ -468,7 +433,7 @@ class AerpLayer:
         np.add.at(total, positions[self.slots.used], scores[self.slots.used])
         free = np.unique(positions[self.slots.used & ~protected])
         pays = np.array([p for p in free if self.shape.x_pays(int(retaining[p]))], np.int64)
-        chosen = pays[np.lexsort((pays, -total[pays]))][: self.settings.max_x]
+        chosen = pays[np.lexsort((pays, -total[pays]))]
         self._convert(self._put(chosen, x[chosen], retaining[chosen], waiting=False))
         if self.settings.recompute == "decode":
             recent = np.arange(max(self.settings.sinks, len(x) - self.settings.recent), len(x))
@@ -498,8 +463,7 @@ class AerpLayer:
             self._put(np.array([newest]), x[None], np.array([self.shape.kv_heads]), waiting=True)
         leaving = newest - self.settings.recent
         (row,) = np.nonzero(self.inputs.used & self.inputs.waiting & (self.inputs.positions == leaving))
-        room = self.settings.max_x is None or int(self.inputs.standing_in.sum()) < self.settings.max_x
-        if room and self.shape.x_pays(int((positions == leaving).sum())):
+        if self.shape.x_pays(int((positions == leaving).sum())):
             self._convert(row)
         else:
             self.inputs.positions[row] = NONE
@@ -517,16 +481,14 @@ class AerpLayer:
     def high_scores(self) -> Flags:
         """Which slots count as high-score tokens for the step to come [kv_heads, budget].
 
-        At least the median of the head's cached scores, or protected (sink or window) unless the cells say otherwise.
-        Differs from the paper: section 4.2 names no threshold.
+        At least the median of the head's cached scores, or protected (sink or window): by score alone every new token would
+        be a low one. Differs from the paper: section 4.2 names no threshold.
         """
         slots, count = self.slots, self.slots.count
         high: Flags = np.zeros(slots.positions.shape, np.bool_)
         if count:
             high[:, :count] = slots.scores[:, :count] >= np.median(slots.scores[:, :count], axis=1, keepdims=True)
-        if self.cells.protect:
-            high |= slots.protected_at(slots.newest + 1)
-        return high
+        return high | slots.protected_at(slots.newest + 1)
 
     def x_high_scores(self, hst: Flags) -> Flags:
         """Which x rows count as high-score tokens: at least half of the heads that retain it say so; waiting ones do."""

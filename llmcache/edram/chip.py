@@ -1,21 +1,16 @@
-"""Parts of the chip by themselves, modelled: areas, the systolic evictor, lifetimes of activations in eDRAM.
+"""Parts of the chip by themselves, modelled: areas, and lifetimes of activations in eDRAM.
 
-The evictor is a column of registers beside the array that finds the token to evict while scores are computed (kelle.txt,
-sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array gives the product of token i one cycle after row i - 1; in the
-same cycle register S_i adds it to the token's score, and in the next the chain M compares the sum with the least so far.
-
-Lifetimes: section 6, equations 4 to 8, figure 12, in the baseline's order of work and the Kelle scheduler's. The equations
-are for MHA and add times up, whatever the sizes; what refreshing costs is by bytes (`energy`).
+Lifetimes: kelle.txt, section 6, equations 4 to 8, figure 12, in the baseline's order of work and the Kelle scheduler's. The
+equations are for MHA and add times up, whatever the sizes; what refreshing costs is by bytes (`energy`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil
 from typing import TypeVar
 
 from llmcache.arrays import Doubles
-from llmcache.edram.constants import AERP, CHIP, EDRAM_4MB, SRAM_4MB
+from llmcache.edram.constants import CHIP, EDRAM_4MB, SRAM_4MB
 from llmcache.edram.systems import AcceleratorSystem, Configuration
 
 
@@ -53,71 +48,7 @@ def area_of(system: AcceleratorSystem) -> Area:
     )
 
 
-CHAIN_CYCLES = 1
-"""Cycles from the last product of a search to its result: what the evictor adds to the array's own time."""
-
-
-@dataclass(frozen=True)
-class EvictorCost:
-    """What evicting costs in a decode step, modelled: with the evictor, and with a search after the scores are there.
-
-    `stall_ns` and `joules` are the evictor's own; `search_ns` is a scan of the scores by one comparator, a score a cycle,
-    which also reads every score from its registers and writes it back (`search_bytes`).
-    """
-
-    register_bytes: float
-    stall_ns: float
-    search_ns: float
-    search_bytes: float
-    joules: float
-
-
-def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
-    """Returns the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full.
-
-    The evictor draws its power over the whole step. Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its
-    "5%" of energy and "7%" of latency depend on what is compared with and are not used.
-    """
-    shape, workload = configuration.model, configuration.workload
-    searches = shape.kv_heads * shape.layers * workload.batch
-    cycle_ns = 1e9 / configuration.hardware.clock_hz
-    registers = workload.budget * AERP.score_bits / 8
-    return EvictorCost(
-        register_bytes=registers * searches,
-        stall_ns=CHAIN_CYCLES * cycle_ns * searches,
-        search_ns=workload.budget * cycle_ns * searches,
-        search_bytes=2 * ceil(registers) * searches,
-        joules=CHIP.evictor_w * step_ns / 1e9,
-    )
-
-
 Time = TypeVar("Time", float, Doubles)
-
-
-@dataclass(frozen=True)
-class Access:
-    """What one attention block reads: a weight matrix (S_W, bytes) at a time, cached keys or values (S_KV, bytes)."""
-
-    weight_bytes: float
-    kv_bytes: float
-    sram_bytes_per_s: float = CHIP.sram_bytes_per_s
-    edram_bytes_per_s: float = CHIP.edram_bytes_per_s
-    dram_bytes_per_s: float | None = None
-
-    @property
-    def edram_ns(self) -> float:
-        """T_eDRAM: reading the cached keys, or the values. Source: equation 5."""
-        return 1e9 * self.kv_bytes / self.edram_bytes_per_s
-
-    @property
-    def sram_ns(self) -> float:
-        """T_SRAM: reading one weight matrix. Source: equation 6.
-
-        Differs from the paper if `dram_bytes_per_s` is given: a matrix larger than the SRAM streams through it, no faster
-        than DRAM delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
-        """
-        rate = min(self.sram_bytes_per_s, self.dram_bytes_per_s or self.sram_bytes_per_s)
-        return 1e9 * self.weight_bytes / rate
 
 
 @dataclass(frozen=True)
@@ -135,34 +66,23 @@ class Lifetimes:
         return self.x_ns + self.q_ns + self.k_ns + self.v_ns
 
 
-def baseline(access: Access) -> Lifetimes:
-    """Returns the lifetimes if Q, K, V and the scores are computed one after the other. Source: equation 7."""
-    return Lifetimes(*one_after_the_other(access.sram_ns, access.edram_ns))
+def access_ns(configuration: Configuration) -> tuple[float, float]:
+    """Returns T_SRAM and T_eDRAM (ns) of an attention block of the last decode step: reading W_Q, and the keys of the batch.
 
-
-def kelle(access: Access) -> Lifetimes:
-    """Returns the lifetimes if weights and cached keys are read at the same time. Source: equation 8.
-
-    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    Source: equations 5 and 6. Differs from the paper: a matrix larger than the SRAM streams through it, no faster than DRAM
+    delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
     """
-    return Lifetimes(*at_the_same_time(access.sram_ns, access.edram_ns))
-
-
-def access_of(configuration: Configuration) -> Access:
-    """Returns what an attention block of the last decode step reads: W_Q as a weight matrix, the keys of the whole batch."""
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
-    return Access(
-        weight_bytes=shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes,
-        kv_bytes=workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2,
-        sram_bytes_per_s=hardware.sram_bytes_per_s,
-        edram_bytes_per_s=hardware.kv_bytes_per_s,
-        dram_bytes_per_s=hardware.dram_bytes_per_s,
-    )
+    weight_bytes = shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes
+    kv_bytes = workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2
+    rate = min(hardware.sram_bytes_per_s, hardware.dram_bytes_per_s)
+    return 1e9 * weight_bytes / rate, 1e9 * kv_bytes / hardware.kv_bytes_per_s
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
     """Returns the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
-    return (kelle if configuration.hardware.overlap else baseline)(access_of(configuration))
+    order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
+    return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
@@ -171,5 +91,8 @@ def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the lifetimes of X, Q, K and V with the Kelle scheduler, in the same way. Source: equation 8."""
+    """Returns the same if weights and cached keys are read at the same time (the Kelle scheduler). Source: equation 8.
+
+    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    """
     return 3 * sram, sram + edram, 0 * edram, 0 * edram

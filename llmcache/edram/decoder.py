@@ -105,15 +105,14 @@ def _whole(data: dict[str, Any], name: str, default: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """What one layer computed of a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums.
-
-    `sums` [kv_heads, n] by kind of score: "softmax", "logit".
+    """What one layer computed of a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums
+    of attention weights [kv_heads, n].
     """
 
     x: Floats
     keys: Floats
     values: Floats
-    sums: dict[str, Doubles]
+    sums: Doubles
 
 
 Prompt = tuple[LayerPrompt, ...]
@@ -177,8 +176,8 @@ class Decoder:
         for layer, project in enumerate(self.projections):
             x = self._norm(f"model.layers.{layer}.input_layernorm", hidden)
             keys, values = project(x, positions)
-            mixed, weights, products = attend_prompt(self._queries(layer, x, positions), keys, values)
-            layers.append(LayerPrompt(x, keys, values, {"softmax": weights, "logit": products}))
+            mixed, sums = attend_prompt(self._queries(layer, x, positions), keys, values)
+            layers.append(LayerPrompt(x, keys, values, sums))
             hidden = hidden + self._apply(f"model.layers.{layer}.self_attn.o_proj", mixed.reshape(len(ids), -1))
             hidden = hidden + self._mlp(layer, hidden)
         return tuple(layers), self._logits(hidden)
@@ -188,7 +187,7 @@ class Decoder:
         layers = []
         for number, one in enumerate(prompt):
             layer = AerpLayer(settings, self.shape, self.projections[number], cells, number)
-            layer.prefill(one.keys, one.values, one.sums[settings.score], one.x)
+            layer.prefill(one.keys, one.values, one.sums, one.x)
             layers.append(layer)
         return layers
 

@@ -29,7 +29,6 @@ from llmcache.errors import UsageError
 
 Bits = NDArray[np.uint16]
 Format = Literal["int16", "fp16", "exact"]
-FORMATS: tuple[Format, ...] = ("int16", "fp16", "exact")
 LARGEST_HALF = 65504.0
 
 
@@ -46,18 +45,15 @@ def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
     return np.rint(rows / scales).astype(np.int16).view(np.uint16), scales
 
 
-def decode(bits: Bits, scales: Floats, how: Format, nonfinite: str = "clamp") -> Floats:
+def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
     """Returns what is read of `bits`, float32 [..., dim].
 
-    `nonfinite`, for halves whose flipped bits are no number: "clamp" reads NaN as 0 and infinities as the largest half,
-    "keep" hands them on.
+    Halves whose flipped bits are no number: NaN reads as 0, infinities as the largest half.
     """
     if how == "int16":
         return bits.view(np.int16).astype(np.float32) * scales
     numbers = bits.view(np.float16).astype(np.float32)
-    if nonfinite == "clamp":
-        np.nan_to_num(numbers, copy=False, nan=0.0, posinf=LARGEST_HALF, neginf=-LARGEST_HALF)
-    return numbers
+    return np.nan_to_num(numbers, copy=False, nan=0.0, posinf=LARGEST_HALF, neginf=-LARGEST_HALF)
 
 
 @dataclass(frozen=True)
@@ -226,25 +222,14 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """How vectors are stored and lost. Of "exact" ones nothing is rounded, and nothing can be lost.
-
-    `sticky`: see the module. `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`:
-    sinks and the recent window count as high-score tokens whatever their score; by score alone every new token would be a
-    low one.
-    """
+    """How vectors are stored and lost (`sticky`: see the module); of "exact" ones nothing is rounded, and nothing lost."""
 
     format: Format = "int16"
     rates: FlipRates = NO_FLIPS
     seed: int = 0
     sticky: bool = True
-    nonfinite: Literal["clamp", "keep"] = "clamp"
-    protect: bool = True
 
     def __post_init__(self) -> None:
-        known = {"format": FORMATS, "nonfinite": ("clamp", "keep")}
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}: '{getattr(self, name)}', known are {', '.join(values)}")
         if self.format == "exact" and self.rates.any:
             raise ValueError("rates: format 'exact' has no bits to lose")
 
@@ -298,7 +283,7 @@ class Cells:
         changed = np.nonzero(used & (groups != before))
         self._groups[changed] = groups[changed]
         bits, how = self._bits[changed] ^ self._lost(changed), self.settings.format
-        self.readings[changed] = decode(bits, self._scales[changed], how, self.settings.nonfinite)
+        self.readings[changed] = decode(bits, self._scales[changed], how)
         return changed
 
     def _lost(self, at: Where) -> Bits:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-REPRODUCTIONS: dict[str, tuple[str, str]] = {  # papers that `llmcache reproduce` knows: module, what of them
-    "io-caching": (
-        "llmcache.report.paper_io_caching",
-        "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
-    ),
-    "hillinfer": (
-        "llmcache.report.paper_hillinfer",
-        "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
-    ),
-    "icecache": (
-        "llmcache.report.paper_icecache",
-        "IceCache, trees of keys for long contexts (ICLR 2026): figures 1, 6, 7, 8 and the tables' claims",
-    ),
-    "kelle": (
-        "llmcache.report.paper_kelle",
-        "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): tables, text, figures",
-    ),
+REPRODUCTIONS: dict[str, str] = {  # papers that `llmcache reproduce` knows, and what of them: `paper_NAME` recomputes each
+    "io-caching": "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
+    "hillinfer": "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
+    "icecache": "IceCache, trees of keys for long contexts (ICLR 2026): figures 1, 6, 7, 8 and the tables' claims",
+    "kelle": "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): "
+    "tables, text, figures",
 }

@@ -10,13 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accelerator import LATENCIES, Axes, Compared, Roofline, compared, roofline_of
+from llmcache.edram.accelerator import LATENCIES, Axes, Compared, compared, roofline_of
 from llmcache.edram.catalogue import Catalogue, catalogue, listed, named
-from llmcache.edram.chip import Area, EvictorCost, Lifetimes, area_of, evictor_cost, lifetimes_of
-from llmcache.edram.constants import Profile
+from llmcache.edram.chip import Area, area_of, lifetimes_of
 from llmcache.edram.energy import KINDS
-from llmcache.edram.latency import RESOURCES
-from llmcache.edram.systems import RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
+from llmcache.edram.systems import BASELINE, RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload
 from llmcache.errors import UsageError
 from llmcache.report import output
 from llmcache.report.output import titled_table
@@ -60,26 +58,6 @@ def times(value: float) -> str:
     return f"{value:.2f}×"
 
 
-@dataclass(frozen=True)
-class SystemComparison:
-    """Systems with one model and workload, by profile, with areas and with the rooflines of those that recompute.
-
-    `lifetimes`: of activations in eDRAM in the last step, of systems that have it; `evictors`: of a step with a full cache,
-    of systems that evict with one.
-    """
-
-    model: LlmShape
-    workload: GenerationWorkload
-    systems: tuple[AcceleratorSystem, ...]
-    profiles: tuple[Profile, ...]
-    baseline: AcceleratorSystem
-    rows: tuple[Compared, ...]
-    areas: dict[str, Area]
-    rooflines: dict[str, Roofline]
-    lifetimes: dict[str, Lifetimes]
-    evictors: dict[str, EvictorCost]
-
-
 def compare(
     model: str = "llama2-7b",
     workload: str = "PG19",
@@ -88,35 +66,17 @@ def compare(
     recompute: str | None = None,
     constants: str | None = None,
     **changes: int | None,
-) -> SystemComparison:
-    """Returns what the options of `llmcache edram model` ask for; `changes`: numbers in place of the workload's.
+) -> list[Compared]:
+    """Returns what the options of `llmcache edram model` ask for: the systems with one profile after another.
 
-    UsageError names the option that is wrong.
+    `changes`: numbers in place of the workload's. UsageError names the option that is wrong.
     """
     known = catalogue(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
     shape, systems = named("model", known.models, model), _systems(known, system, recompute)
-    profiles = tuple(listed("profile", known.profiles, profile))
+    profiles = listed("profile", known.profiles, profile)
     asked = [Configuration(shape, work, one, energies) for energies in profiles for one in systems]
-    rows = tuple(compared(asked, known.baseline))
-    first = {row.configuration.system.name: row for row in rows[: len(systems)]}
-    own = {name: row.configuration for name, row in first.items()}
-    return SystemComparison(
-        shape,
-        work,
-        systems,
-        profiles,
-        known.baseline,
-        rows,
-        {name: area_of(one.system) for name, one in own.items()},
-        {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes},
-        {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram},
-        {
-            name: evictor_cost(row.configuration, 1e9 * _decode_s(row) / work.decode)
-            for name, row in first.items()
-            if row.configuration.policy.evict and row.configuration.hardware.systolic_evictor
-        },
-    )
+    return compared(asked, known.baseline)
 
 
 def _changed(workload: GenerationWorkload, changes: dict[str, int]) -> GenerationWorkload:
@@ -130,46 +90,49 @@ def _changed(workload: GenerationWorkload, changes: dict[str, int]) -> Generatio
         raise UsageError(f"--{error}") from error
 
 
-def _systems(known: Catalogue, text: str, recompute: str | None) -> tuple[AcceleratorSystem, ...]:
+def _systems(known: Catalogue, text: str, recompute: str | None) -> list[AcceleratorSystem]:
     systems = listed("system", known.systems, text)
     if recompute is None:
-        return tuple(systems)
+        return systems
     if recompute not in RECOMPUTE_MODES:
         raise UsageError(f"--recompute: there is no mode '{recompute}'", f"one of: {', '.join(RECOMPUTE_MODES)}")
-    return tuple(system.with_recompute(recompute) for system in systems)
+    return [system.with_recompute(recompute) for system in systems]
 
 
-def _decode_s(row: Compared) -> float:
-    return sum(row.outcome.latencies_s[name] for name in RESOURCES)
+def show(rows: Sequence[Compared], as_json: bool) -> None:
+    """Prints what `compare` found on stdout."""
+    output.show(as_json, lambda: document(rows), _parts(rows))
 
 
-def show(found: SystemComparison, as_json: bool) -> None:
-    """Prints `found` on stdout."""
-    output.show(as_json, lambda: document(found), _parts(found))
-
-
-def _parts(found: SystemComparison) -> Iterator[str | Table]:
+def _parts(rows: Sequence[Compared]) -> Iterator[str | Table]:
     """Yields what was asked, then costs by profile, the energy by component, what time is spent on, and areas."""
-    work = found.workload
+    model, work = rows[0].configuration.model, rows[0].configuration.workload
     lengths = f"context {work.context:,}, decode {work.decode:,} tokens, batch {work.batch}, budget N' {work.budget:,}"
-    yield f"{found.model.name}, {work.name}: {lengths} ({MODELLED})"
-    for table in _tables(found):
+    yield f"{model.name}, {work.name}: {lengths} ({MODELLED})"
+    for table in _tables(rows):
         yield ""
         yield table
 
 
-def _tables(found: SystemComparison) -> Iterator[Table]:
-    for profile in found.profiles:
-        rows = [row for row in found.rows if row.configuration.profile is profile]
-        costs = titled_table(f"Profile {profile.name}: {profile.title} ({MODELLED})", "system", *COSTS)
+def _by_profile(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
+    found: dict[str, list[Compared]] = {}
+    for row in rows:
+        found.setdefault(row.configuration.profile.name, []).append(row)
+    return found
+
+
+def _tables(every: Sequence[Compared]) -> Iterator[Table]:
+    for name, rows in _by_profile(every).items():
+        costs = titled_table(f"Profile {name}: {rows[0].configuration.profile.title} ({MODELLED})", "system", *COSTS)
         for row in rows:
-            costs.add_row(*(CELLS[name](row) for name in ("system", *COSTS)))
+            costs.add_row(*(CELLS[heading](row) for heading in ("system", *COSTS)))
         yield costs
         kinds = {row.configuration.system.name: row.outcome.by_kind() for row in rows}
-        title = f"Energy by component, profile {profile.name} ({MODELLED})"
+        title = f"Energy by component, profile {name} ({MODELLED})"
         shares = {kind: lambda of, k=kind: f"{joules(of[k])} {of[k] / sum(of.values()):6.1%}" for kind in KINDS}
         yield _by_system(title, "component", kinds, shares)
-    waited = {row.configuration.system.name: row.outcome.latencies_s for row in found.rows[: len(found.systems)]}
+    own = {row.configuration.system.name: row.configuration for row in rows}
+    waited = {row.configuration.system.name: row.outcome.latencies_s for row in rows}
     waits = {
         name.replace("_", " "): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
         for name in LATENCIES
@@ -178,19 +141,12 @@ def _tables(found: SystemComparison) -> Iterator[Table]:
     yield _by_system(f"What the time is spent waiting for ({MODELLED})", "resource", waited, waits)
     parts = [*(field.name for field in fields(Area)), "chip_mm2"]
     areas = {name.removesuffix("_mm2"): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts}
-    yield _by_system(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", found.areas, areas)
-    if found.lifetimes:
+    on_chip = {name: area_of(one.system) for name, one in own.items()}
+    yield _by_system(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", on_chip, areas)
+    if lifetimes := {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
         lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
-        yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", found.lifetimes, lasts)
-    if found.evictors:
-        cells: Mapping[str, Callable[[EvictorCost], str]] = {
-            "stall": lambda one: format_duration(one.stall_ns),
-            "a scan of the scores instead": lambda one: format_duration(one.search_ns),
-            "scores of all heads and layers": lambda one: format_size(one.register_bytes),
-            "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
-        }
-        yield _by_system(f"Systolic evictor, a step with a full cache ({MODELLED})", "", found.evictors, cells)
+        yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", lifetimes, lasts)
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
@@ -231,29 +187,33 @@ SWEPT_NUMBERS = (
 )  # fmt: skip
 
 
-def document(found: SystemComparison) -> dict[str, Any]:
-    """`found` as JSON-ready values: seconds, joules, bytes, mm²; speed-up and efficiency against Original+SRAM."""
+def document(rows: Sequence[Compared]) -> dict[str, Any]:
+    """Returns what `compare` found as JSON-ready values: seconds, joules, bytes, mm²; ratios against the baseline."""
+    by_profile = _by_profile(rows)
+    own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
+    first = rows[0].configuration
+    areas = {name: area_of(one.system) for name, one in own.items()}
+    roofs = {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes}
+    lifetimes = {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}
     return {
         "schema": SCHEMA,
         "kind": MODELLED,
         "source": "Kelle (MICRO 2025), doi:10.1145/3725843.3756071; nothing is fitted to its results",
         "llmcache_version": __version__,
-        "model": asdict(found.model),
-        "workload": {**asdict(found.workload), "eviction_bound": found.workload.eviction_bound},
-        "baseline": found.baseline.name,
-        "profiles": {profile.name: asdict(profile) for profile in found.profiles},
+        "model": asdict(first.model),
+        "workload": {**asdict(first.workload), "eviction_bound": first.workload.eviction_bound},
+        "baseline": BASELINE,
+        "profiles": {name: asdict(of[0].configuration.profile) for name, of in by_profile.items()},
         "systems": {
-            system.name: {**asdict(system), "area": {**asdict(area), "chip_mm2": area.chip_mm2}}
-            for system, area in zip(found.systems, found.areas.values(), strict=True)
+            name: {**asdict(one.system), "area": {**asdict(areas[name]), "chip_mm2": areas[name].chip_mm2}}
+            for name, one in own.items()
         },
         "energy_kinds": {kind: list(names) for kind, names in KINDS.items()},
         "results": [
-            {**row_values(row), "latencies_s": row.outcome.latencies_s, "energies_j": row.outcome.energies_j}
-            for row in found.rows
+            {**row_values(row), "latencies_s": row.outcome.latencies_s, "energies_j": row.outcome.energies_j} for row in rows
         ],
-        "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in found.rooflines.items()},
-        "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in found.lifetimes.items()},
-        "evictors": {name: asdict(one) for name, one in found.evictors.items()},
+        "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in roofs.items()},
+        "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in lifetimes.items()},
     }
 
 

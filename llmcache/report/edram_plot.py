@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from llmcache.edram.energy import KINDS
 from llmcache.errors import DataError, UsageError
@@ -62,16 +62,12 @@ class Saved:
         return self.schema == SWEEP_SCHEMA
 
 
-def read(path: str | Path) -> Saved:
+def read(path: str) -> Saved:
     """Returns the document in the file `path`; UsageError if it cannot be read, DataError if it is none of ours."""
     try:
-        text = Path(path).read_text()
+        document = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", HINT) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not text", HINT) from error
-    try:
-        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}", HINT) from error
     try:
@@ -173,8 +169,8 @@ AXES = {
     "kv_capacity_bytes": "KV memory (MiB)",
 }
 _SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
-MOST_LINES, MOST_GROUPS = 8, 12
-"""Of a picture: as many lines as have looks of their own, and groups of bars."""
+MOST_LINES = 8
+"""Of a picture: as many as have looks of their own."""
 
 
 def look_of_system(system: str, place: int) -> Look:
@@ -252,7 +248,10 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
-        _logarithmic(panel, "x", "y")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        _plain(panel.xaxis)
+        _plain(panel.yaxis)
         panel.set(title=roof.system, xlabel="8-bit operations of the model per byte over DRAM")
         panel.set_ylabel("10⁹ operations/s, modelled")
     legend_below(figure, axes)
@@ -263,112 +262,73 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Returns speed-up and efficiency over what a sweep varies most, a line per rest; bars, if it varies no number.
-
-    Call it in `theme.style()`.
-    """
+    """Returns speed-up and efficiency over what a sweep varies most, a line per rest. Call it in `theme.style()`."""
     along = varied_most(rows)
+    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
+    by_system = len({row["system"] for row in rows}) == len(lines)
     figure, axes = grid_of(2)
     for panel, name, title in zip(axes, ("speedup", "efficiency"), ("speed-up", "energy efficiency"), strict=True):
-        if along is None:
-            _bars(panel, rows, name)
-        else:
-            _curves(panel, rows, name, along)
+        for place, (label, of) in enumerate(lines.items()):
+            look = look_of_system(of[0]["system"], place) if by_system else _CYCLE[place % len(_CYCLE)]
+            line = look.line() | ({"linestyle": "none"} if along == SYSTEM else {})
+            panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **line)
+        places = [_place(row, along) for row in rows if along != SYSTEM]
+        if places and max(places) > 20 * max(min(places), 1e-9):
+            panel.set_xscale("log")
+            _plain(panel.xaxis)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        panel.set(title=title, ylabel=f"times {baseline}, modelled")
+        panel.set(title=title, xlabel=AXES.get(along, ""), ylabel=f"times {baseline}, modelled")
     legend_below(figure, axes, long=True)
     return figure
 
 
-def _curves(panel: Axes, rows: Sequence[SavedResult], name: str, along: str) -> None:
-    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
-    by_system = len({row["system"] for row in rows}) == len(lines)
-    for place, (label, of) in enumerate(lines.items()):
-        look = look_of_system(of[0]["system"], place) if by_system else _CYCLE[place % len(_CYCLE)]
-        panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **look.line())
-    panel.set_xlabel(AXES[along])
-    centres = [_place(row, along) for row in rows]
-    if max(centres) > 20 * max(min(centres), 1e-9):
-        _logarithmic(panel, "x")
-
-
-def _bars(panel: Axes, rows: Sequence[SavedResult], name: str) -> None:
-    """Draw a group of bars for each combination of model, workload and profile, a bar for each system."""
-    groups = dict(list(_groups(rows).items())[:MOST_GROUPS])
-    systems = list(dict.fromkeys(row["system"] for row in rows))
-    width = 0.8 / len(systems)
-    for place, system in enumerate(systems):
-        found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row["system"] == system]
-        centres = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
-        colour = look_of_system(system, place).colour
-        panel.bar(centres, [value for _, value in found], width=0.92 * width, label=system, color=colour)
-    panel.set_xticks(range(len(groups)), list(groups), fontsize=7.5, rotation=20 if len(groups) > 4 else 0)
-    panel.grid(axis="x", visible=False)
-
-
 _CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
+SYSTEM = "system"
 
 
-def varied_most(rows: Sequence[SavedResult]) -> str | None:
-    """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; None if none."""
+def varied_most(rows: Sequence[SavedResult]) -> str:
+    """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; or `SYSTEM`."""
     found = max(AXES, key=lambda name: _values(rows, name))
-    return found if _values(rows, found) > 1 else None
+    return found if _values(rows, found) > 1 else SYSTEM
 
 
 def _values(rows: Sequence[SavedResult], name: str) -> int:
     """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
-        found.setdefault((row["model"], row["workload"], row["system"], row["profile"]), set()).add(_place(row, name))
+        found.setdefault(tuple(row[one] for one in NAMES), set()).add(_place(row, name))
     return max(map(len, found.values()))
 
 
-def _groups(rows: Sequence[SavedResult]) -> dict[str, list[SavedResult]]:
-    """Returns the rows by what varies of model, workload and profile."""
-    names = [name for name in ("model", "workload", "profile") if len({row[name] for row in rows}) > 1]
-    found: dict[str, list[SavedResult]] = {}
-    for row in rows:
-        found.setdefault(", ".join(row[name] for name in names) or row["model"], []).append(row)
-    return found
-
-
 def lines_left_out(rows: Sequence[SavedResult]) -> int:
-    """Returns how many lines, or groups of bars, a picture of `rows` has no room for."""
-    along = varied_most(rows)
-    if along is None:
-        return max(0, len(_groups(rows)) - MOST_GROUPS)
-    return max(0, len(_lines(rows, along)) - MOST_LINES)
+    """Returns how many lines a picture of `rows` has no room for."""
+    return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
 
 
-def _place(row: SavedResult, name: str) -> float:
-    value = (row["mean_interval_ns"] or 0.0) if name == "mean_interval_ns" else row[name]
-    return value * _SCALES.get(name, 1.0)
+def _place(row: SavedResult, name: str) -> Any:
+    """Returns where a row stands along an axis: a number, or for `SYSTEM` a name."""
+    if name == SYSTEM:
+        return row[name].replace("+", "\n+")
+    return (row[name] or 0.0) * _SCALES.get(name, 1.0)
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
     """Returns the rows by all that varies but `along`, each in its order."""
-    names = [name for name in ("model", "workload", "system", "profile") if len({row[name] for row in rows}) > 1]
+    names = [name for name in NAMES if name != along and len({row[name] for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}
     for row in rows:
         parts = [str(row[name]) for name in names]
         parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
-        found.setdefault(", ".join(parts) or row["system"], []).append(row)
-    return {label: sorted(of, key=lambda row: _place(row, along)) for label, of in found.items()}
-
-
-def _logarithmic(panel: Axes, *names: str) -> None:
-    """Make the axes of `panel` called "x" or "y" logarithmic, with plain numbers: the theme has no mathematical text."""
-    if "x" in names:
-        panel.set_xscale("log")
-        _plain(panel.xaxis)
-    if "y" in names:
-        panel.set_yscale("log")
-        _plain(panel.yaxis)
+        found.setdefault(", ".join(parts) or row[SYSTEM], []).append(row)
+    if along == SYSTEM:
+        return found
+    return {label: sorted(of, key=lambda row: float(row[along] or 0.0)) for label, of in found.items()}
 
 
 def _plain(axis: Axis) -> None:
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    """Give a logarithmic axis plain numbers: the theme has no mathematical text."""
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -377,7 +337,6 @@ def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
     panel.grid(axis="x", visible=False)
 
 
-OPTION = "-o"
 LEAD = (
     "Modelled: latency and energy of an accelerator that exists on paper only, from the constants of the Kelle paper and of "
     "the profile that is named; nothing is measured, and nothing is fitted to the paper's results."
@@ -399,8 +358,8 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
     `what`: the picture, where the form is no page; None: the first that there is. UsageError for an ending that is no form,
     an unknown picture, a file that exists.
     """
-    form = form_of(OPTION, output)
-    check_target(OPTION, output, force)
+    form = form_of("-o", output)
+    check_target("-o", output, force)
     found = read(source)
     offered = drawings(found)
     chosen = what or next(iter(offered))
@@ -411,7 +370,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
     if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
         # What a picture without a caption cannot say.
         print(f"llmcache: {left_out:,} are not drawn: sweep less at a time", file=sys.stderr)
-    return write_target(OPTION, output, data, force)
+    return write_target("-o", output, data, force)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
@@ -419,7 +378,7 @@ def drawings(found: Saved) -> dict[str, Drawing]:
     rows, baseline = found.rows, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
-        title = "Speed-up and efficiency" + (f" over {AXES[along]}" if along else "")
+        title = f"Speed-up and efficiency over {AXES.get(along, 'systems')}"
         return {"sweep": Drawing(title, lambda: sweep_figure(rows, baseline), _told(rows[:8]))}
     offered = {
         "energy": Drawing("Energy by component", lambda: energy_figure(rows), _told(rows)),

@@ -11,18 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from llmcache.edram.accelerator import Outcome, evaluate
-from llmcache.edram.chip import Access, access_of, area_of, baseline, kelle
+from llmcache.edram.chip import access_ns, area_of, at_the_same_time, one_after_the_other
 from llmcache.edram.constants import (
     CHIP,
     EDRAM_4MB,
@@ -59,12 +58,11 @@ from llmcache.edram.systems import (
 )
 from llmcache.report.edram_model import compare, document, joules
 from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
-from llmcache.report.html import Cell, Facts, HtmlBlock, Table, Text
-from llmcache.report.judge import OURS, Claim, Judged, Paper, judge, number, read_paper
-from llmcache.report.reproduce import Reproduction, Tell, picture
-from llmcache.report.theme import INK, MUTED, Look, grid_of, legend_below
+from llmcache.report.html import Cell, Facts, HtmlBlock, Table
+from llmcache.report.judge import Claim, Judged, Paper, Values, judge, number, read_paper
+from llmcache.report.reproduce import Blocks, Reproduction, Tell, picture
+from llmcache.report.theme import INK, Curve, Look, curves_figure
 
-Numbers = Mapping[str, float]
 Change = Callable[[AcceleratorSystem], AcceleratorSystem]
 LLAMA, PG19 = MODELS["llama2-7b"], WORKLOADS["PG19"]
 OURSELF = SYSTEMS["Kelle+eDRAM"]
@@ -118,34 +116,24 @@ def gains(model: str, workload: GenerationWorkload, *more: Any, **options: Any) 
     return {name: found[BASELINE] / cost for name, cost in found.items()}
 
 
-@dataclass(frozen=True)
-class KellePart:
-    """What section 8.1 says of a part of Kelle: the gain of system `of` over `over`, and how a picture calls it.
-
-    `modes`: whether it is also told with recomputation as the paper declares it.
-    """
-
-    over: str
-    of: str
-    label: str
-    modes: bool = False
-
-
-PARTS = {
-    "kelle": KellePart(BASELINE, "Kelle+eDRAM", "Kelle+eDRAM", modes=True),
-    "edram": KellePart(BASELINE, "Original+eDRAM", "Original\n+eDRAM"),
-    "aep": KellePart(BASELINE, "AEP+SRAM", "AEP+SRAM"),
-    "aerp": KellePart("AEP+SRAM", "AERP+SRAM", "AERP\n/ AEP", modes=True),
-    "kelle-over-aerp": KellePart("AERP+SRAM", "Kelle+eDRAM", "Kelle\n/ AERP"),
+PARTS: dict[str, tuple[str, str]] = {
+    "kelle": (BASELINE, "Kelle+eDRAM"),
+    "edram": (BASELINE, "Original+eDRAM"),
+    "aep": (BASELINE, "AEP+SRAM"),
+    "aerp": ("AEP+SRAM", "AERP+SRAM"),
+    "kelle-over-aerp": ("AERP+SRAM", "Kelle+eDRAM"),
 }
+"""What section 8.1 says of a part of Kelle: the gain over one system of another."""
+WITH_MODES = ("kelle", "aerp")
+"""Parts that are also told with recomputation as the paper declares it."""
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
     """Returns the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
-        name: [mean(column) for column in zip(*(of[part.over] / of[part.of] for of in found), strict=True)]
-        for name, part in PARTS.items()
+        name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
+        for name, (over, part) in PARTS.items()
     }
 
 
@@ -169,7 +157,7 @@ def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
 # What follows from printed numbers alone
 
 
-def chip() -> dict[str, float | Numbers]:
+def chip() -> dict[str, float | Values]:
     """Returns what is claimed of memories and chip: table 1, areas and powers of section 8, what they imply together."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
@@ -199,12 +187,11 @@ def platform_mm2() -> float:
     return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
 
 
-def algorithm() -> dict[str, float | Numbers]:
+def algorithm() -> dict[str, float | Values]:
     """Returns what is claimed of intervals, lifetimes, recomputation and capacities."""
     curve = paper_curve()
     other = Points(((RETENTION_NS, curve.failure(RETENTION_NS)), (KELLE_INTERVALS.mean_ns, FAILURE_RATE)))
-    unit = Access(weight_bytes=1, kv_bytes=1, sram_bytes_per_s=1e9, edram_bytes_per_s=1e9)
-    last = access_of(Configuration(LLAMA, PG19, OURSELF))
+    apart, together = step_lifetimes_ns()
     free = 16 * GIB - WEIGHTS_8_4
     load_us, recompute_us = 1e6 * LLAMA.kv_layer_bytes / KELLE_HARDWARE.dram_bytes_per_s, 1e6 * recompute_s()
     shrink = {name: shape.x_layer_bytes / shape.kv_layer_bytes for name, shape in MODELS.items()}
@@ -217,9 +204,9 @@ def algorithm() -> dict[str, float | Numbers]:
         },
         "same-failure-rate": curve.failure(KELLE_INTERVALS.mean_ns),
         # Equations 7 and 8 at T_SRAM = T_eDRAM = 1 ns, and what they come to for a decode step.
-        "lifetime-baseline": baseline(unit).total_ns,
-        "lifetime-kelle": kelle(unit).total_ns,
-        "lifetime-ratio": {"LLaMA2-7B, PG19, batch 16": kelle(last).total_ns / baseline(last).total_ns},
+        "lifetime-baseline": sum(one_after_the_other(1.0, 1.0)),
+        "lifetime-kelle": sum(at_the_same_time(1.0, 1.0)),
+        "lifetime-ratio": {"LLaMA2-7B, PG19, batch 16": together / apart},
         "recompute-time": {"K and V of a token, one layer": recompute_us, "one of both": recompute_us / 2},
         "load-time": {"K and V of a token, one layer": load_us, "one of both": load_us / 2},
         "recompute-example": {
@@ -244,6 +231,12 @@ def algorithm() -> dict[str, float | Numbers]:
     }
 
 
+def step_lifetimes_ns() -> tuple[float, float]:
+    """Returns how long activations lie in eDRAM in a decode step of LLaMA2-7B on PG19: in order, and as Kelle schedules."""
+    times = access_ns(Configuration(LLAMA, PG19, OURSELF))
+    return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
+
+
 def recompute_s() -> float:
     """Returns how long the array takes for K and V of a token in one layer of LLaMA2-7B (s)."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
@@ -253,17 +246,19 @@ def recompute_s() -> float:
 # What the accelerator model gives
 
 
-def averages() -> dict[str, float | Numbers]:
+def averages() -> dict[str, float | Values]:
     """Returns what is claimed of the gains of each part, averaged over models and tasks, and of their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
-    found: dict[str, float | Numbers] = {}
-    for name, part in PARTS.items():
+    found: dict[str, float | Values] = {}
+    for name in PARTS:
         speedups = {variant: of[name][LATENCY] for variant, of in latency.items()}
-        found[f"{name}-speedup"] = speedups if part.modes else speedups["first principles"]
+        found[f"{name}-speedup"] = speedups if name in WITH_MODES else speedups["first principles"]
         efficiencies = {variant: of[name][ENERGY] for variant, of in energy.items()}
-        found[f"{name}-efficiency"] = {key: one for key, one in efficiencies.items() if part.modes or key in PROFILES}
+        found[f"{name}-efficiency"] = {
+            key: one for key, one in efficiencies.items() if name in WITH_MODES or key in PROFILES
+        }
     arrays = {"24 x 24 PEs in all": CHIP.baseline_rows, "32 x 32 in all but the baseline": CHIP.array_rows}
     found["edram-speedup-equal-arrays"] = {
         title: mean_gains(PAPER, change=partial(with_hardware, array_rows=rows))["edram"][LATENCY]
@@ -279,7 +274,7 @@ def averages() -> dict[str, float | Numbers]:
     }
 
 
-def _longer() -> Numbers:
+def _longer() -> Values:
     """Returns in which share of the cases the gain grows with the decoded length: from task to task, and of PG19 alone."""
     by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
     one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
@@ -295,7 +290,7 @@ def _longer() -> Numbers:
     }
 
 
-def _peak_gib(system: AcceleratorSystem) -> Numbers:
+def _peak_gib(system: AcceleratorSystem) -> Values:
     """Returns what weights and KV cache need after the last token at batch 16, without recomputation (GiB)."""
     found = {}
     for model in AVERAGED:
@@ -307,16 +302,16 @@ def _peak_gib(system: AcceleratorSystem) -> Numbers:
     return found
 
 
-def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Numbers]]]:
+def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Values]]]:
     """Returns the claims of tables 7, 8 and 9 with what the model gives: every value, then each relative to the first."""
     claims: list[Claim] = []
-    found: dict[str, dict[str, float | Numbers]] = {f"table {place}": {} for place in (7, 8, 9)}
+    found: dict[str, dict[str, float | Values]] = {f"table {place}": {} for place in (7, 8, 9)}
     why, shapes = paper.data["why"], paper.data["shape"]
 
-    def add(about: str, name: str, quote: str, printed: float, ours: Numbers, why: str, rule: str = "gain") -> None:
+    def add(about: str, name: str, quote: str, printed: float, ours: Values, why: str, rule: str = "gain") -> None:
         section = "table 8, 8.3.4" if rule == shapes["linear"] else about
         unit = "×" if rule == "gain" else ""
-        claims.append(Claim(about, name, section, quote, paper.rules[rule], printed, unit, why))
+        claims.append(Claim(about, name, section, quote, **paper.rules[rule], paper=printed, unit=unit, why=why))
         found[about][name] = ours
 
     def budget(model: str, tokens: int, profile: Profile) -> float:
@@ -381,7 +376,7 @@ POWERS: dict[str, tuple[str, ...]] = {
 """Components of the chip's power by part, as section 8 has them."""
 
 
-def experiments() -> dict[str, float | Numbers]:
+def experiments() -> dict[str, float | Values]:
     """Returns what is claimed in sections 3 and 8.3, of single experiments, and of the chip's powers at work."""
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
@@ -410,7 +405,7 @@ def chip_w(outcome: Outcome) -> float:
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
-def _motivation() -> dict[str, float | Numbers]:
+def _motivation() -> dict[str, float | Values]:
     """Section 3: twice the SRAM, and eDRAM that is refreshed as often as its cells need it."""
     lengths = (512, 2048, 8192)  # figure 3 names its decoding lengths in the image only
     works = [
@@ -437,7 +432,7 @@ def _motivation() -> dict[str, float | Numbers]:
     }
 
 
-def _evictor() -> dict[str, float | Numbers]:
+def _evictor() -> dict[str, float | Values]:
     """8.1.4, against one comparator that scans the scores after they are known."""
     without = with_hardware(OURSELF, systolic_evictor=False)
     pairs = list(zip(of_all(OURSELF, PAPER), of_all(without, PAPER), strict=True))
@@ -453,7 +448,7 @@ def _evictor() -> dict[str, float | Numbers]:
     }
 
 
-def _recomputation() -> Numbers:
+def _recomputation() -> Values:
     def gained(mode: str, profile: Profile) -> float:
         without, with_it = (of_all(OURSELF.with_recompute(how), profile) for how in ("none", mode))
         return mean(one.energy_j / two.energy_j - 1 for one, two in zip(without, with_it, strict=True))
@@ -482,7 +477,7 @@ def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping
     return {name: one.energy_j for name, one in zip(STRATEGIES, outcomes(*asked), strict=True)}
 
 
-def _strategies_hold() -> Numbers:
+def _strategies_hold() -> Values:
     """Returns in which share of the steps energy falls from Org to Uni, to 2D, to 2K."""
 
     def share(profile: Profile, recompute: str = "first-principles") -> float:
@@ -492,7 +487,7 @@ def _strategies_hold() -> Numbers:
     return {**by_profile(share), "paper, nothing recomputed": share(PAPER, "none")}
 
 
-def _long_inputs() -> dict[str, float | Numbers]:
+def _long_inputs() -> dict[str, float | Values]:
     short = replace(PG19, name="16K-128", context=16_384, decode=128)
     long = replace(short, name="16K-8K", decode=8_192)
     cases = {
@@ -500,20 +495,20 @@ def _long_inputs() -> dict[str, float | Numbers]:
         "long-output": (long, BASELINE),
         "long-output-aerp": (long, "AERP+SRAM"),
     }
-    found: dict[str, float | Numbers] = {}
+    found: dict[str, float | Values] = {}
     for name, (work, against) in cases.items():
         of = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
         found[name] = {f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in of.items()}
     return found
 
 
-def _half_bandwidth() -> dict[str, float | Numbers]:
+def _half_bandwidth() -> dict[str, float | Values]:
     """8.3.7: eDRAM of half the bandwidth."""
 
     def halved(system: AcceleratorSystem) -> AcceleratorSystem:
         return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system
 
-    found: dict[str, float | Numbers] = {}
+    found: dict[str, float | Values] = {}
     for task in ("PG19", "TQ"):
         of = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
         for against in ("AERP+SRAM", BASELINE):
@@ -525,7 +520,7 @@ def _half_bandwidth() -> dict[str, float | Numbers]:
 
 def facts() -> dict[str, Any]:
     """Returns the numbers that reasons name."""
-    last = access_of(Configuration(LLAMA, PG19, OURSELF))
+    apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()
     return {
@@ -535,8 +530,8 @@ def facts() -> dict[str, Any]:
         "with_dram": SRAM_4MB.area_mm2 / (platform + CHIP.dram_area_mm2),
         "one_mac_tops": EDRAM_HARDWARE.int8_ops_per_s / 1e12 / EDRAM_HARDWARE.macs_per_pe,
         "sigma": paper_curve().sigma,
-        "kelle_ms": kelle(last).total_ns / 1e6,
-        "baseline_ms": baseline(last).total_ns / 1e6,
+        "kelle_ms": together / 1e6,
+        "baseline_ms": apart / 1e6,
         "longest_each": (16 * GIB - WEIGHTS_8_4) // LLAMA.kv_bytes / 16,
         "recomputed": joules(PASSES_16_BY_8 * macs / KELLE_HARDWARE.macs_per_pe * PAPER.pe_cycle_j),
         "loaded": joules(PAPER.dram_j_per_byte * (LLAMA.kv_layer_bytes - LLAMA.x_layer_bytes)),
@@ -564,118 +559,58 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
     return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper))
 
 
-def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> dict[str, list[HtmlBlock]]:
+def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
     """Returns what the page shows beside the claims, by section."""
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
-    named = {one.claim.name: one for of in judged.values() for one in of}
-    shown: dict[str, Figure] = {
-        "averages": _averages_figure(named),
-        "table 7": _curves(paper, "t7", "N' (tokens)", named),
-        "table 8": _curves(paper, "t8", "mean refresh interval (µs)", named),
-        "table 9": _curves(paper, "t9", "batch (sequences)", named),
-    }
-    blocks: dict[str, list[HtmlBlock]] = {"Verdicts": [_summary(paper, named)]}
-    for about, figure in shown.items():
-        blocks[titles[about]] = [picture(paper, about, figure, told=_alt(judged[about]))]
+    blocks: dict[str, list[HtmlBlock]] = {}
+    for about, along in (
+        ("table 7", "N' (tokens)"),
+        ("table 8", "mean refresh interval (µs)"),
+        ("table 9", "batch (sequences)"),
+    ):
+        named = {one.claim.name: one for one in judged[about]}
+        told = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
+        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=told)]
     example = "LLaMA2-7B on PG19, by component (like figures 13, 15b and 16a)"
-    blocks |= {example: list(_example(paper))}
     columns = ["where", "what", "why not"]
-    blocks["Not recomputed"] = [Table("What else the paper prints", columns, paper.data["not_recomputed"])]
     facts = paper.facts
     whose = ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}")
-    conditions = [whose, *paper.data["conditions"].items()]
-    return blocks | {"Conditions": [Facts(conditions), *_constants()]}
-
-
-def _summary(paper: Paper, named: Mapping[str, Judged]) -> HtmlBlock:
-    """Returns the averages of section 8.1 in words, with what they turn on."""
-
-    def ours(name: str, variant: str = OURS) -> str:
-        claim = named[name].claim
-        return f"{number(named[name].findings[variant].values['ours'])}{claim.unit}"
-
-    def told(name: str, variant: str = OURS) -> str:
-        claim = named[name].claim
-        return f"{ours(name, variant)} ({number(claim.paper or 0)}{claim.unit} is printed)"
-
-    return Text(
-        paper.data["summary"].format(
-            speedup=told("kelle-speedup", "first principles"),
-            efficiency=told("kelle-efficiency", "paper"),
-            silicon=told("kelle-efficiency", "silicon"),
-            eviction=told("aep-speedup"),
-            edram=told("edram-speedup"),
-            equal=ours("edram-speedup-equal-arrays", "24 x 24 PEs in all"),
-            ratio=PROFILES["paper"].refresh_pass_j / PROFILES["silicon"].refresh_pass_j,
-        )
-    )
-
-
-def _alt(judged: Sequence[Judged]) -> str:
-    parts = []
-    for one in judged:
-        ours = ", ".join(f"{name} {number(found.values['ours'])}" for name, found in one.findings.items())
-        parts.append(f"{one.claim.name} printed {number(one.claim.paper or 0)}, {ours}")
-    return "; ".join(parts)
+    return blocks | {
+        example: list(_example(paper)),
+        "Not recomputed": [Table("What else the paper prints", columns, paper.data["not_recomputed"])],
+        "Conditions": [
+            Facts([whose, *paper.data["conditions"].items()]),
+            _constants("Profiles of energies", PROFILES),
+            _constants("Accelerators", {name: system.hardware for name, system in SYSTEMS.items()}),
+            _constants("Policies", {name: system.policy for name, system in SYSTEMS.items()}),
+            _constants("Models", MODELS),
+        ],
+    }
 
 
 PRINTED = Look(INK, "-", "s", 1.8, 6)
-LOOKS: dict[str, tuple[str, Look]] = {  # by variant: what the legend calls it
+LOOKS: dict[str, tuple[str, Look]] = {  # by profile: what the legend calls it
     "paper": ("energies as printed", Look("#0072b2", "-", "o", 2.0)),
     "public": ("public energies", Look("#d55e00", (0, (5, 1.5)), "^")),
     "silicon": ("silicon's refresh", Look("#009e73", (0, (3, 1, 1, 1)), "D")),
-    OURS: ("modelled", Look("#0072b2", "-", "o", 2.0)),
-    "first principles": ("modelled", Look("#0072b2", "-", "o", 2.0)),
-    "declared recomputation": ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
-    BOTH: ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
 }
 
 
-def _averages_figure(named: Mapping[str, Judged]) -> Figure:
-    """Returns the averages of section 8.1, printed and modelled: speed-ups, then efficiencies."""
-    figure, axes = grid_of(2)
-    for panel, (title, what) in zip(axes, {"speed-up": "speedup", "energy efficiency": "efficiency"}.items(), strict=True):
-        _bars(panel, [named[f"{part}-{what}"] for part in PARTS])
-        panel.set_title(title)
-    legend_below(figure, axes)
-    return figure
-
-
-def _bars(panel: Axes, judged: Sequence[Judged]) -> None:
-    """Draw a group of bars for each claim: the printed number, then ours by variant."""
-    labelled: set[str] = set()
-    for place, one in enumerate(judged):
-        bars = [("printed", PRINTED.colour, one.claim.paper or 0.0)]
-        bars += [(LOOKS[name][0], LOOKS[name][1].colour, found.values["ours"]) for name, found in one.findings.items()]
-        width = min(0.85 / len(bars), 0.22)
-        for number_, (label, colour, value) in enumerate(bars):
-            at = place + (number_ - (len(bars) - 1) / 2) * width
-            # A label only once: the legend takes the first of each, and this one is asked for its bars.
-            panel.bar([at], [value], width=0.92 * width, color=colour, label=label if label not in labelled else None)
-            labelled.add(label)
-    panel.set_xticks(range(len(judged)), [part.label for part in PARTS.values()], fontsize=7.5)
-    panel.grid(axis="x", visible=False)
-    panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-    panel.set_ylabel("times as good")
-
-
-def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -> Figure:
+def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -> Figure:
     """Returns printed and modelled efficiencies of a table over its numbers, a panel for each of its rows or systems."""
-    data: dict[str, dict[str, float]] = paper.data[table.replace("t", "table")]
-    if table == "t9":
-        panels = {system: {batch: f"t9-{batch}-{system}" for batch in data} for system in next(iter(data.values()))}
+    data: dict[str, dict[str, float]] = paper.data[about.replace(" ", "")]
+    short = about.replace("table ", "t")
+    if about == "table 9":
+        names = {system: {batch: f"t9-{batch}-{system}" for batch in data} for system in next(iter(data.values()))}
     else:
-        panels = {key: {at: f"{table}-{key}-{at}" for at in row} for key, row in data.items()}
-    figure, axes = grid_of(len(panels))
-    for panel, (title, names) in zip(axes, panels.items(), strict=True):
-        along, judged = list(map(float, names)), [named[name] for name in names.values()]
-        panel.plot(along, [one.claim.paper or 0.0 for one in judged], label="printed", **PRINTED.line())
-        for profile in PROFILES:
-            told, look = LOOKS[profile]
-            panel.plot(along, [one.findings[profile].values["ours"] for one in judged], label=told, **look.line())
-        panel.set(title=title, xlabel=label, ylabel="efficiency, × Original+SRAM", ylim=(0, None))
-    legend_below(figure, axes)
-    return figure
+        names = {key: {at: f"{short}-{key}-{at}" for at in row} for key, row in data.items()}
+    panels: dict[str, dict[str, Curve]] = {}
+    for title, of in names.items():
+        claims = {float(at): named[name] for at, name in of.items()}
+        panels[title] = {"printed": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
+        for profile, (told, look) in LOOKS.items():
+            panels[title][told] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})
+    return curves_figure(panels, along, "efficiency, × Original+SRAM")
 
 
 def _example(paper: Paper) -> Iterator[HtmlBlock]:
@@ -691,26 +626,12 @@ def _example(paper: Paper) -> Iterator[HtmlBlock]:
     yield picture(paper, "roofline", roofline_figure(found.roofs), told=points)
 
 
-def _constants() -> Iterator[HtmlBlock]:
-    profiles: list[list[Cell]] = [
-        [name, one.title, 1e12 * one.dram_j_per_byte, 1e12 * one.sram_j_per_byte, 1e12 * one.edram_j_per_byte,
-         1e6 * one.refresh_pass_j, 1e12 * one.pe_cycle_j]
-        for name, one in PROFILES.items()
-    ]  # fmt: skip
-    columns = ["profile", "from", "DRAM pJ/B", "SRAM pJ/B", "eDRAM pJ/B", "refresh of 4 MB µJ", "PE pJ/cycle"]
-    yield Table("Profiles of energies", columns, profiles, digits=1)
-    systems: list[list[Cell]] = []
-    for name, system in SYSTEMS.items():
-        hardware, policy = system.hardware, system.policy
-        memory = ("eDRAM" if hardware.edram else "SRAM", hardware.kv_capacity_bytes / 2**20, hardware.kv_bytes_per_s / 1e9)
-        interval: Cell = policy.intervals.mean_ns / 1e3 if hardware.edram else "no refresh"
-        array = f"{hardware.array_rows} x {hardware.array_rows}"
-        systems.append([name, array, *memory, "yes" if policy.evict else "no", policy.recompute, interval])
-    heads = ["system", "PEs", "KV memory", "MiB", "GB/s", "evicts", "recomputes", "mean interval µs"]
-    yield Table("Systems", heads, systems, digits=1)
-    shapes: list[list[Cell]] = [
-        [name, one.layers, one.channels, one.heads, one.kv_heads, one.read_weights / 1e9, one.kv_bytes / 1024]
-        for name, one in MODELS.items()
-    ]
-    widths = ["model", "layers", "channels", "heads", "KV heads", "weights read (10⁹)", "KV KiB a token"]
-    yield Table("Models", widths, shapes, digits=2)
+def _constants(caption: str, parts: Mapping[str, Any]) -> Table:
+    """Returns every field of what is modelled with, in base units, a column for each of `parts`."""
+    names = [name for name in vars(next(iter(parts.values()))) if name not in ("name", "title")]
+    rows: list[list[Cell]] = []
+    for name in names:
+        values = [getattr(one, name) for one in parts.values()]
+        plain = [value.mean_ns if isinstance(value, RefreshIntervals) else value for value in values]
+        rows.append([name, *(str(one) if isinstance(one, str | bool) else number(one) for one in plain)])
+    return Table(caption, ["base units", *parts], rows)

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +27,35 @@ from rich.text import Text as Words
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
 from llmcache.report import REPRODUCTIONS
-from llmcache.report.html import Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
-from llmcache.report.judge import (
-    PAPERS,
-    Judged,
-    Paper,
-    Verdict,
-    claims_table,
-    counted,
-    rules_table,
-    verdicts_table,
-)
+from llmcache.report.html import Badge, Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
+from llmcache.report.judge import OURS, PAPERS, Judged, Paper, Verdict, counted
 from llmcache.report.output import check_target, plain_table, tell, write_target
 from llmcache.report.theme import embedded, style
 
 ALL = "all"
 ALL_SCHEMA = "llmcache.reproduce.all/1"
 COLOURS = {Verdict.CONFIRMED: "green", Verdict.PARTLY: "yellow", Verdict.NOT_CONFIRMED: "red"}
+BADGES = {verdict: Badge(verdict.value, kind) for verdict, kind in zip(Verdict, ("good", "fair", "bad"), strict=True)}
+WORDS = [verdict.value for verdict in Verdict]
 LEAD = (
     "What four papers claim beside what is modelled or measured here. Every verdict is computed from numbers by a rule; "
     "both stand on the page of the paper."
 )
 Tell = Callable[[str], None]
 """Is told in words what begins."""
+Blocks = Mapping[str, Sequence[HtmlBlock]]
+"""What a page shows beside the claims, by title of section."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper recomputed: its claims judged, what a document tells besides, and what a page shows, by title of section."""
+    """A paper recomputed: its claims judged, what a document tells besides, and what makes the blocks of a page."""
 
     name: str
     paper: Paper
     claims: Mapping[str, Sequence[Judged]]
     told: Mapping[str, Any]
-    blocks: Callable[[], Mapping[str, Sequence[HtmlBlock]]] = field(repr=False)
+    blocks: Callable[[], Blocks] = field(repr=False)
 
     def document(self) -> dict[str, Any]:
         """Returns everything for programs, ready for JSON; what the paper says and what is ours stay apart."""
@@ -76,39 +71,63 @@ class Reproduction:
     def page(self) -> str:
         """Returns everything for people, as one HTML file: pictures and tables of a section, then what is claimed there."""
         with style():
-            blocks = self.blocks()
-        unknown = set(blocks) - {section["title"] for section in self.paper.sections}
+            shown = self.blocks()
+        unknown = set(shown) - {section["title"] for section in self.paper.sections}
         if unknown:
             raise ValueError(f"sections: {', '.join(sorted(unknown))} are not in the paper's file")
-        sections = [self._section(section, blocks.get(section["title"], ())) for section in self.paper.sections]
+        sections = [self._section(section, shown.get(section["title"], ())) for section in self.paper.sections]
         return html_page(f"Recomputed: {self.paper.facts['title']}", self.paper.lead, sections)
 
     def _section(self, section: Mapping[str, Any], shown: Sequence[HtmlBlock]) -> Section:
-        title, titles = section["title"], self.paper.variants
-        blocks: list[HtmlBlock] = [verdicts_table(self.claims, titles)] if title == "Verdicts" else []
+        blocks: list[HtmlBlock] = [self._verdicts()] if section["title"] == "Verdicts" else []
         blocks += [*map(Text, section.get("text", ())), *shown]
         for about in section.get("about", ()):
             if judged := self.claims.get(about):
-                blocks.append(claims_table(f"What the paper says: {about}", judged, titles, self.paper.kinds[about]))
-                blocks.append(Fold("When a claim counts as confirmed", [rules_table(judged)]))
-        return Section(title, blocks)
+                rules: list[list[Cell]] = [[one.claim.name, one.claim.rule] for one in judged]
+                table = Table("When a claim counts as confirmed", ["claim", "rule"], rows=rules)
+                blocks += [self._claims(about, judged), Fold(table.caption, [table])]
+        return Section(section["title"], blocks)
+
+    def _verdicts(self) -> Table:
+        """How many findings have which verdict, a row for each variant."""
+        rows: list[list[Cell]] = []
+        for about, judged in self.claims.items():
+            found = [(self.paper.variants.get(name, ""), one) for each in judged for name, one in each.findings.items()]
+            for title in dict.fromkeys(title for title, _ in found):
+                counts = Counter(one.verdict for named, one in found if named == title)
+                rows.append([about, title, *(counts[verdict] for verdict in Verdict)])
+        return Table("Findings by verdict", ["claims about", "judged for", *WORDS], rows)
+
+    def _claims(self, about: str, judged: Sequence[Judged]) -> Table:
+        """The paper's words, then a row for each variant with verdict and number."""
+        rows: list[list[Cell]] = []
+        for one in judged:
+            paper: list[Cell] = [f"“{one.claim.quote}”", one.claim.section]
+            for name, found in one.findings.items():
+                variant = "" if name == OURS else self.paper.variants.get(name, name)
+                rows.append([*paper, variant, BADGES[found.verdict], found.words])
+                paper = ["", ""]
+        columns = ["paper", "section", "with", "verdict", f"ours ({self.paper.kinds[about]})"]
+        return Table(f"What the paper says: {about}", columns, rows)
 
 
 def reproduce(name: str, quick: bool, told: Tell) -> Reproduction:
     """Returns the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
-    found: Reproduction = importlib.import_module(REPRODUCTIONS[name][0]).reproduce(quick, told)
+    module = importlib.import_module(f"llmcache.report.paper_{name.replace('-', '_')}")
+    found: Reproduction = module.reproduce(quick, told)
     return found
 
 
 def measurements(name: str) -> dict[str, Any]:
     """Returns what `tools/bench papers` has measured for a paper, with its machine; DataError if it has not."""
     path = PAPERS / f"{name}.json"
+    hint = f"measure with: tools/bench papers --measure {name}"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no measurements: {error}", f"measure with: tools/bench papers --measure {name}") from error
+        raise DataError(f"{path}: no measurements: {error}", hint) from error
     if found.get("schema") != f"llmcache.papers.{name}/1":
-        raise DataError(f"{path}: schema: '{found.get('schema')}'", f"measure with: tools/bench papers --measure {name}")
+        raise DataError(f"{path}: schema: '{found.get('schema')}'", hint)
     return found
 
 
@@ -130,60 +149,59 @@ def picture(paper: Paper, name: str, figure: Figure, **told: str) -> Picture:
     return embedded(figure, words["alt"].format(**told), words["caption"].format(**told))
 
 
-@dataclass(frozen=True)
-class ReproduceRequest:
-    """What is asked for. `directory`: where page and JSON go; None: nowhere."""
+def run(name: str, directory: str | None, quick: bool, as_json: bool, force: bool) -> int:
+    """Recompute the paper `name`, or all, write page and JSON into `directory` (None: nowhere), and print it.
 
-    name: str
-    directory: str | None
-    quick: bool = False
-    as_json: bool = False
-    force: bool = False
-
-    @property
-    def targets(self) -> list[Path]:
-        """Returns the files to write: page, then JSON."""
-        return [] if self.directory is None else [Path(self.directory) / f"{self.name}.{form}" for form in ("html", "json")]
-
-    def prepare(self) -> None:
-        """Make the directory and ask for every file, before there is any work to lose; UsageError if one may not be."""
-        if self.directory is None:
-            return
+    Returns the exit code: of the first paper that failed. UsageError, before there is work to lose, for a name that is not
+    known and for files that may not be written.
+    """
+    if name not in (*REPRODUCTIONS, ALL):
+        known = f"one of: {', '.join(REPRODUCTIONS)}, {ALL}"
+        raise UsageError(f"NAME: there is no reproduction called '{name}'", known)
+    if directory is not None:
         try:
-            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"-o: cannot make '{self.directory}': {error.strerror}", "name a directory") from error
-        for target in self.targets:
-            check_target("-o", target, self.force)
+            raise UsageError(f"-o: cannot make '{directory}': {error.strerror}", "name a directory") from error
+    for one in [*REPRODUCTIONS, ALL] if name == ALL else [name]:
+        for target in _targets(directory, one):
+            check_target("-o", target, force)
 
-    def write(self, page: str, document: dict[str, Any]) -> str:
-        """Write page and JSON where they are wanted; returns the JSON."""
+    def write(one: str, page: str, document: dict[str, Any]) -> str:
         text = json.dumps(document, indent=1) + "\n"
-        for target, data in zip(self.targets, (page, text), strict=bool(self.targets)):
-            write_target("-o", target, data.encode(), self.force)
+        for target, data in zip(_targets(directory, one), (page, text), strict=False):
+            write_target("-o", target, data.encode(), force)
         return text
 
-
-def run(wanted: ReproduceRequest) -> int:
-    """Recompute, write and print what is `wanted`, one paper or all; the exit code: of the first paper that failed."""
-    if wanted.name == ALL:
-        return _run_all(wanted)
-    if wanted.name not in REPRODUCTIONS:
-        known = f"one of: {', '.join(REPRODUCTIONS)}, {ALL}"
-        raise UsageError(f"NAME: there is no reproduction called '{wanted.name}'", known)
-    wanted.prepare()
-    done = reproduce(wanted.name, wanted.quick, tell)
-    text = wanted.write(done.page(), done.document())
-    if wanted.as_json:
-        sys.stdout.write(text)
+    exit_code = EXIT_OK
+    if name == ALL:
+        entries = [_entry(one, quick, write) for one in REPRODUCTIONS]
+        exit_code = next((entry.error.exit_code for entry in entries if entry.error is not None), EXIT_OK)
+        papers = {entry.name: entry.as_json() for entry in entries}
+        text = write(ALL, _index(entries), {"schema": ALL_SCHEMA, "quick": quick, "papers": papers})
     else:
-        show(done, wanted.targets)
-    return EXIT_OK
-
-
-def show(done: Reproduction, written: Sequence[Path]) -> None:
-    """Print every claim with its verdicts and numbers, and which files were `written`."""
+        done = reproduce(name, quick, tell)
+        text = write(name, done.page(), done.document())
+    if as_json:
+        sys.stdout.write(text)
+        return exit_code
     console = Console(highlight=False, markup=False)
+    if name == ALL:
+        _show_index(console, entries)
+    else:
+        _show(console, done)
+    for target in _targets(directory, name):
+        console.print(f"written: {target}", soft_wrap=True)
+    return exit_code
+
+
+def _targets(directory: str | None, name: str) -> list[Path]:
+    """The files of a paper: page, then JSON."""
+    return [] if directory is None else [Path(directory) / f"{name}.{form}" for form in ("html", "json")]
+
+
+def _show(console: Console, done: Reproduction) -> None:
+    """Print every claim with its verdicts and numbers."""
     for about, judged in done.claims.items():
         console.rule(f"{about} ({done.paper.kinds[about]})", align="left")
         for one in judged:
@@ -192,8 +210,6 @@ def show(done: Reproduction, written: Sequence[Path]) -> None:
             for name, finding in one.findings.items():
                 lines.add_row(name, Words(finding.verdict.value, COLOURS[finding.verdict]), finding.words)
             console.print(Padding(lines, (0, 0, 1, 2)))
-    for target in written:
-        console.print(f"written: {target}", soft_wrap=True)
 
 
 # All of them
@@ -209,91 +225,67 @@ class IndexEntry:
     error: LlmcacheError | None = None
 
     @property
-    def verdicts(self) -> Counter[Verdict]:
+    def counts(self) -> list[int]:
         """How many findings there are of each verdict."""
-        return counted(self.done.claims) if self.done else Counter()
+        found = counted(self.done.claims) if self.done else Counter()
+        return [found[verdict] for verdict in Verdict]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the paper for a JSON document."""
-        told: dict[str, Any] = {"title": REPRODUCTIONS[self.name][1], "seconds": self.seconds}
+        told: dict[str, Any] = {"title": REPRODUCTIONS[self.name], "seconds": self.seconds}
         if self.error is not None:
             told |= {"error": self.error.message, "hint": self.error.hint, "exit_code": self.error.exit_code}
         if self.done is not None:
-            counts = {verdict.value: self.verdicts[verdict] for verdict in Verdict}
-            told |= {"verdicts": counts, "document": self.done.document()}
+            told |= {"verdicts": dict(zip(WORDS, self.counts, strict=True)), "document": self.done.document()}
         return told
 
 
-class _Bug(LlmcacheError):
-    """Something unexpected, shown whole on stderr when it happened."""
-
-    exit_code = EXIT_BUG
-
-
-def _run_all(wanted: ReproduceRequest) -> int:
-    each = [replace(wanted, name=name) for name in REPRODUCTIONS]
-    for one in (*each, wanted):
-        one.prepare()
-    entries = [_entry(one) for one in each]
-    papers = {entry.name: entry.as_json() for entry in entries}
-    text = wanted.write(_index(entries), {"schema": ALL_SCHEMA, "quick": wanted.quick, "papers": papers})
-    if wanted.as_json:
-        sys.stdout.write(text)
-    else:
-        _show_all(entries, wanted.targets)
-    return next((entry.error.exit_code for entry in entries if entry.error is not None), EXIT_OK)
-
-
-def _entry(wanted: ReproduceRequest) -> IndexEntry:
+def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], str]) -> IndexEntry:
     """One paper, its page and document written before the next begins; what fails keeps nothing from the others."""
-    tell(f"{wanted.name}: {REPRODUCTIONS[wanted.name][1]}")
+    tell(f"{name}: {REPRODUCTIONS[name]}")
     begin_s = time.monotonic()
     try:
-        done = reproduce(wanted.name, wanted.quick, tell)
-        wanted.write(done.page(), done.document())
+        done = reproduce(name, quick, tell)
+        write(name, done.page(), done.document())
     except LlmcacheError as error:
         report(error)
-        return IndexEntry(wanted.name, time.monotonic() - begin_s, error=error)
+        return IndexEntry(name, time.monotonic() - begin_s, error=error)
     except Exception as error:  # noqa: BLE001 - shown whole; a bug in one paper does not take away the others
         traceback.print_exc()
-        bug = _Bug(f"{type(error).__name__}: {error}", "a bug in llmcache, shown on stderr: please report it")
-        return IndexEntry(wanted.name, time.monotonic() - begin_s, error=bug)
-    return IndexEntry(wanted.name, time.monotonic() - begin_s, done)
+        bug = LlmcacheError(f"{type(error).__name__}: {error}", "a bug in llmcache, shown on stderr: please report it")
+        bug.exit_code = EXIT_BUG
+        return IndexEntry(name, time.monotonic() - begin_s, error=bug)
+    return IndexEntry(name, time.monotonic() - begin_s, done)
 
 
 def _index(entries: Sequence[IndexEntry]) -> str:
     """Returns the index: verdicts by paper, then every claim with its verdicts."""
-    columns = ["paper", "what of it", *(verdict.value for verdict in Verdict), "seconds"]
+    summary: list[list[Cell]] = []
+    sections = []
+    for entry in entries:
+        if entry.done is None:
+            assert entry.error is not None
+            summary.append([entry.name, f"not recomputed: {entry.error.message}", *("" for _ in Verdict), entry.seconds])
+            continue
+        link = Link(entry.name, f"{entry.name}.html")
+        summary.append([link, REPRODUCTIONS[entry.name], *entry.counts, entry.seconds])
+        rows: list[list[Cell]] = [
+            [f"{about} ({entry.done.paper.kinds[about]})", f"“{one.claim.quote}”", variant, BADGES[of.verdict], of.words]
+            for about, judged in entry.done.claims.items()
+            for one in judged
+            for variant, of in one.findings.items()
+        ]
+        table = Table("Every claim", ["about", "paper", "variant", "verdict", "here"], rows)
+        sections.append(Section(entry.name, [table]))
     caption = "Verdicts by paper; a claim has one for each variant it speaks of"
-    sections = [Section("Verdicts", [Table(caption, columns, list(map(_row, entries)), 0)])]
+    first = Section("Verdicts", [Table(caption, ["paper", "what of it", *WORDS, "seconds"], summary, 0)])
+    return html_page("Four papers, recomputed", LEAD, [first, *sections])
+
+
+def _show_index(console: Console, entries: Sequence[IndexEntry]) -> None:
+    table = plain_table("paper", *WORDS, "seconds")
     for entry in entries:
-        if entry.done is not None:
-            rows: list[list[Cell]] = [
-                [f"{about} ({entry.done.paper.kinds[about]})", f"“{one.claim.quote}”", variant, finding.verdict.badge,
-                 finding.words]
-                for about, judged in entry.done.claims.items() for one in judged
-                for variant, finding in one.findings.items()
-            ]  # fmt: skip
-            table = Table("Every claim", ["about", "paper", "variant", "verdict", "here"], rows)
-            sections.append(Section(entry.name, [table]))
-    return html_page("Four papers, recomputed", LEAD, sections)
-
-
-def _row(entry: IndexEntry) -> list[Cell]:
-    if entry.done is None:
-        assert entry.error is not None
-        return [entry.name, f"not recomputed: {entry.error.message}", *("" for _ in Verdict), entry.seconds]
-    counts = [entry.verdicts[verdict] for verdict in Verdict]
-    return [Link(entry.name, f"{entry.name}.html"), REPRODUCTIONS[entry.name][1], *counts, entry.seconds]
-
-
-def _show_all(entries: Sequence[IndexEntry], written: Sequence[Path]) -> None:
-    console = Console(highlight=False, markup=False)
-    table = plain_table("paper", *(verdict.value for verdict in Verdict), "seconds")
-    for entry in entries:
-        counts = [Words(str(entry.verdicts[verdict]), COLOURS[verdict]) for verdict in Verdict]
+        counts = [Words(str(count), COLOURS[verdict]) for verdict, count in zip(Verdict, entry.counts, strict=True)]
         cells = counts if entry.done is not None else [Words("failed"), Words(""), Words("")]
         table.add_row(entry.name, *cells, f"{entry.seconds:.0f}")
     console.print(table)
-    for target in written:
-        console.print(f"written: {target}", soft_wrap=True)

@@ -164,6 +164,32 @@ def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], lab
     panel.set_xlabel(label)
 
 
+Curve = tuple[Look, dict[float, float]]
+"""A line, or single marks: how it is drawn, and its values by place."""
+
+
+def curves_figure(
+    panels: Mapping[str, Mapping[str, Curve]], along: str, ylabel: str, doubling: bool = False, log: bool = False
+) -> Figure:
+    """Returns curves by label, a panel for each title, over what `along` names. Call it in `style()`.
+
+    `doubling`: places double from one to the next. `log`: so do values; otherwise their axis begins at 0.
+    """
+    figure, axes = grid_of(len(panels))
+    for panel, (title, curves) in zip(axes, panels.items(), strict=True):
+        for label, (look, values) in curves.items():
+            panel.plot(list(values), list(values.values()), label=label, **look.line())
+        places = sorted({place for _, values in curves.values() for place in values})
+        if doubling:
+            powers_of_2(panel, places, map("{:,.4g}".format, places), along)
+        if log:
+            panel.set_yscale("log")
+            panel.yaxis.set_major_formatter("{x:g}")
+        panel.set(title=title, xlabel=along, ylabel=ylabel, **({} if log else {"ylim": (0, None)}))
+    legend_below(figure, axes)
+    return figure
+
+
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
     """Put one legend under all panels, each label once, in as many columns as there is room for.
 

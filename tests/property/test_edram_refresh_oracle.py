@@ -74,12 +74,3 @@ def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: in
         assert found.joules == half * sum(wanted)
     bound = account(run, intervals, 1.0, rule="ceil")
     assert all(group.refreshes >= vectors * count for group, count in zip(bound.groups, by_timer, strict=True))
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(steps, st.sampled_from(["kv", "x"]), st.floats(1.0, 4.0))
-def test_refreshing_less_often_never_costs_more(played: list[Step], kind: str, factor: float) -> None:
-    run, intervals = recorded(played, kind), RefreshIntervals(3, 9, 5, 12)
-    for rule in ("expected", "ceil"):
-        joules = [account(run, each, 1.0, rule=rule).joules for each in (intervals, intervals.scaled(factor))]
-        assert joules[1] <= joules[0] * (1 + 1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +41,9 @@ class Stream:
         return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
 
 
-def column_sums(queries: Floats, keys: Floats, score: Literal["softmax", "logit"] = "softmax") -> NDArray[np.float64]:
+def column_sums(queries: Floats, keys: Floats) -> NDArray[np.float64]:
     """What each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n]."""
-    _, weights, products = attend_prompt(queries, keys, keys[:, :, :0])
-    return weights if score == "softmax" else products
+    return attend_prompt(queries, keys, keys[:, :, :0])[1]
 
 
 def random_decoder(*, heads: int = 4, kv_heads: int = 4, dim: int = 8, layers: int = 2, seed: int = 0) -> Decoder:

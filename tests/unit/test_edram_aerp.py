@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Slots
-from llmcache.edram.constants import KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
+from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape
+from llmcache.edram.constants import KELLE_INTERVALS, RefreshIntervals
 from llmcache.edram.flips import (
     LARGEST_HALF,
     NO_FLIPS,
@@ -21,8 +21,6 @@ from llmcache.edram.flips import (
     decode,
     draw,
     encode,
-    iso_failure,
-    iso_power,
     name_rows,
     parse_flips,
 )
@@ -48,33 +46,20 @@ def test_a_setting_that_cannot_be_is_named(name: str, make: Callable[[], object]
         make()
 
 
-def test_what_is_no_number_does_not_decide_who_stays() -> None:
-    slots = Slots(AerpSettings(4, sinks=1, window=1), 1)
-    slots.fill(np.array([[5.0, 1.0, 2.0, 3.0]]))
-    assert slots.add(np.full((1, 5), np.nan)).evicted.tolist() == [1]
-    assert np.isfinite(slots.scores).all()
-
-
-LOST = FlipRates.uniform(0.02)
-
-
-def lossy(rates: FlipRates = LOST) -> tuple[AerpLayer, list[NDArray[np.float32]]]:
-    """An MHA layer with x rows, in cells that lose bits, after 20 steps; and its outputs."""
-    shape = LayerShape(4, 4, 8, channels=32)
+def lossy() -> AerpLayer:
+    """An MHA layer with x rows, in cells that lose bits, after 20 steps."""
+    shape, cells = LayerShape(4, 4, 8, channels=32), CellSettings(rates=FlipRates.uniform(0.02), seed=1)
     stream = Stream.of(shape, 80, seed=5)
     keys, values = stream.kv()
-    layer = AerpLayer(AerpSettings(24, 2, 6, recompute="decode"), shape, stream.project, CellSettings(rates=rates, seed=1))
+    layer = AerpLayer(AerpSettings(24, 2, 6, recompute="decode"), shape, stream.project, cells)
     layer.prefill(keys[:60], values[:60], column_sums(stream.queries[:60], keys[:60]), stream.x[:60])
-    return layer, [layer.step(stream.queries[t], keys[t], values[t], stream.x[t]) for t in range(60, 80)]
-
-
-def test_lost_bits_change_outputs_and_low_bytes_of_low_scores_hardly() -> None:
-    lost, intact, low = (np.array(lossy(rates)[1]) for rates in (LOST, NO_FLIPS, FlipRates(lst_lsb=1e-3)))
-    assert 0 < np.abs(low - intact).mean() < 0.01 * np.abs(lost - intact).mean()
+    for t in range(60, 80):
+        layer.step(stream.queries[t], keys[t], values[t], stream.x[t])
+    return layer
 
 
 def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None:
-    layer, _ = lossy()
+    layer = lossy()
     slots, high = layer.slots, layer.high_scores()
     for head, (positions, scores) in enumerate(zip(slots.positions, slots.scores, strict=True)):
         for slot, (position, score) in enumerate(zip(positions, scores, strict=True)):
@@ -124,13 +109,10 @@ def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
     assert before.any()
 
 
-def test_halves_that_are_no_number_read_as_said() -> None:
+def test_halves_that_are_no_number_read_as_0_or_the_largest() -> None:
     ones = np.full((200, 16), 1.0, np.float32)  # 0x3c00: losing bit 14 gives infinity or NaN
-    rates = FlipRates.uniform(0.3)
-    clamped, kept = (settled(cells(rates, ones, format="fp16", nonfinite=how), True) for how in ("clamp", "keep"))
-    assert np.isfinite(clamped).all() and np.abs(clamped).max() <= LARGEST_HALF
-    assert np.isnan(kept).any()
-    assert (clamped[np.isnan(kept)] == 0).all() and (clamped[np.isfinite(kept)] == kept[np.isfinite(kept)]).all()
+    read = settled(cells(FlipRates.uniform(0.3), ones, format="fp16"), True)
+    assert np.isfinite(read).all() and np.abs(read).max() == LARGEST_HALF and (read == 0).any()
     huge = np.array([[1e6, -1e6]], np.float32)
     assert decode(*encode(huge, "fp16"), "fp16").tolist() == [[LARGEST_HALF, -LARGEST_HALF]]
 
@@ -174,15 +156,6 @@ def test_the_papers_anchors_give_a_width_of_2_38() -> None:
     assert found == pytest.approx([5.2e-5, 3.1e-3, 4.9e-4, 4.4e-3], rel=0.02)
     assert sum(found) / 4 == pytest.approx(2e-3, rel=1e-9)
     assert curve.failure(1.05e6) == pytest.approx(3.0e-4, rel=0.02)
-
-
-@pytest.mark.parametrize(("printed_ns", "intervals"), TABLE4_INTERVALS.items())
-def test_2drp_loses_more_bits_than_the_uniform_interval_beside_it(printed_ns: int, intervals: RefreshIntervals) -> None:
-    """Table 4 compares at equal refresh power, not "the same average failure rate" (section 7.2)."""
-    assert intervals.mean_ns == pytest.approx(printed_ns, rel=0.005)
-    rates = FlipRates.of_intervals(intervals)
-    assert iso_failure(intervals).mean == pytest.approx(rates.mean) and iso_power(intervals).mean < rates.mean / 3
-    assert iso_power(intervals).mean == pytest.approx(paper_curve().failure(intervals.mean_ns))
 
 
 def test_texts_of_curves_and_intervals() -> None:

@@ -62,24 +62,17 @@ def test_model_says_everything_in_base_units() -> None:
     assert set(found["rooflines"]) == {"AERP+SRAM", "Kelle+eDRAM"}
     plain, kelle = (found["lifetimes"][name] for name in ("Original+eDRAM", "Kelle+eDRAM"))
     assert kelle["total_ns"] < plain["total_ns"] / 1.5 and kelle["k_ns"] == kelle["v_ns"] == 0
-    assert set(found["evictors"]) == {"AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"}
     assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
-
-
-def test_the_paper_systems_of_all_models_are_swept() -> None:
-    found = printed("sweep", "--model", "all", "--workload", "all", "--system", "all", "--profile", "all")
-    assert found["schema"] == "llmcache.edram-sweep/1"
-    assert found["configurations"] == len(found["results"]) == 7 * 4 * 5 * 3
-    assert {row["model"] for row in found["results"]} == set(MODELS)
-    assert {row["profile"] for row in found["results"]} == set(PROFILES)
-    for row in found["results"]:
-        if row["system"] == "Original+SRAM":
-            assert row["speedup"] == row["efficiency"] == 1
 
 
 def test_every_axis_of_a_sweep_is_varied() -> None:
     axes = ["--context", "100,200", "--decode", "10,20", "--batch", "1,2", "--budget", "64,128"]
     more = ["--interval-scale", "0.5,1", "--dram-bw", "32GB/s,64GB/s", "--kv-memory", "4Mi,8Mi"]
+    names = ["--model", "all", "--workload", "all", "--system", "all", "--profile", "all"]
+    every = printed("sweep", *names)
+    assert every["schema"] == "llmcache.edram-sweep/1"
+    assert every["configurations"] == len(every["results"]) == len(MODELS) * len(WORKLOADS) * len(SYSTEMS) * len(PROFILES)
+    assert all(row["speedup"] == row["efficiency"] == 1 for row in every["results"] if row["system"] == "Original+SRAM")
     found = printed("sweep", *axes, *more)["results"]
     keys = ("context", "decode", "batch", "budget", "mean_interval_ns", "dram_bytes_per_s", "kv_capacity_bytes")
     assert len({tuple(row[key] for key in keys) for row in found}) == len(found) == 2**7
@@ -96,14 +89,11 @@ MANY = ",".join(map(str, range(1, 1002)))
     ("args", "named"),
     [
         (("model", "gpt-5"), "--model: there is no model 'gpt-5'"),
-        (("model", "--batch", "0"), "--batch: 0 is too small"),
         (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
         (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is no bandwidth: it must be above 0"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
-        (("plot", "/nowhere.json", "-o", "x.gif"), "-o: 'x.gif' must end in"),
         (("report", "/nowhere.json"), "run: '/nowhere.json' cannot be read"),
         (("report", "run.json", "--intervals", "1ms,2ms"), "--intervals: '1ms,2ms' is neither one interval nor four"),
-        (("accuracy", "--model", "/nowhere"), "model"),
         (("accuracy", *RECALL, "--flips", "1e-3"), "flips"),
         (("accuracy", *RECALL, "--record", "x.json", "--budget", "4"), "--budget"),
         (("accuracy", *RECALL, "--context", "100", "--pairs", "64"), "--context: 100 tokens"),
@@ -142,7 +132,6 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(written: Path, tmp_path: Path
         (lambda data: data.update(schema="llmcache.size/1"), "schema: 'llmcache.size/1'"),
         (lambda data: data["results"][1].pop("speedup"), "results[1].speedup: missing"),
         (lambda data: data["results"][0].update(energy_j=10**400), "results[0].energy_j: '10"),
-        (lambda data: data["results"][0].update(system=3), "results[0].system: not a str"),
         (lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0), "dram_bytes_per_s: 0, more than 0"),
         (None, "not JSON"),
     ],
@@ -219,10 +208,8 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
         ("[profile.mine]\nrefresh_j = 1", "profile.mine: there is no constant 'refresh_j'"),
         ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
         ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
-        ("[workload.x]\nbase = 'nothing'", "workload.x.base: there is no workload 'nothing'"),
         ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
-        ("[model.x]\nlayers = 1" + "0" * 400, "model.x.layers: '10"),
         ("[profile", "not TOML"),
     ],
 )

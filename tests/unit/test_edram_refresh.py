@@ -90,36 +90,24 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["runFalse.json", "runTrue.json"]
 
 
-def test_a_run_without_durations_gets_them_from_the_reader() -> None:
-    recorder = RunRecorder(HALF)
-    recorder.observe(0, "kv", np.arange(2), np.array([True, False]))
-    recorder.end_step()
-    run = parse_run(recorder.finish("", "").to_json())
+def test_what_a_rule_needs_of_a_run() -> None:
+    untimed = replace(changing(), durations_ns=None)
     with pytest.raises(DataError, match=r"^steps.duration_ns: "):
-        account(run, KELLE_INTERVALS, 1e-12)
-    timed = run.with_step(2e6, "modelled: 2 ms")
-    assert account(timed, KELLE_INTERVALS, 1e-12).seconds == 0.002
+        account(untimed, KELLE_INTERVALS, 1e-12)
+    assert account(untimed.with_step(2e6, "modelled: 2 ms"), KELLE_INTERVALS, 1e-12).seconds == pytest.approx(0.12)
     with pytest.raises(UsageError, match=r"^step: "):
-        run.with_step(0, "")
-
-
-def test_rules_that_cannot_be_followed() -> None:
-    run = replace(changing(), lives=None)
+        untimed.with_step(0, "")
     with pytest.raises(DataError, match=r"^lives: "):
-        account(run, KELLE_INTERVALS, 1e-12, rule="floor")
-    with pytest.raises(UsageError, match=r"^rule: "):
-        account(changing(), KELLE_INTERVALS, 1e-12, rule="floor", capacity_bytes=100)
-    with pytest.raises(UsageError, match=r"^rule: "):
-        account(run, KELLE_INTERVALS, 1e-12, rule="guess")
-    with pytest.raises(UsageError, match=r"^capacity: "):
-        account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=0)
+        account(replace(changing(), lives=None), KELLE_INTERVALS, 1e-12, rule="floor")
+    for rule, capacity, named in (("floor", 100, "rule"), ("ticks", 0, "capacity")):
+        with pytest.raises(UsageError, match=rf"^{named}: "):
+            account(changing(), KELLE_INTERVALS, 1e-12, rule=rule, capacity_bytes=capacity)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "names"),
     [
         (("schema",), "llmcache.edram-run/2", "schema"),
-        (("pair_bytes",), 0, "pair_bytes"),
         (("steps", "high_kv"), [1], "steps.low_kv"),
         (("steps", "high_kv", 0), 1.5, "steps.high_kv"),
         (("steps", "appended_x", 3), 9999, "steps.high_x"),

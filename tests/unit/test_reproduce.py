@@ -1,0 +1,353 @@
+"""`llmcache reproduce`: verdicts follow from values by the rules in the papers' files; figures as they were, whole pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.kv.bench.results import STOCK, Bench, Marks, Row, TaskBench
+from llmcache.report import REPRODUCTIONS, reproduce, theme
+from llmcache.report import paper_hillinfer as hill
+from llmcache.report import paper_icecache as ice
+from llmcache.report import paper_io_caching as io
+from llmcache.report.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, number, read_paper, told
+from llmcache.report.reproduce import Reproduction, Tell
+from tests.unit.command_parts import called
+from tests.unit.report_parts import Page, check_alone
+from tests.unit.report_parts import unlaid as unlaid
+from tests.unit.simulation_parts import loop, trace_of
+from tests.unit.task_parts import bench, of_policies
+from tools.bench import papers as papers_bench
+
+YES, PARTLY, NO = Verdict.CONFIRMED, Verdict.PARTLY, Verdict.NOT_CONFIRMED
+NAMES = list(REPRODUCTIONS)
+CLAIMS = {name: read_paper(name).claims for name in NAMES}
+GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden_papers.json").read_text())
+SIZES = 4
+PICTURES = {"io-caching": 12, "hillinfer": 5, "icecache": 3, "kelle": 6}
+pytestmark = pytest.mark.usefixtures("unlaid")
+
+
+def verdict(paper: str, name: str, values: Values) -> Verdict:
+    """What the rule of a claim says of values."""
+    return next(claim for claim in CLAIMS[paper] if claim.name == name).verdict(values)
+
+
+# The judge
+
+
+def test_conditions_mean_what_they_say_or_are_refused() -> None:
+    values = {"a": 1.0, "b": 3.0}
+    true = ("a <= 1", "a > 1 or b > 2", "b > a", "b > -1e-3 and a > 5 or a < 2")
+    assert all(holds(condition, values) for condition in true)
+    assert not holds("a < 1", values) and not holds("a > 1 and b > 2", values)
+    for condition in ("a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"):
+        with pytest.raises((ValueError, KeyError)):
+            holds(condition, values)
+    assert told({"share_of_x": 0.25, "a_ns": 2e6, "b_bytes": 4e9, "c": -3.14159}) == (
+        "share of x: 25.0%; a: 2.00 ms; b: 4.00 GB; c: -3.14"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "paper", "ours", "expected"),
+    [
+        ("as printed", 1.05, 1.0537, YES),
+        ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
+        ("at most", 2.67, 2.67, YES),
+        ("share", 1.0, 0.67, PARTLY),
+        ("bound of aep-bound", 2.39, 2.63, YES),
+    ],
+)
+def test_rules_for_numbers_judge_as_they_say(rule: str, paper: float, ours: float, expected: Verdict) -> None:
+    kelle = read_paper("kelle")
+    claim = replace(kelle.claims[0], **kelle.rules[rule], paper=paper, why="")
+    (judged,) = judge(replace(kelle, claims=[claim]), {claim.about: {claim.name: {"ours": ours}}})[claim.about]
+    assert judged.findings["ours"].verdict is expected
+    assert number(ours) in judged.findings["ours"].words and number(paper) in judged.findings["ours"].words
+
+
+def test_what_is_not_measured_is_left_out_and_a_claim_of_what_is_needs_its_values() -> None:
+    paper = read_paper("icecache")
+    assert judge(paper, {}) == {}
+    with pytest.raises(KeyError):
+        judge(paper, {"figure 6": {}})
+    with pytest.raises(KeyError, match="share"):
+        paper.claims[0].verdict({"hits": 1.0})
+
+
+# hillinfer: what was measured; what the models give is held by golden figures
+
+FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
+
+
+def row(name: str, token_ms: float, scored: float = 0.0, beta: float | None = 4.0) -> Row:
+    stages = {"evaluate": 1e6, "fetch": 1e6, "compute": 1e6, "update": 0.0}
+    moved = {"ssd to cpu, score": scored, "ssd to cpu, fetch": 1e6}
+    return Row(name, name.title(), token_ms * 1e6, stages, 0.0, 0.5, moved, beta)
+
+
+def runs() -> Bench:
+    scored = {"prefetch": 1e6, "hillinfer": 1e4}
+    return Bench("measured", {}, tuple(row(name, time, scored.get(name, 0.0)) for name, time in FAST.items()))
+
+
+def sweep(*times: float) -> Values:
+    rows = tuple(row("hillinfer", time, beta=2.0**place) for place, time in enumerate(times))
+    return hill.beta_values(Bench("measured", {}, rows, Marks(4e9, 1e9, None)))
+
+
+def accuracy(at_02: float, at_005: float) -> hill.Claims:
+    by_system = {"hillinfer": {"0.05": at_005, "0.2": at_02, "0.4": 0.95}}
+    return hill.accuracy_values({"tokens": 4096, "answers": 256, "full": 0.95, "by_system": by_system}, "hillinfer")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (hill.transfer_values({0.2: {1024: 1.0, 2048: 0.5}, 0.3: {1024: 2.0, 2048: 0.4}}), [NO, PARTLY]),
+        (hill.run_values(runs()), [YES, YES, YES]),  # what ran here: speed-ups, parts, bytes over the link
+        ({"beta-here": sweep(9, 8, 2, 1, 9)}, [YES]),
+        ({"beta-here": sweep(1, 2, 3, 4, 5)}, [NO]),
+        (accuracy(0.5, 0.5), [NO, PARTLY]),
+        (accuracy(0.95, 0.95), [YES, PARTLY]),
+    ],
+)
+def test_hillinfer_is_judged_by_what_was_measured(found: hill.Claims, expected: list[Verdict]) -> None:
+    assert [verdict("hillinfer", name, values) for name, values in found.items()] == expected
+
+
+# icecache
+
+ICE, TREE, PAGES = ice.JUDGED
+
+
+def answered(own: Sequence[int], full: Sequence[int]) -> TaskBench:
+    """Results in which the largest budget of IceCache answers `own`, and a small one nothing, where all answer `full`."""
+    return bench({(STOCK, None): full, (ICE, 64): [0] * len(own), (ICE, 256): own})
+
+
+EVERY, MOST = (bench({(STOCK, None): [10] * 20, (ICE, 64): [right] * 20}) for right in (10, 9))
+BETTER, EQUAL, WORSE = (of_policies(own, 5, ice.JUDGED) for own in (9, 5, 4))
+ALL, FEWER = (answered([right] * 2, [100] * 2) for right in (99, 94))
+LIKE_QUEST = replace(
+    BETTER, rows=tuple(replace(one, answers=EQUAL.rows[1].answers) if one.policy == PAGES else one for one in BETTER.rows)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "policy", "confirming", "other"),
+    [
+        ("every-passkey", ice.every_passkey, ICE, EVERY, MOST),
+        ("keeps-99", ice.kept, ICE, ALL, FEWER),
+        ("keeps-99", ice.kept, ICE, answered([50, 50], [50, 50]), FEWER),  # it cannot know more than the model
+        ("quarter-of-the-budget", ice.quarter, TREE, EQUAL, WORSE),
+        ("outperforms", ice.outperforms, TREE, BETTER, EQUAL),  # as good is not better
+        ("near-top-k", ice.near_exact, PAGES, BETTER, LIKE_QUEST),
+    ],
+)
+def test_answers_are_judged_against_the_full_cache_and_rivals(
+    name: str, values: Callable[[TaskBench, str], Values], policy: str, confirming: TaskBench, other: TaskBench
+) -> None:
+    assert [verdict("icecache", name, values(data, policy)) for data in (confirming, other)] == [YES, NO]
+
+
+# The command
+
+
+def run(*args: str | Path) -> CompletedProcess[str]:
+    return called("reproduce", *args)
+
+
+def document(directory: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, unlaid: None) -> Path:
+    """Page and document of each paper, done once: io-caching at 4 cache sizes, without pictures of accesses."""
+    directory = tmp_path_factory.mktemp("results") / "new"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(io, "QUICK_STEPS", SIZES)
+        patched.setattr(io, "access_figure", lambda *_: Figure((1, 1)))
+        assert run("all", "--quick", "-o", directory).returncode == 0
+    return directory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_document_and_its_page_have_every_claim_with_its_findings(name: str, written: Path) -> None:
+    found, source = document(written, name), (written / f"{name}.html").read_text()
+    assert document(written, "all")["papers"][name]["document"] == found
+    page, claims = Page(source), found["claims"]
+    check_alone(page, source)
+    assert found["schema"] == f"llmcache.reproduce.{name}/1" and page.tags["img"] == PICTURES[name]
+    assert len({(claim["about"], claim["name"]) for claim in claims}) == len(claims) >= 11
+    assert source.count('class="badge ') == sum(len(claim["findings"]) for claim in claims)
+    for claim in claims:
+        assert claim["paper"]["section"] and claim["rule"] and claim["findings"]
+        assert claim["kind"].startswith(("modelled", "measured", "computed"))
+        assert f"ours ({claim['kind']})" in page.text and claim["paper"]["quote"] in page.text
+        assert all("value" in of or (of["ours"] and of["values"]) for of in claim["findings"].values())
+    if name in papers_bench.MEASURES:
+        machine = reproduce.measurements(name)["machine"]
+        assert (found["overhead"] if name == "io-caching" else found["measured_here"])["machine"] == machine
+        assert machine["cpu"] in source
+
+
+@pytest.mark.parametrize("name", ["io-caching", "kelle", "hillinfer"])
+def test_what_is_modelled_is_what_it_was(name: str, written: Path) -> None:
+    modelled = [claim for claim in document(written, name)["claims"] if not claim["kind"].startswith("measured")]
+    found = {f"{name}, {claim['about']}, {claim['name']}": claim["findings"] for claim in modelled}
+    golden = {key: one for key, one in GOLDEN.items() if key.startswith(name)}
+    assert set(found) == set(golden)
+    for key, one in golden.items():
+        assert set(found[key]) == set(one)
+        for variant, (value, judged) in one.items():
+            ours = found[key][variant]
+            assert ours.get("value", ours.get("values")) == pytest.approx(value, rel=1e-5, abs=1e-9), (key, variant)
+            assert ours["verdict"] == judged
+
+
+def test_io_caching_has_every_app_policy_size_and_bandwidth(written: Path) -> None:
+    found = document(written, "io-caching")
+    rows = found["results"]
+    cells = {(row["trace"], row["policy"], row["cache_bytes"]) for row in rows}
+    assert len(rows) == len(cells) == 8 * 5 * SIZES and set(found["cache_sizes_per_trace"].values()) == {SIZES}
+    best = {(row["trace"], row["cache_bytes"]): row["hit_ratio"] for row in rows if row["policy"] == "belady"}
+    for row in rows:
+        whole_extents = 0.01 if row["policy"] == "llmcache" else 0  # come in, where Belady inserts a block
+        assert 0 <= row["hit_ratio"] <= best[row["trace"], row["cache_bytes"]] + whole_extents
+        assert [latency["bw"] for latency in row["latencies"]] == [10**8, 2 * 10**8, 5 * 10**8, 10**9]
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A directory in place of `llmcache/papers`, with the same measurements."""
+    for file in PAPERS.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["hillinfer", "icecache"])
+def test_what_was_not_measured_is_said_to_be_missing(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theme, "figure_bytes", lambda *_: b"")
+    file = saved / f"{name}.json"
+    parts: tuple[str, ...] = ("transfers", "systems", "beta", "accuracy")
+    empty: dict[str, Any] = dict.fromkeys(parts)
+    if name == "icecache":
+        parts, empty = ("passkey", "recall", "chain", "needle", "lengths"), {"tasks": {}, "lengths": {"rows": []}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | empty | {"missing": dict.fromkeys(parts, "no torch")}))
+    done = reproduce.reproduce(name, True, lambda _: None)
+    assert not [about for about in done.claims if done.paper.kinds[about].startswith("measured")]
+    assert done.page().count("no torch") == len(parts)
+
+
+def test_measurements_that_cannot_be_read_are_refused_with_a_hint(saved: Path) -> None:
+    for text in ("{", '{"schema": "llmcache.papers.hillinfer/0"}'):
+        (saved / "hillinfer.json").write_text(text)
+        with pytest.raises(DataError) as caught:
+            reproduce.reproduce("hillinfer", True, lambda _: None)
+        assert "tools/bench papers --measure hillinfer" in str(caught.value.hint)
+
+
+def test_measuring_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows = papers_bench.transfers(quick=True)["rows"]
+    assert {row["share"] for row in rows} == {0.2, 0.3} and all(row["seconds"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+    took = papers_bench.overhead(trace_of(loop(200, 5, 16)), "loop")["ns_per_block"]
+    assert set(took) == {"lru", "lecar", "algorithm1", "llmcache"} and min(took.values()) > 0
+    found = {"overhead": {"repeats": 1, "trace": "loop", "ns_per_block": took}}, {"all": "no torch"}
+    monkeypatch.setitem(papers_bench.MEASURES, "io-caching", lambda *_: found)
+    saved = papers_bench.save("io-caching", True, lambda _: None, tmp_path)
+    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    assert reproduce.measurements("io-caching") == saved and saved["quick"] and saved["missing"] == {"all": "no torch"}
+
+
+# What is written, and what not
+
+
+def test_files_are_replaced_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(reproduce.reproduce("kelle", True, lambda _: None), blocks=dict)  # without its pictures
+    monkeypatch.setattr(reproduce, "reproduce", lambda *_: found)
+    words, file = ["kelle", "-o", str(tmp_path / "new")], tmp_path / "new" / "kelle.json"
+    assert run(*words).returncode == 0
+    before = file.stat().st_mtime_ns
+    shown = run(*words)
+    assert (shown.returncode, shown.stdout) == (2, "") and "-o: " in shown.stderr and "--force" in shown.stderr
+    assert file.stat().st_mtime_ns == before
+    shown = run(*words, "--force")
+    assert (shown.returncode, shown.stderr) == (0, "") and file.stat().st_mtime_ns > before
+    assert "not confirmed" in shown.stdout and "3.94× is printed" in shown.stdout and "written: " in shown.stdout
+    monkeypatch.chdir(tmp_path / "new")
+    shown = run("kelle", "--json")
+    assert json.loads(shown.stdout)["schema"] == "llmcache.reproduce.kelle/1" and len(list(file.parent.iterdir())) == 2
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for args, named in (
+        (["io-cashing"], "NAME: there is no reproduction called 'io-cashing'"),
+        ([], "NAME"),
+        (["io-caching", "-o", file], "-o: "),
+        (["io-caching", "-o", file / "below"], "-o: "),
+    ):
+        shown = run(*args)
+        assert (shown.returncode, shown.stdout) == (2, "") and named in shown.stderr and "Traceback" not in shown.stderr
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """Papers that cannot be recomputed, with their errors; all others are made up: a claim that has two variants."""
+    errors: dict[str, Exception] = {}
+
+    def make(name: str, quick: bool, _tell: Tell) -> Reproduction:
+        assert quick
+        if name in errors:
+            raise errors[name]
+        paper = read_paper(name)
+        findings = {"a": Finding(YES, "1 < 2", {"x": 1.0}), "b": Finding(PARTLY, "2 = 2", {})}
+        judged = {next(iter(paper.kinds)): [Judged(replace(paper.claims[0], paper=None), findings)]}
+        return Reproduction(name, paper, judged, {}, dict)
+
+    monkeypatch.setattr(reproduce, "reproduce", make)
+    return errors
+
+
+def test_the_index_counts_verdicts(failing: dict[str, Exception], tmp_path: Path) -> None:
+    (tmp_path / f"{NAMES[-1]}.json").write_text("mine")
+    shown = run("all", "--quick", "-o", tmp_path)
+    assert shown.returncode == 2 and "--force replaces it" in shown.stderr and len(list(tmp_path.iterdir())) == 1
+    shown = run("all", "--quick", "-o", tmp_path, "--force")
+    found = document(tmp_path, "all")
+    assert found["schema"] == reproduce.ALL_SCHEMA and found["quick"] is True and list(found["papers"]) == NAMES
+    assert all(paper["verdicts"] == {"confirmed": 1, "partly": 1, "not confirmed": 0} for paper in found["papers"].values())
+    page = (tmp_path / "all.html").read_text()
+    assert all(f'<a href="{name}.html">' in page for name in NAMES) and page.count("1 &lt; 2") == len(NAMES)
+    lines = [line.split()[:4] for line in shown.stdout.splitlines()[1 : 1 + len(NAMES)]]
+    assert shown.returncode == 0 and lines == [[name, "1", "1", "0"] for name in NAMES]
+
+
+def test_one_that_fails_does_not_take_away_the_others(failing: dict[str, Exception], tmp_path: Path) -> None:
+    failing[NAMES[1]] = EnvironmentProblem("torch is missing", "install it")
+    failing[NAMES[2]] = RuntimeError("a bug")
+    shown = run("all", "--quick", "-o", tmp_path)
+    papers = document(tmp_path, "all")["papers"]
+    assert papers[NAMES[1]]["error"] == "torch is missing" and papers[NAMES[1]]["hint"] == "install it"
+    assert papers[NAMES[2]]["exit_code"] == 1 and "RuntimeError: a bug" in papers[NAMES[2]]["error"]
+    assert "document" in papers[NAMES[0]] and "document" in papers[NAMES[3]]
+    assert not (tmp_path / f"{NAMES[1]}.html").exists() and (tmp_path / f"{NAMES[3]}.html").exists()
+    assert "not recomputed: torch is missing" in (tmp_path / "all.html").read_text()
+    assert shown.returncode == 3 and "failed" in shown.stdout and "Traceback" in shown.stderr
+    assert "llmcache: error: torch is missing\nhint: install it" in shown.stderr
