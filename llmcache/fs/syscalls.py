@@ -37,7 +37,6 @@ _PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.
 _PAGEMAP_SCAN, _PAGE_IS_HUGE, _REGIONS = 0xC0606610, 1 << 6, 64  # Linux 6.7
 _IOV_MAX = 1024
 AT_FDCWD = -100
-AT_SYMLINK_NOFOLLOW = 0x100
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
@@ -173,17 +172,11 @@ def bind(source: str, target: str, flags: int = 0) -> None:
         raise error
 
 
-def utimensat(dir_fd: int, name: str, times: Sequence[tuple[int, int]] | None) -> None:
-    """Set (atime, mtime) as (seconds, nanoseconds); UTIME_NOW and UTIME_OMIT work, links are not followed."""
+def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
+    """Set (atime, mtime) as (seconds, nanoseconds) of a descriptor or path; UTIME_NOW and UTIME_OMIT work."""
     block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
-    if _libc.utimensat(dir_fd, _path(name), block, AT_SYMLINK_NOFOLLOW) != 0:
-        raise _failure()
-
-
-def futimens(fd: int, times: Sequence[tuple[int, int]] | None) -> None:
-    """Like utimensat, for an open file."""
-    block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
-    if _libc.futimens(fd, block) != 0:
+    done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, _path(file), block, 0)
+    if done != 0:
         raise _failure()
 
 

@@ -206,21 +206,6 @@ def test_it_follows_the_size_of_the_terminal(mounted: Mounted) -> None:
         terminal.close()
 
 
-def test_it_can_be_stopped_and_goes_on(watch: Terminal) -> None:
-    watch.type("\x1a")  # Ctrl-Z
-    deadline = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{watch.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "it does not stop"
-        time.sleep(0.05)
-    watch.drain()
-    assert watch.is_restored()
-    watch.said = ""
-    watch.process.send_signal(signal.SIGCONT)
-    assert ALTERNATE in watch.wait_for("model.layers.0")
-    watch.type("q")
-    assert watch.end()[0] == 0 and watch.is_restored()
-
-
 @pytest.mark.parametrize("way", ["umount", "kill"])
 def test_a_mount_that_ends_ends_it_with_a_message(watch: Terminal, mounted: Mounted, way: str) -> None:
     if way == "umount":

@@ -125,7 +125,7 @@ def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows
         "every 1 s, q ends",
     )
     assert rows is None or len(found) <= rows
-    assert all(line.cell_len <= max(60, width) for line in found)
+    assert all(line.cell_len <= max(80, width) for line in found)
     assert all(line.plain.isprintable() for line in found)
     if rows is None or rows > 40:
         assert sum("░ streamed" in line.plain for line in found) == len(files) or rows is not None
