@@ -29,9 +29,8 @@ from llmcache.fs.engine.group import PINNED, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
-from llmcache.fs.engine.references import WRITE, References
 from llmcache.fs.engine.report import snapshot
-from llmcache.fs.engine.state import CacheState
+from llmcache.fs.engine.state import WRITE, CacheState, References
 
 if TYPE_CHECKING:
     from llmcache.fs.daemon.accesslog import AccessLog
@@ -66,7 +65,7 @@ class Engine:
         else:
             self.holder = SteerHolder(self.state, self.pins)
             self.planner = Planner(self.state, self.holder)
-        self.state.references = References(self.planner.core, cache_bytes)
+        self.state.references = References(self.planner.core)
         self.mode = mode
         self.tree = tree
         self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
@@ -155,7 +154,10 @@ class Engine:
         return known
 
     def _note_presence(self, group: Group) -> None:
-        self.state.references.presence(group, group.first or group.warm or self.state.opens_of(group) > 0)
+        is_open = group.first or group.warm or self.state.opens_of(group) > 0
+        if group.alive and group.listed_open != is_open:
+            group.listed_open = is_open
+            self.state.references.tell("open" if is_open else "close", group.key)
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
         """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
@@ -350,7 +352,7 @@ class Engine:
             group.cancel(extent)
         self.holder.release(group, self.holder.held(group))
         if group.alive:
-            self.state.references.ended(group)
+            self.state.references.tell("end", group.key)
         self.grouping.dissolve(group)
         for member in group.members:
             self.pins.detach(member.path)

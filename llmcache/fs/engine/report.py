@@ -23,8 +23,7 @@ from llmcache.fs.layout.tensors import Part
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.experts import Mixture
-    from llmcache.fs.engine.references import References
-    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.engine.state import CacheState, References
 
 
 SCHEMA = "llmcache.stats/1"

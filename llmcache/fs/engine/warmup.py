@@ -26,7 +26,7 @@ from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
-from llmcache.fs.engine.references import READ
+from llmcache.fs.engine.state import READ
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import matches
 
@@ -177,7 +177,7 @@ class Warmer:
 
     def _planned(self, groups: list[Group]) -> list[Piece]:
         """The same, by a plan of this moment. Lock held."""
-        self.state.references.planned()
+        self.state.references.tell("plan")
         self.engine.planner.plan()
         found: list[Piece] = []
         share = self.state.limit_bytes // HOT_SHARE
@@ -361,7 +361,7 @@ class Bringer:
             self.state.load_ended(member)
             core = self.state.references.core
             if complete and group.alive and core is not None and not core.holds(group.key, extent):
-                self.state.references.held(group, extent)
+                self.state.references.tell("hold", group.key, extent)
                 self.holder.keep(group, extent, region)
 
     def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
