@@ -72,10 +72,6 @@ def _failure() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def _path(name: str) -> bytes:
-    return os.fsencode(name)
-
-
 def pread(fd: int, address: int, size: int, offset: int) -> int:
     """Bytes that one pread put at `address`; short at the end of the file."""
     while True:
@@ -164,9 +160,9 @@ def huge_bytes(address: int, size: int) -> int:
 
 def bind(source: str, target: str, flags: int = 0) -> None:
     """Mount a directory also at another place (root only); `flags` of a mount, MS_RDONLY for one, are set after that."""
-    if _libc.mount(_path(source), _path(target), None, MS_BIND, None) != 0:
+    if _libc.mount(os.fsencode(source), os.fsencode(target), None, MS_BIND, None) != 0:
         raise _failure()
-    if flags and _libc.mount(None, _path(target), None, MS_BIND | MS_REMOUNT | flags, None) != 0:
+    if flags and _libc.mount(None, os.fsencode(target), None, MS_BIND | MS_REMOUNT | flags, None) != 0:
         error = _failure()
         umount2(target, UMOUNT_NOFOLLOW)
         raise error
@@ -175,14 +171,14 @@ def bind(source: str, target: str, flags: int = 0) -> None:
 def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
     """Set (atime, mtime) as (seconds, nanoseconds) of a descriptor or path; UTIME_NOW and UTIME_OMIT work."""
     block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
-    done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, _path(file), block, 0)
+    done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, os.fsencode(file), block, 0)
     if done != 0:
         raise _failure()
 
 
 def umount2(target: str, flags: int) -> None:
     """Unmount by system call (root only)."""
-    if _libc.umount2(_path(target), flags) != 0:
+    if _libc.umount2(os.fsencode(target), flags) != 0:
         raise _failure()
 
 

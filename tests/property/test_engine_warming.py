@@ -14,7 +14,7 @@ from tests.property.rig import BUDGET, LOOP, MIB, Rig
 def warmed(rig: Rig, name: str, tell: Tell = lambda _progress: None, *, fetch: bool = True) -> tuple[int, int]:
     """Bytes that a warm-up of a file says are wanted, and there."""
     tree = SourceTree(str(rig.directory))
-    warmer = Warmer(rig.engine, LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy(False, ())), tree)
+    warmer = Warmer(rig.engine, LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy(False, ())))
     told = warmer.warm([name], tell, fetch=fetch)
     return told["wanted_bytes"], told["warm_bytes"]
 

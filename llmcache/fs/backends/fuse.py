@@ -562,8 +562,7 @@ class Reader:
             return length, self.direct(backing, address, length, offset)
         start = offset - fetch.offset
         length = min(length, fetch.length - start)
-        answer = self._answer_mine if mine else self._answer_theirs
-        return length, answer(group, member, backing, fetch, address, start, length, pid)
+        return length, self._answer(group, member, backing, fetch, mine, address, start, length, pid)
 
     def _segment(
         self,
@@ -577,8 +576,7 @@ class Reader:
         pid: int,
     ) -> int:
         trip: Tripwire | None = None
-        mine: BufferFetch | None = None
-        theirs: BufferFetch | None = None
+        fetch: BufferFetch | None = None
         with self.state.lock:
             state = group.state(extent)
             if pid:
@@ -588,24 +586,22 @@ class Reader:
                 trip = group.trips.get(extent)
                 self._arrived(group, member, extent, trip)
             elif state == LOADING:
-                theirs = self.backend.under_way(group, extent)
-                theirs.users += 1
-                theirs.joined = theirs.joined or pid != 0
+                fetch = self.backend.under_way(group, extent)
+                fetch.users += 1
+                fetch.joined = fetch.joined or pid != 0
             elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
-                mine = self.backend.claim(group, member, extent, ahead=False, pid=pid)
+                fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state in (TOUCHED, PINNED):
                 self._refault(group, extent, length)
-            if trip is None and mine is None and theirs is None:
+            if trip is None and fetch is None:
                 self._stray(group, extent, length)
                 if state == SINGLE and group.alive:
                     self.state.references.pages(group, member, group.offset_of(member, extent) + start, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
             ctypes.memmove(address, trip.page, length)
             return length
-        if mine is not None:
-            return self._answer_mine(group, member, backing, mine, address, start, length, pid)
-        if theirs is not None:
-            return self._answer_theirs(group, member, backing, theirs, address, start, length, pid)
+        if fetch is not None:
+            return self._answer(group, member, backing, fetch, state != LOADING, address, start, length, pid)
         return self.direct(backing, address, length, group.offset_of(member, extent) + start)
 
     def _note(self, group: Group, extent: int, state: int) -> None:
@@ -645,60 +641,46 @@ class Reader:
             group.strays.pop(extent, None)
             group.strays[extent] = time.monotonic_ns()
 
-    def _answer_mine(
+    def _answer(
         self,
         group: Group,
         member: Member,
         backing: Backing,
         fetch: BufferFetch,
+        mine: bool,
         address: int,
         start: int,
         length: int,
         pid: int,
     ) -> int:
-        began_ns = time.monotonic_ns()
-        self.backend.load(group, member, fetch)
+        """Answers from a fetch: one that is this thread's to load, and has its rest stored then, or another's."""
+        waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
+        if mine:
+            self.backend.load(group, member, fetch)
+        else:
+            while not fetch.done.wait(WAIT_S):
+                if not self.state.running:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
         waited_ns = time.monotonic_ns() - began_ns
-        if fetch.error is None:
-            copy(address, fetch.region, start, length)
-            fetch.replied = (start // PAGE * PAGE, start + length)
-        with self.state.lock:
-            if pid and not fetch.held:
-                self.state.demand_waits.add(waited_ns)
-            self.state.jobs.appendleft(functools.partial(self.backend.store, group, member, fetch))
-            self.state.work.notify()
-        if fetch.error is not None:
-            return self.direct(backing, address, length, fetch.offset + start)
-        if fetch.load is not None:
-            fetch.stored.wait(STORE_WAIT_S)
-        return length
-
-    def _answer_theirs(
-        self,
-        group: Group,
-        member: Member,
-        backing: Backing,
-        fetch: BufferFetch,
-        address: int,
-        start: int,
-        length: int,
-        pid: int,
-    ) -> int:
-        waited = not fetch.done.is_set()
-        began_ns = time.monotonic_ns()
-        while not fetch.done.wait(WAIT_S):
-            if not self.state.running:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        waited_ns = time.monotonic_ns() - began_ns
-        usable = fetch.error is None and not fetch.stale
+        usable = fetch.error is None and (mine or not fetch.stale)
         if usable:
             copy(address, fetch.region, start, length)
         with self.state.lock:
-            if pid:
-                self._judge(fetch, waited, waited_ns)
-            self.state.finish(fetch)
+            if not mine:
+                if pid:
+                    self._judge(fetch, waited, waited_ns)
+                self.state.finish(fetch)
+            else:
+                if usable:
+                    fetch.replied = (start // PAGE * PAGE, start + length)
+                if pid and not fetch.held:
+                    self.state.demand_waits.add(waited_ns)
+                self.state.jobs.appendleft(functools.partial(self.backend.store, group, member, fetch))
+                self.state.work.notify()
         if not usable:
             return self.direct(backing, address, length, fetch.offset + start)
+        if mine and fetch.load is not None:
+            fetch.stored.wait(STORE_WAIT_S)
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:

@@ -136,25 +136,8 @@ def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
     raise OSError(number, os.strerror(number))
 
 
-def open_direct(fd: int) -> int | None:
-    """A second descriptor of the same file with O_DIRECT, or None where the file system refuses that."""
-    return _open_again(fd, os.O_RDONLY | os.O_DIRECT)
-
-
-def open_writable(fd: int) -> int | None:
-    """A descriptor of the same file that can be written, or None where the daemon may not."""
-    return _open_again(fd, os.O_RDWR)
-
-
-def may_write(fd: int) -> bool:
-    """True if the daemon may open the file behind `fd` for writing."""
-    again = open_writable(fd)
-    if again is not None:
-        os.close(again)
-    return again is not None
-
-
-def _open_again(fd: int, flags: int) -> int | None:
+def open_again(fd: int, flags: int) -> int | None:
+    """Another descriptor of the same file, or None where the file system, or the daemon's rights, refuse `flags`."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     except OSError:

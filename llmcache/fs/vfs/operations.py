@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable, Opened
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, may_write
+from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, open_again
 from llmcache.fs.vfs.source import SourceTree, WritePolicy, read_only
 
 if TYPE_CHECKING:
@@ -241,8 +241,11 @@ class LlmcacheOperations:
     def _may_replace(self, backing: Backing, fd: int) -> bool:
         """True if all who have a file open may so open what has taken its place: they will have it, see `backing.py`."""
         known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
-        if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known) and not may_write(fd):
-            return False
+        if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
+            again = open_again(fd, os.O_RDWR)
+            if again is None:
+                return False
+            os.close(again)
         known += [(flags, rights) for path, flags, rights in list(self._in_progress) if path == backing.path]
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
