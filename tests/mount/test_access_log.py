@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,33 +53,13 @@ def sweep(mount: Live, name: str, passes: int, pause_s: float = 0.0) -> None:
                 time.sleep(pause_s)
 
 
-def together(*jobs: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def a_loop_that_does_not_fit(mount: Live) -> None:
     sweep(mount, "loop.bin", 5)
-
-
-def two_loops_of_different_period(mount: Live) -> None:
-    together(lambda: sweep(mount, "short.bin", 6), lambda: sweep(mount, "loop.bin", 4, 0.002))
 
 
 def one_file_after_the_other(mount: Live) -> None:
     sweep(mount, "loop.bin", 4)
     sweep(mount, "other.bin", 4)
-
-
-def a_budget_that_changes(mount: Live) -> None:
-    sweep(mount, "loop.bin", 3)
-    mount.resize(CACHE // 2)
-    sweep(mount, "loop.bin", 2)
-    mount.resize(CACHE)
-    sweep(mount, "loop.bin", 3)
 
 
 def small_files_beside_a_loop(mount: Live) -> None:
@@ -90,26 +69,11 @@ def small_files_beside_a_loop(mount: Live) -> None:
         sweep(mount, "loop.bin", 1)
 
 
-def several_readers(mount: Live) -> None:
-    jobs = [lambda pause=pause: sweep(mount, "loop.bin", 4, pause) for pause in (0.0, 0.001, 0.003)]
-    together(*jobs)
-
-
 def a_spill_file_beside_a_loop(mount: Live) -> None:
     for number in range(3):
         (mount.mountpoint / "spill.kv").write_bytes(os.urandom(5 * MIB + number))
         sweep(mount, "loop.bin", 2)
         sweep(mount, "spill.kv", 1)
-
-
-def a_file_that_changes_behind(mount: Live) -> None:
-    random_file(mount.source / "changing.bin", 40 * MIB)
-    try:
-        sweep(mount, "changing.bin", 3)
-        random_file(mount.source / "changing.bin", 44 * MIB)
-        sweep(mount, "changing.bin", 3)
-    finally:
-        (mount.source / "changing.bin").unlink()
 
 
 def a_warm_up_and_an_eviction(mount: Live) -> None:
@@ -135,13 +99,9 @@ WORKS: list[Work] = [
     a_mixture,
     a_warm_up_and_an_eviction,
     a_loop_that_does_not_fit,
-    two_loops_of_different_period,
     one_file_after_the_other,
-    a_budget_that_changes,
     small_files_beside_a_loop,
-    several_readers,
     a_spill_file_beside_a_loop,
-    a_file_that_changes_behind,
 ]
 
 
@@ -263,25 +223,6 @@ def test_the_log_is_complete_however_the_mount_ends(source: Path, tmp_path: Path
     trace = Trace.load(path)
     assert len(trace) == rows
     assert ("killed" in trace.provenance.note) == (end == "SIGKILL")
-
-
-@pytest.mark.mount
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("log.csv", "does not end in .parquet"),
-        ("there/log.parquet", "is not a directory"),
-        ("old.parquet", "exists"),
-        ("mnt/log.parquet", "below the mount point"),
-    ],
-)
-def test_a_bad_path_is_refused_before_mounting(source: Path, tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "mnt").mkdir()
-    (tmp_path / "old.parquet").touch()
-    result = run_llmcache("mount", str(source), str(tmp_path / "mnt"), "--access-log", str(tmp_path / name))
-    assert result.returncode == 2
-    assert "--access-log" in result.stderr and said in result.stderr
-    assert not os.path.ismount(tmp_path / "mnt")
 
 
 @pytest.mark.mount

@@ -109,8 +109,14 @@ def test_paths_are_checked_in_advance(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mnt").mkdir()
     (tmp_path / "link").symlink_to("mnt")
+    (tmp_path / "old.parquet").touch()
     assert check_path("log.parquet", "/mnt") == str(tmp_path.resolve() / "log.parquet")
     point = str(tmp_path.resolve() / "mnt")
-    for path, said in (("a.csv", "parquet"), ("x/a.parquet", "directory"), ("link/a.parquet", "below")):
+    for path, said in (
+        ("a.csv", "parquet"),
+        ("x/a.parquet", "directory"),
+        ("link/a.parquet", "below"),
+        ("old.parquet", "exists"),
+    ):
         with pytest.raises(UsageError, match=f"--access-log: .*{said}"):
             check_path(path, point)
