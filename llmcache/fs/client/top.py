@@ -433,19 +433,15 @@ class Watcher:
         try:
             stats = self._ask(self.mount, {"op": "stats"})
             with reply_errors(self.mount):
-                if self._past and self._is_another(self._past[-1], stats):
-                    self._past.clear()
+                before = self._past[-1] if self._past else stats
+                if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
+                    self._past.clear()  # another mount is on the path by now
                     self._heat_due_s = float("-inf")
                 return self._sample(stats)
         except MountProblem as error:
             if not self._past:
                 raise
             raise MountProblem(f"{self.mount} can no longer be watched: {error.message}", error.hint) from error
-
-    @staticmethod
-    def _is_another(before: dict[str, Any], now: dict[str, Any]) -> bool:
-        """True if another mount is on the path by now."""
-        return bool(now["uptime_s"] < before["uptime_s"] or now["helper_pid"] != before["helper_pid"])
 
     def _sample(self, stats: dict[str, Any]) -> Sample:
         heat = self._heat_reply()
@@ -498,7 +494,8 @@ def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -
 
 
 def _head(sample: Sample, width: int, hint: str) -> Text:
-    about = f" {printable(sample.budget.mode)}, up {_uptime(sample.uptime_s)}"
+    uptime = f"{round(sample.uptime_s)} s" if sample.uptime_s < 59.5 else format_duration(sample.uptime_s * _NS)
+    about = f" {printable(sample.budget.mode)}, up {uptime}"
     room = width - len(about) - len(hint) - 1
     left = Text(_fit(sample.mount, min(room, cell_len(printable(sample.mount)))), _TITLE).append(about, "not bold")
     return left.append(" " * max(1, width - left.cell_len - len(hint))).append(hint, "dim")
@@ -640,10 +637,6 @@ def _coarse(seconds: float) -> str:
         return format_duration(seconds * _NS)
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{round(minutes / 60)} h"
-
-
-def _uptime(seconds: float) -> str:
-    return f"{round(seconds)} s" if seconds < 59.5 else format_duration(seconds * _NS)
 
 
 def _span(flow: MountTraffic | None) -> str:

@@ -79,7 +79,11 @@ class Warmer:
         with ExitStack() as stack:
             unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
             groups = self._groups(set(paths))
-            self._open_shards(groups, stack)
+            # Shards of one model are kept together, whichever of them was named.
+            with self.state.lock:
+                closed = [member.path for group in groups for member in group.members if member.backing is None]
+            for path in closed:
+                self._open(path, stack)
             self._ready(groups, suppose=bool(globs))
             if fetch:
                 self._bring(groups, tell)
@@ -144,13 +148,6 @@ class Warmer:
             return False
         stack.callback(self.operations.release, number)
         return True
-
-    def _open_shards(self, groups: list[Group], stack: ExitStack) -> None:
-        """Shards of one model are kept together, whichever of them was named."""
-        with self.state.lock:
-            closed = [member.path for group in groups for member in group.members if member.backing is None]
-        for path in closed:
-            self._open(path, stack)
 
     def _groups(self, paths: set[str]) -> list[Group]:
         with self.state.lock:
