@@ -22,7 +22,7 @@ from llmcache.fs.client import control
 from llmcache.fs.layout.tensors import Experts
 from llmcache.trace.record import HIT, READ, WRITE, BlockSpace, Trace
 from llmcache.units import BLOCK_BYTES
-from tests.mount.live import MIB, Live, is_busy, live, random_file, run_llmcache, wait_for
+from tests.mount.live import MIB, Live, is_busy, live, llmcache, random_file, wait_for
 from tools.bench import routing
 from tools.bench.sides import end_mount
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
@@ -210,7 +210,7 @@ def test_the_log_is_complete_however_the_mount_ends(source: Path, tmp_path: Path
         rows = settled(mount)["access_log"]["rows"]
         assert not path.exists(), "it has its name when it is complete"
         if end == "umount":
-            assert run_llmcache("umount", str(point)).returncode == 0
+            assert llmcache("umount", str(point)).returncode == 0
             assert path.exists(), "umount waits for it"
         else:
             mount.daemon.send_signal(getattr(signal, end))
@@ -253,7 +253,7 @@ def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path
 def test_a_mount_that_fails_leaves_no_log(source: Path, tmp_path: Path) -> None:
     path, point = tmp_path / "log.parquet", tmp_path / "mnt"
     point.mkdir()
-    result = run_llmcache("mount", str(source), str(point), "--cache", "32Mi", "--access-log", str(path), "-o", "nonsense")
+    result = llmcache("mount", str(source), str(point), "--cache", "32Mi", "--access-log", str(path), "-o", "nonsense")
     assert result.returncode != 0
     assert not path.exists()
     assert subprocess.run(["ls", "-A", str(tmp_path)], capture_output=True, text=True, check=True).stdout.split() == ["mnt"]

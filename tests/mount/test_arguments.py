@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.conftest import Mounter, llmcache
+from tests.mount.conftest import Mounter
+from tests.mount.live import llmcache
 from tools.bench.sides import environment
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.unit.command_parts import keys
 
 ROOT = Path(__file__).parents[2]

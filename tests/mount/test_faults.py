@@ -25,9 +25,9 @@ from tests.mount.live import (
     by_read,
     finish_reader,
     live,
+    llmcache,
     random_file,
     readers,
-    run_llmcache,
     wait_for,
 )
 from tools.bench.clients.loop_reader import crcs
@@ -102,9 +102,9 @@ def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
         with pytest.raises(OSError) as caught:
             os.listdir(mountpoint)
         assert caught.value.errno == errno.ENOTCONN
-        result = run_llmcache("umount", str(mountpoint))
+        result = llmcache("umount", str(mountpoint))
         assert result.returncode == 4 and "umount --force" in result.stderr
-        assert run_llmcache("umount", str(mountpoint), "--force").returncode == 0
+        assert llmcache("umount", str(mountpoint), "--force").returncode == 0
         assert not is_mounted(mountpoint)
 
 
@@ -116,7 +116,7 @@ def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, 
         helpers = mount.helpers()
         mount.daemon.kill()
         wait_for(lambda: all(reader.poll() is not None for reader in running), "readers are not left hanging")
-        result = run_llmcache("umount", str(mountpoint), "--force")
+        result = llmcache("umount", str(mountpoint), "--force")
         assert result.returncode == 0, result.stderr
         mount.daemon.wait(120)
         end_readers(running)

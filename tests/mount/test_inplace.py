@@ -32,8 +32,7 @@ from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
-from tests.mount.conftest import llmcache
-from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
+from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
@@ -592,14 +591,14 @@ def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
 
 def test_warmup_and_evict(source: Path, mount: Live) -> None:
     forget(source / "loop.bin")
-    done = mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "--json")
+    done = llmcache("warmup", mount.mountpoint, "*.bin", "--json")
     assert done.returncode in (0, 4), done.stderr
     told = json.loads(done.stdout)
     assert told["warm_bytes"] > 0.8 * CACHE
     assert mount.stats()["pinned_bytes"] > 0.8 * CACHE
     mount.resize(32 * MIB)
     wait_for(lambda: mount.stats()["pinned_bytes"] <= 32 * MIB, "less is pinned")
-    evicted = mount.llmcache("evict", str(mount.mountpoint), "*.bin", "--json")
+    evicted = llmcache("evict", mount.mountpoint, "*.bin", "--json")
     assert evicted.returncode == 0, evicted.stderr
     wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
     assert resident_bytes(source / "loop.bin") < 8 * MIB, "though nobody has it open"
@@ -613,7 +612,7 @@ def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> No
         heat = control.request(str(mount.mountpoint), {"op": "heat"})
         assert heat["mode"] == "inplace"
         assert sum(layer["pinned_bytes"] for file in heat["files"] for layer in file["layers"]) > 0.8 * CACHE
-        told = mount.llmcache("stats", str(mount.mountpoint), "--openmetrics").stdout
+        told = llmcache("stats", mount.mountpoint, "--openmetrics").stdout
         assert 'mode="inplace"' in told and "llmcache_cpu_seconds_total" in told
 
 

@@ -24,8 +24,8 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
 from llmcache.fs.client.operation import end_mount
 from llmcache.mountinfo import mounts
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, random_file
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, llmcache, random_file
 
 SIZE = (3 << 20) + 777
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.mount.test_posix_read import fails_with
 
 

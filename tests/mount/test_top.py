@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from llmcache.fs.client import control
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import MIB, by_read, wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import MIB, by_read, llmcache, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -225,14 +225,5 @@ def test_a_terminal_that_can_do_nothing_gets_text(mounted: Mounted) -> None:
     try:
         code, said = terminal.end()
         assert code == 0 and "\x1b" not in said and "model.layers.0" in said
-    finally:
-        terminal.close()
-
-
-def test_no_colour_where_it_is_not_wanted(mounted: Mounted) -> None:
-    terminal = Terminal(mounted.point, NO_COLOR="1")
-    try:
-        said = terminal.wait_for("model.layers.0")
-        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", said)
     finally:
         terminal.close()
