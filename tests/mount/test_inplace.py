@@ -28,8 +28,7 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for

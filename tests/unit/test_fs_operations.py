@@ -14,9 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.fs.vfs.backing import Backing
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.source import SourceTree, WritePolicy
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy
 from tests.property.kernel import wait_until
 from tests.unit.kv_parts import unmount
 

@@ -36,7 +36,7 @@ from llmcache.fs.vfs.backing import Backing
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.vfs.caller import Caller
+    from llmcache.fs.vfs.source import Caller
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.state import READ
-from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.source import matches
+from llmcache.fs.vfs.source import Caller, matches
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend, Holder

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.fs import syscalls
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
 
 BLOCK = 4096
 _REMEMBERED = 65536

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from llmcache.fs.vfs.caller import Caller
+from llmcache.fs.vfs.source import Caller
 
 if TYPE_CHECKING:
     from llmcache.fs.vfs.operations import LlmcacheOperations
@@ -31,7 +31,7 @@ _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 
 _HIDDEN = b"/.fuse_hidden"
 
-# What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
+# What changes or lists directories, or changes attributes: done with the rights of who asks (see `source.py`).
 _WITH_RIGHTS = {
     *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
     *("chown", "utimens", "setxattr", "removexattr", "listxattr"),

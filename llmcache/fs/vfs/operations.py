@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING
 from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable, Opened
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, open_again
-from llmcache.fs.vfs.source import SourceTree, WritePolicy, read_only
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy, open_again, read_only
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.fuse import Reader
