@@ -188,7 +188,7 @@ def test_the_interval_is_what_has_moved_since_the_last_look_at_the_same_mount() 
     assert first.interval is None and first.total.read_bytes == 100 * MB
     assert second.interval is not None and second.interval.seconds == 2
     assert second.interval.read_bytes == 400 * MB and second.interval.hit_ratio == 0.5
-    assert second.interval.per_s(second.interval.read_bytes) == 200 * MB
+    assert second.interval.read_bytes_per_s == 200 * MB
     assert other.interval is None and other.total.read_bytes == 3 * MB
     assert later.interval is not None and later.interval.read_bytes == 2 * MB
 

@@ -88,7 +88,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class MountTraffic:
-    """Bytes that moved in `seconds`, and the waits of readers in them."""
+    """Bytes that moved in `seconds`, and the waits of readers in them; ratios (0..1) are None of nothing.
+
+    `hit_ratio`: of bytes; in steer, what is pinned counts at the end of each pass. `late_ratio`, `wasted_ratio`: of the
+    prefetched bytes that came to their end, those that a reader had to wait for, and those that were dropped unread.
+    """
 
     seconds: float
     read_bytes: int
@@ -100,43 +104,16 @@ class MountTraffic:
     late_bytes: int
     wasted_bytes: int
     refault_bytes: int
+    read_bytes_per_s: float
+    storage_read_bytes_per_s: float
+    storage_written_bytes_per_s: float
+    fetched_bytes_per_s: float
+    refault_bytes_per_s: float
+    hit_ratio: float | None
+    late_ratio: float | None
+    wasted_ratio: float | None
     late_waits: dict[str, Any]
     demand_waits: dict[str, Any]
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Byte hit ratio (0..1); None if nothing was read. In steer, what is pinned counts at the end of each pass."""
-        return self.hit_bytes / self.read_bytes if self.read_bytes else None
-
-    @property
-    def late_ratio(self) -> float | None:
-        """Share (0..1) of the prefetched bytes that a reader had to wait for; None if none came to their end."""
-        return self._of_prefetched(self.late_bytes)
-
-    @property
-    def wasted_ratio(self) -> float | None:
-        """Share (0..1) of the prefetched bytes that were dropped unread; None if none came to their end."""
-        return self._of_prefetched(self.wasted_bytes)
-
-    def _of_prefetched(self, part_bytes: int) -> float | None:
-        total = self.useful_bytes + self.late_bytes + self.wasted_bytes
-        return part_bytes / total if total else None
-
-    def per_s(self, size_bytes: int) -> float:
-        """Bytes per second."""
-        return size_bytes / self.seconds if self.seconds > 0 else 0.0
-
-    def row(self) -> dict[str, Any]:
-        """Returns it as JSON has it, with rates and ratios."""
-        found = asdict(self) | {"hit_ratio": self.hit_ratio}
-        found |= {"late_ratio": self.late_ratio, "wasted_ratio": self.wasted_ratio}
-        for name in ("read", "storage_read", "storage_written", "fetched"):
-            found[f"{name}_bytes_per_s"] = self.per_s(found[f"{name}_bytes"])
-        for name in ("late", "demand"):
-            for key, share in (("median_s", 0.5), ("p99_s", 0.99)):
-                upper = quantile_s(found[f"{name}_waits"], share)
-                found[f"{name}_waits"][key] = None if upper == float("inf") else upper
-        return found
 
 
 @dataclass(frozen=True)
@@ -203,10 +180,7 @@ class Sample:
 
     def document(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        found: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
-        found["total"] = self.total.row()
-        found["interval"] = None if self.interval is None else self.interval.row()
-        return found
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
@@ -236,12 +210,18 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
         new, old = (now, before) if within is None else (now[within], before and before[within])
         return _whole(new[key]) - (_whole(old[key]) if old else 0)
 
+    seconds = _real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0)
     found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
     found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
+    for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
+        found[f"{name}_bytes_per_s"] = found[f"{name}_bytes"] / seconds if seconds > 0 else 0.0
+    prefetched = sum(found[f"{name}_bytes"] for name in ("useful", "late", "wasted"))
+    for name, whole in (("hit", found["read_bytes"]), ("late", prefetched), ("wasted", prefetched)):
+        found[f"{name}_ratio"] = found[f"{name}_bytes"] / whole if whole else None
     for name in ("late", "demand"):
         earlier = _waits(before["waits"][name]) if before else None
         found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
-    return MountTraffic(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
+    return MountTraffic(seconds=seconds, **found)
 
 
 def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
@@ -282,11 +262,15 @@ def _layer_of(facts: dict[str, Any]) -> HeatLayer:
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have."""
-    if before is None:
-        return now
-    counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
-    return {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have.
+
+    `median_s` and `p99_s` are None without any, and beyond the last bound.
+    """
+    if before is not None:
+        counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
+        now = {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+    uppers = {"median_s": quantile_s(now, 0.5), "p99_s": quantile_s(now, 0.99)}
+    return now | {key: None if upper == float("inf") else upper for key, upper in uppers.items()}
 
 
 def quantile_s(waits: dict[str, Any], share: float) -> float | None:
@@ -526,7 +510,7 @@ def _flows(sample: Sample) -> list[Text]:
     heads = f"{'since mount':>12}{_span(last):>13}"
 
     def bytes_row(name: str, amount: str) -> str:
-        rate = "-" if last is None else format_rate(last.per_s(getattr(last, amount)))
+        rate = "-" if last is None else format_rate(getattr(last, f"{amount}_per_s"))
         return f"{name:13}{format_size(getattr(total, amount)):>12}{rate:>13}"
 
     def ratio_row(name: str, ratio: str) -> str:
