@@ -37,7 +37,6 @@ _PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.
 _PAGEMAP_SCAN, _PAGE_IS_HUGE, _REGIONS = 0xC0606610, 1 << 6, 64  # Linux 6.7
 _IOV_MAX = 1024
 AT_FDCWD = -100
-AT_SYMLINK_NOFOLLOW = 0x100
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
@@ -71,10 +70,6 @@ class _Timespec(ctypes.Structure):
 def _failure() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
-
-
-def _path(name: str) -> bytes:
-    return os.fsencode(name)
 
 
 def pread(fd: int, address: int, size: int, offset: int) -> int:
@@ -165,31 +160,25 @@ def huge_bytes(address: int, size: int) -> int:
 
 def bind(source: str, target: str, flags: int = 0) -> None:
     """Mount a directory also at another place (root only); `flags` of a mount, MS_RDONLY for one, are set after that."""
-    if _libc.mount(_path(source), _path(target), None, MS_BIND, None) != 0:
+    if _libc.mount(os.fsencode(source), os.fsencode(target), None, MS_BIND, None) != 0:
         raise _failure()
-    if flags and _libc.mount(None, _path(target), None, MS_BIND | MS_REMOUNT | flags, None) != 0:
+    if flags and _libc.mount(None, os.fsencode(target), None, MS_BIND | MS_REMOUNT | flags, None) != 0:
         error = _failure()
         umount2(target, UMOUNT_NOFOLLOW)
         raise error
 
 
-def utimensat(dir_fd: int, name: str, times: Sequence[tuple[int, int]] | None) -> None:
-    """Set (atime, mtime) as (seconds, nanoseconds); UTIME_NOW and UTIME_OMIT work, links are not followed."""
+def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
+    """Set (atime, mtime) as (seconds, nanoseconds) of a descriptor or path; UTIME_NOW and UTIME_OMIT work."""
     block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
-    if _libc.utimensat(dir_fd, _path(name), block, AT_SYMLINK_NOFOLLOW) != 0:
-        raise _failure()
-
-
-def futimens(fd: int, times: Sequence[tuple[int, int]] | None) -> None:
-    """Like utimensat, for an open file."""
-    block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
-    if _libc.futimens(fd, block) != 0:
+    done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, os.fsencode(file), block, 0)
+    if done != 0:
         raise _failure()
 
 
 def umount2(target: str, flags: int) -> None:
     """Unmount by system call (root only)."""
-    if _libc.umount2(_path(target), flags) != 0:
+    if _libc.umount2(os.fsencode(target), flags) != 0:
         raise _failure()
 
 

@@ -91,7 +91,7 @@ def serving() -> Iterator[None]:
                 rig.kernel.add(open_backing(f"/{file}", source / file))
             tree = SourceTree(str(source))
             operations = LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy())
-            requests = Requests(rig.engine, Warmer(rig.engine, operations, tree))
+            requests = Requests(rig.engine, Warmer(rig.engine, operations))
             server = ControlServer(control.files(POINT), requests.answer)
             try:
                 _running.append(Service(directory, requests, errors.texts))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +13,10 @@ import pytest
 
 from llmcache.fs import syscalls
 from llmcache.fs.client import control, mountpoint
-from tools.bench.sides import environment
+from tests.mount.live import llmcache
 
 PATIENCE_S = 60.0
 USUAL = {"--mode": "steer", "--cache": "32Mi"}
-
-
-def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run `llmcache WORDS`; its code and what it printed."""
-    command = [sys.executable, "-m", "llmcache", *map(str, words)]
-    settings: dict[str, object] = {"env": environment(), "timeout": 150, "check": False, **more}
-    return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from llmcache.fs.client import mountpoint
 from tests.mount.fault_model import Window, overwritten, random_bytes, resized
 from tests.mount.fault_rig import CACHE_MIB, SIZES, Rig, full
 from tests.mount.faulty import Rule
-from tests.mount.live import MIB, wait_for
+from tests.mount.live import MIB, llmcache, wait_for
 
 Fault = Callable[[Rig, random.Random], "contextlib.AbstractContextManager[None]"]
 
@@ -289,7 +289,7 @@ def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 def force_unmount(rig: Rig) -> None:
     """Take away a mount whose daemon is dead."""
-    result = rig.llmcache("umount", "--force", str(rig.point))
+    result = llmcache("umount", "--force", str(rig.point))
     assert result.returncode == 0, result.stderr
     assert mountpoint.find(str(rig.point)) is None
 

@@ -30,7 +30,7 @@ from llmcache.fs.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
 from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, resized
 from tests.mount.faulty import Rule, write_rules
-from tests.mount.live import MIB, wait_for
+from tests.mount.live import MIB, llmcache, wait_for
 from tests.unit.kv_parts import unmount
 from tools.bench.cgroup import Cgroup
 from tools.bench.sides import environment, is_mounted, wait_mounted
@@ -235,11 +235,6 @@ class Rig:
         """Ask the daemon for something."""
         return control.request(str(self.point), message, timeout_s=90)
 
-    def llmcache(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of `llmcache`."""
-        command = [sys.executable, "-m", "llmcache", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment(), check=False)
-
     def _end_daemon(self) -> None:
         if self.daemon is None:
             return
@@ -376,7 +371,7 @@ class Rig:
         assert self.daemon is not None
         children = self.children()
         found = control.files(str(self.point))
-        result = self.llmcache("umount", str(self.point))
+        result = llmcache("umount", str(self.point))
         assert result.returncode == 0, result.stderr
         assert self.daemon.wait(120) == 0
         assert mountpoint.find(str(self.point)) is None

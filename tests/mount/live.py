@@ -39,10 +39,6 @@ class Live:
     daemon: subprocess.Popen[bytes]
     log: Path
 
-    def llmcache(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run an `llmcache` command."""
-        return run_llmcache(*words)
-
     def stats(self) -> dict[str, Any]:
         """Return the counters as `llmcache stats --json` gets them."""
         return operation.fetch(str(self.mountpoint))
@@ -70,10 +66,11 @@ class Live:
         return sum(private_bytes(pid) for pid in pids)
 
 
-def run_llmcache(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `llmcache WORDS` from the tree."""
-    command = [sys.executable, "-m", "llmcache", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment(), check=False)
+def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
+    """Run `llmcache WORDS`; its code and what it printed."""
+    command = [sys.executable, "-m", "llmcache", *map(str, words)]
+    settings: dict[str, object] = {"env": environment(), "timeout": 150, "check": False, **more}
+    return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
 @contextmanager

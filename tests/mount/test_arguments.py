@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.conftest import Mounter, llmcache
+from tests.mount.conftest import Mounter
+from tests.mount.live import llmcache
 from tools.bench.sides import environment
 
 
@@ -36,42 +37,26 @@ def refused(code: int, message: str, hint: str | None, *words: str | Path, **mor
     assert result.stdout == ""
 
 
-def test_missing_arguments() -> None:
-    refused(2, "Missing argument 'SOURCE'", "--help", "mount")
-    refused(2, "Missing argument 'MOUNT'", "--help", "mount", "/tmp")
-
-
-def test_missing_source(places: tuple[Path, Path], tmp_path: Path) -> None:
-    refused(2, "none does not exist", None, "mount", tmp_path / "none", places[1])
-
-
-def test_missing_mount(places: tuple[Path, Path], tmp_path: Path) -> None:
-    refused(2, "none does not exist", f"mkdir -p {tmp_path / 'none'}", "mount", places[0], tmp_path / "none")
-
-
-def test_not_a_directory(places: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    refused(2, "file is not a directory", None, "mount", tmp_path / "file", places[1])
-    refused(2, "file is not a directory", None, "mount", places[0], tmp_path / "file")
-
-
-def test_mount_inside_source(places: tuple[Path, Path]) -> None:
-    inside = places[0] / "deep" / "mnt"
-    inside.mkdir(parents=True)
-    refused(2, "lies inside SOURCE", "on SOURCE itself", "mount", places[0], inside)
-
-
-@pytest.mark.parametrize("size", ["lots", "-5M", "10Q", "1.2.3G", ""])
-def test_cache_nonsense(places: tuple[Path, Path], size: str) -> None:
-    refused(2, f"'{size}'", None, "mount", *places, f"--cache={size}")
-
-
-def test_mode_nonsense(places: tuple[Path, Path]) -> None:
-    refused(2, "'fast'", None, "mount", *places, "--mode", "fast")
-
-
-def test_contradicting_options(places: tuple[Path, Path]) -> None:
-    refused(2, "contradict", None, "mount", *places, "--rw", "-o", "ro")
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("", "Missing argument 'SOURCE'", "--help"),
+        ("SOURCE", "Missing argument 'MOUNT'", "--help"),
+        ("SOURCE/none MNT", "none does not exist", None),
+        ("SOURCE MNT/none", "none does not exist", "mkdir -p"),
+        ("SOURCE/file MNT", "file is not a directory", None),
+        ("SOURCE SOURCE/file", "file is not a directory", None),
+        ("SOURCE SOURCE/deep/mnt", "lies inside SOURCE", "on SOURCE itself"),
+        *((f"SOURCE MNT --cache={size}", f"'{size}'", None) for size in ("lots", "-5M", "10Q", "1.2.3G", "")),
+        ("SOURCE MNT --mode fast", "'fast'", None),
+        ("SOURCE MNT --rw -o ro", "contradict", None),
+    ],
+)
+def test_arguments_of_mount(places: tuple[Path, Path], words: str, message: str, hint: str | None) -> None:
+    (places[0] / "deep" / "mnt").mkdir(parents=True)
+    (places[0] / "file").touch()
+    given = [word.replace("SOURCE", str(places[0])).replace("MNT", str(places[1])) for word in words.split()]
+    refused(2, message, hint, "mount", *given)
 
 
 def test_unknown_mount_option(places: tuple[Path, Path]) -> None:

@@ -63,17 +63,6 @@ def test_times_set_back_do_not_hide_a_change(pair: tuple[Path, Path]) -> None:
     assert through.read_bytes()[:101] == b"2" * 100 + b"1"
 
 
-def test_changed_again_and_again(pair: tuple[Path, Path]) -> None:
-    through, behind = pair
-    for number in range(50):
-        content = bytes([number]) * (SIZE - 4096 * number)
-        if number % 2:
-            replace(behind, content)
-        else:
-            behind.write_bytes(content)
-        assert through.read_bytes() == content, number
-
-
 def test_no_reader_sees_a_state_older_than_its_open(pair: tuple[Path, Path]) -> None:
     through, behind = pair
     version, wrong, stop = [1], [], threading.Event()

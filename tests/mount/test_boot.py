@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.conftest import llmcache
-from tests.mount.live import wait_for
+from tests.mount.live import llmcache, wait_for
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,6 +21,7 @@ from tests.mount.live import (
     Live,
     finish_reader,
     live,
+    llmcache,
     random_file,
     readers,
     resident_bytes,
@@ -207,7 +208,7 @@ def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path) -
                     file.seek(-TAIL, os.SEEK_END)
                     same.seek(-TAIL, os.SEEK_END)
                     assert all(file.read(MIB) == same.read(MIB) for _ in range(-(-TAIL // MIB)))
-        assert mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "*.gguf").returncode == 0
+        assert llmcache("warmup", mount.mountpoint, "*.bin", "*.gguf").returncode == 0
         control.request(str(mount.mountpoint), {"op": "heat"})
         stats = mount.stats()
         assert peak_bytes(pid) < before + HOSTILE_ROOM + CACHE

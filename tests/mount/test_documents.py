@@ -6,18 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.unit.command_parts import keys
-from tools.bench.sides import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,21 +116,3 @@ def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
     assert line.startswith(f"llmcachefs: {own.point}: arena, ") and line.endswith(f"{said}; see: llmcache stats {own.point}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
-
-
-@pytest.mark.mount
-def test_in_the_foreground_it_is_told_and_goes_on(tmp_path: Path, mount: Mounter) -> None:
-    for name in ("source", "mnt"):
-        (tmp_path / name).mkdir()
-    words = ["mount", "-f", str(tmp_path / "source"), str(tmp_path / "mnt"), "--cache", "32Mi", "--mode", "arena", "--json"]
-    command = [sys.executable, "-m", "llmcache", *words]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
-        try:
-            assert daemon.stdout is not None
-            document = json.loads(daemon.stdout.readline())
-            assert (document["pid"], document["log"]) == (daemon.pid, None)
-            assert os.path.ismount(tmp_path / "mnt")
-        finally:
-            daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(120) == 0
-    assert not os.path.ismount(tmp_path / "mnt")

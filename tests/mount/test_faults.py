@@ -21,14 +21,13 @@ import pytest
 from tests.mount.live import (
     MIB,
     WAYS,
-    Live,
     Reader,
     by_read,
     finish_reader,
     live,
+    llmcache,
     random_file,
     readers,
-    run_llmcache,
     wait_for,
 )
 from tools.bench.clients.loop_reader import crcs
@@ -103,9 +102,9 @@ def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
         with pytest.raises(OSError) as caught:
             os.listdir(mountpoint)
         assert caught.value.errno == errno.ENOTCONN
-        result = run_llmcache("umount", str(mountpoint))
+        result = llmcache("umount", str(mountpoint))
         assert result.returncode == 4 and "umount --force" in result.stderr
-        assert run_llmcache("umount", str(mountpoint), "--force").returncode == 0
+        assert llmcache("umount", str(mountpoint), "--force").returncode == 0
         assert not is_mounted(mountpoint)
 
 
@@ -117,7 +116,7 @@ def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, 
         helpers = mount.helpers()
         mount.daemon.kill()
         wait_for(lambda: all(reader.poll() is not None for reader in running), "readers are not left hanging")
-        result = run_llmcache("umount", str(mountpoint), "--force")
+        result = llmcache("umount", str(mountpoint), "--force")
         assert result.returncode == 0, result.stderr
         mount.daemon.wait(120)
         end_readers(running)
@@ -140,12 +139,6 @@ def test_kill_9_of_the_pin_helper_under_load(source: Path, tmp_path: Path, jobs:
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
 
 
-@pytest.fixture
-def mounted(source: Path, tmp_path: Path) -> Iterator[Live]:
-    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
-        yield mount
-
-
 def read_block(fd: int, offset: int) -> bytes | int:
     """Return the bytes, or the errno where reading fails."""
     try:
@@ -154,58 +147,40 @@ def read_block(fd: int, offset: int) -> bytes | int:
         return error.errno or 0
 
 
-def test_truncated_underneath(mounted: Live, source: Path) -> None:
-    through = mounted.mountpoint / "a.bin"
-    old = by_read(through)
-    fd = os.open(through, os.O_RDONLY)
-    os.truncate(source / "a.bin", SIZE // 2)
-    for offset in range(0, SIZE, 3 * MIB):  # an open handle: what is there, nothing, or an error; never a hang
-        read_block(fd, offset)
-    os.close(fd)
-    assert through.stat().st_size == SIZE // 2
-    for way, read in WAYS.items():
-        assert read(through) == by_read(source / "a.bin") != old, way
-
-
-def test_replaced_underneath(mounted: Live, source: Path) -> None:
-    through = mounted.mountpoint / "a.bin"
-    before = (source / "a.bin").read_bytes()
-    assert by_read(through) == by_read(source / "a.bin")
-    fd = os.open(through, os.O_RDONLY)
-    after = random_file(source / "new.bin", SIZE).read_bytes()
-    (source / "new.bin").rename(source / "a.bin")
-    for offset in range(0, SIZE, MIB):
-        block = read_block(fd, offset)
-        versions = (before[offset : offset + 4096], after[offset : offset + 4096])
-        assert isinstance(block, int) or block in versions, offset
-    os.close(fd)
-    for way, read in WAYS.items():
-        assert read(through) == by_read(source / "a.bin"), way
-
-
-def test_rewritten_in_place(mounted: Live, source: Path) -> None:
-    through = mounted.mountpoint / "a.bin"
-    old = by_read(through)
-    with (source / "a.bin").open("r+b") as file:
-        for offset in range(0, SIZE, 5 * MIB):
-            file.seek(offset)
-            file.write(os.urandom(5000))
-    for way, read in WAYS.items():
-        assert read(through) == by_read(source / "a.bin") != old, way
-
-
-def test_deleted_underneath(mounted: Live, source: Path) -> None:
-    through = mounted.mountpoint / "a.bin"
-    before = (source / "a.bin").read_bytes()
-    fd = os.open(through, os.O_RDONLY)
-    (source / "a.bin").unlink()
-    for offset in range(0, SIZE, MIB):
-        block = read_block(fd, offset)
-        assert isinstance(block, int) or block == before[offset : offset + 4096]
-    os.close(fd)
-    with pytest.raises(FileNotFoundError):
-        through.open("rb")
-    assert by_read(mounted.mountpoint / "b.bin") == by_read(source / "b.bin")
+@pytest.mark.parametrize("how", ["truncated", "replaced", "rewritten", "deleted"])
+def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
+    """An open handle gives what was there, what is there, or an error, and never hangs; whoever opens it anew, what is."""
+    behind = source / "a.bin"
+    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
+        through = mount.mountpoint / "a.bin"
+        before = behind.read_bytes()
+        assert by_read(through) == by_read(behind)
+        fd = os.open(through, os.O_RDONLY)
+        if how == "truncated":
+            os.truncate(behind, SIZE // 2)
+        elif how == "replaced":
+            random_file(source / "new.bin", SIZE).rename(behind)
+        elif how == "rewritten":
+            with behind.open("r+b") as file:
+                for offset in range(0, SIZE, 5 * MIB):
+                    file.seek(offset)
+                    file.write(os.urandom(5000))
+        else:
+            behind.unlink()
+        after = b"" if how == "deleted" else behind.read_bytes()
+        for offset in range(0, SIZE, MIB):
+            block = read_block(fd, offset)
+            if isinstance(block, bytes):  # at the end as long as the file was known to be
+                end = offset + len(block)
+                assert block in (before[offset:end], after[offset:end]), offset
+        os.close(fd)
+        if how == "deleted":
+            with pytest.raises(FileNotFoundError):
+                through.open("rb")
+            assert by_read(mount.mountpoint / "b.bin") == by_read(source / "b.bin")
+            return
+        for way, read in WAYS.items():
+            assert read(through) == by_read(behind), way
 
 
 @pytest.fixture

@@ -28,12 +28,10 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
-from tests.mount.conftest import llmcache
-from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
+from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
@@ -78,8 +76,8 @@ def mount(source: Path, tmp_path: Path) -> Iterator[Live]:
 class Passes:
     """A process that reads a file again and again, and says so."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def __init__(self, command: list[str], name: str) -> None:
+        self.process, self.name = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), name
 
     def next(self) -> dict[str, Any]:
         """The next pass: its seconds, and how many MiB of it were wrong."""
@@ -90,14 +88,23 @@ class Passes:
                 return dict(event)
         raise AssertionError("the reader has ended")
 
-    def end(self) -> None:
+    def until_kept(self, mount: Live, least_bytes: int) -> None:
+        """Passes until so much of the file is pinned, and all of it right."""
+        deadline = time.monotonic() + 120
+        while mount.pinned_bytes(self.name) < least_bytes:
+            assert self.next()["wrong"] == 0 and time.monotonic() < deadline, mount.stats()
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
 
 
 def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[str]] = list) -> Passes:
     words = [sys.executable, str(LOOP_READER), str(path), "--passes", "1000", "--how", how, "--check", str(check)]
-    return Passes(wrap(words))
+    return Passes(wrap(words), path.name)
 
 
 def passes_of(stats: dict[str, Any]) -> int:
@@ -113,32 +120,28 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
     with (
         Cgroup("inplace", directory=source, memory_bytes=CAP) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+        reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap) as passes,
     ):
-        passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap)
-        try:
-            wrong = [passes.next()["wrong"] for _ in range(8)]
-            # The window is as wide as storage is fast, up to half of the budget.
-            wait_for(lambda: CACHE // 4 < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is kept, less a window")
-            before = after = mount.stats()
-            assert before["mode"] == "inplace" and before["cpu_s"] > 0
-            while (count := passes_of(after) - passes_of(before)) < 5:
-                wrong.append(passes.next()["wrong"])
-                after = mount.stats()
-            dropped = (after["invalidated_bytes"] - before["invalidated_bytes"]) / count
-            assert dropped < 0.9 * SIZE, "what is kept is not dropped and read again"
+        wrong = [passes.next()["wrong"] for _ in range(8)]
+        # The window is as wide as storage is fast, up to half of the budget.
+        wait_for(lambda: CACHE // 4 < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is kept, less a window")
+        before = after = mount.stats()
+        assert before["mode"] == "inplace" and before["cpu_s"] > 0
+        while (count := passes_of(after) - passes_of(before)) < 5:
+            wrong.append(passes.next()["wrong"])
+            after = mount.stats()
+        dropped = (after["invalidated_bytes"] - before["invalidated_bytes"]) / count
+        assert dropped < 0.9 * SIZE, "what is kept is not dropped and read again"
 
-            mount.daemon.send_signal(signal.SIGSTOP)
-            wrong += [passes.next()["wrong"] for _ in range(3)]
-            mount.daemon.send_signal(signal.SIGCONT)
-            wrong += [passes.next()["wrong"] for _ in range(3)]
-            mount.daemon.kill()
-            mount.daemon.wait()
-            wrong += [passes.next()["wrong"] for _ in range(3)]
-            with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
-                while another.pinned_bytes("loop.bin") <= CACHE // 4:  # it has taken over
-                    wrong.append(passes.next()["wrong"])
-        finally:
-            passes.end()
+        mount.daemon.send_signal(signal.SIGSTOP)
+        wrong += [passes.next()["wrong"] for _ in range(3)]
+        mount.daemon.send_signal(signal.SIGCONT)
+        wrong += [passes.next()["wrong"] for _ in range(3)]
+        mount.daemon.kill()
+        mount.daemon.wait()
+        wrong += [passes.next()["wrong"] for _ in range(3)]
+        with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
+            passes.until_kept(another, CACHE // 4)  # it has taken over
     assert wrong == [0] * len(wrong)
 
 
@@ -252,18 +255,12 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
         Cgroup("inplace-daemon", directory=source, memory_bytes=daemons) as other,
         Cgroup("inplace-program", directory=source, memory_bytes=programs) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=other.wrap) as mount,
+        reader(mount.mountpoint / "loop.bin", source / "loop.json", "mmap", group.wrap) as passes,
     ):
-        passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", "mmap", group.wrap)
-        try:
-            wrong = [passes.next()["wrong"] for _ in range(10)]
-            deadline = time.monotonic() + 120
-            # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
-            while daemons is not None and mount.pinned_bytes("loop.bin") < CACHE // 3:
-                wrong.append(passes.next()["wrong"])
-                assert time.monotonic() < deadline, mount.stats()
-            assert not any(wrong) and group.usage().oom_kills == other.usage().oom_kills == 0
-        finally:
-            passes.end()
+        assert not any(passes.next()["wrong"] for _ in range(10))
+        # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
+        passes.until_kept(mount, 0 if daemons is None else CACHE // 3)
+        assert group.usage().oom_kills == other.usage().oom_kills == 0
 
 
 @pytest.mark.cgroup
@@ -291,15 +288,8 @@ def test_xfs(tmp_path: Path) -> None:
             ) as mount,
         ):
             assert setting.read_text() == "64\n"
-            passes = reader(mount.mountpoint / "loop.bin", tmp_path / "loop.json", "mmap", group.wrap)
-            try:
-                wrong, deadline = [], time.monotonic() + 120
-                while mount.pinned_bytes("loop.bin") < CACHE // 4:
-                    wrong.append(passes.next()["wrong"])
-                    assert time.monotonic() < deadline, mount.stats()
-                assert not any(wrong)
-            finally:
-                passes.end()
+            with reader(mount.mountpoint / "loop.bin", tmp_path / "loop.json", "mmap", group.wrap) as passes:
+                passes.until_kept(mount, CACHE // 4)
         assert setting.read_text() == before != "64\n"
     finally:
         subprocess.run(["umount", str(source)], check=True)
@@ -367,13 +357,8 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         for name in ("one", "two", "one"):
-            passes = reader(mount.mountpoint / f"{name}.bin", source / f"{name}.json", "mmap", group.wrap)
-            deadline = time.monotonic() + 120
-            try:
-                while mount.pinned_bytes(f"{name}.bin") < CACHE // 3:
-                    assert passes.next()["wrong"] == 0 and time.monotonic() < deadline
-            finally:
-                passes.end()
+            with reader(mount.mountpoint / f"{name}.bin", source / f"{name}.json", "mmap", group.wrap) as passes:
+                passes.until_kept(mount, CACHE // 3)
 
 
 def test_a_thousand_files_are_watched_and_few_are_opened(empty: Path, tmp_path: Path) -> None:
@@ -426,16 +411,15 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
         return found
 
     assert huge() == 0
-    with live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount:
-        program = reader(mount.mountpoint / "loop.bin", source / "loop.json", "read")
-        try:
-            wait_for(lambda: program.next()["wrong"] == 0 and huge() > SIZE // 2, "most is in huge pages")
-            assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
-            assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
-        finally:
-            program.end()
-            syscalls.munmap(address, SIZE)
-            os.close(fd)
+    with (
+        live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount,
+        reader(mount.mountpoint / "loop.bin", source / "loop.json", "read") as program,
+    ):
+        wait_for(lambda: program.next()["wrong"] == 0 and huge() > SIZE // 2, "most is in huge pages")
+        assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
+        assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
+    syscalls.munmap(address, SIZE)
+    os.close(fd)
 
 
 def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
@@ -592,14 +576,14 @@ def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
 
 def test_warmup_and_evict(source: Path, mount: Live) -> None:
     forget(source / "loop.bin")
-    done = mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "--json")
+    done = llmcache("warmup", mount.mountpoint, "*.bin", "--json")
     assert done.returncode in (0, 4), done.stderr
     told = json.loads(done.stdout)
     assert told["warm_bytes"] > 0.8 * CACHE
     assert mount.stats()["pinned_bytes"] > 0.8 * CACHE
     mount.resize(32 * MIB)
     wait_for(lambda: mount.stats()["pinned_bytes"] <= 32 * MIB, "less is pinned")
-    evicted = mount.llmcache("evict", str(mount.mountpoint), "*.bin", "--json")
+    evicted = llmcache("evict", mount.mountpoint, "*.bin", "--json")
     assert evicted.returncode == 0, evicted.stderr
     wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
     assert resident_bytes(source / "loop.bin") < 8 * MIB, "though nobody has it open"
@@ -613,7 +597,7 @@ def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> No
         heat = control.request(str(mount.mountpoint), {"op": "heat"})
         assert heat["mode"] == "inplace"
         assert sum(layer["pinned_bytes"] for file in heat["files"] for layer in file["layers"]) > 0.8 * CACHE
-        told = mount.llmcache("stats", str(mount.mountpoint), "--openmetrics").stdout
+        told = llmcache("stats", mount.mountpoint, "--openmetrics").stdout
         assert 'mode="inplace"' in told and "llmcache_cpu_seconds_total" in told
 
 

@@ -24,8 +24,8 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
 from llmcache.fs.client.operation import end_mount
 from llmcache.mountinfo import mounts
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 
@@ -175,12 +175,13 @@ def test_foreground(tmp_path: Path, number: int) -> None:
     (tmp_path / "mnt").mkdir()
     words = [sys.executable, "-m", "llmcache", "mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "-f"]
     daemon = subprocess.Popen(
-        [*words, "--cache", "32Mi", "--mode", "arena"], env=environment(), stderr=subprocess.PIPE, text=True
-    )
+        [*words, "--cache", "32Mi", "--mode", "arena", "--json"],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
     try:
-        assert daemon.stderr is not None
-        while "is served on" not in (line := daemon.stderr.readline()):
-            assert line, "it ended before it served"
+        assert daemon.stdout is not None
+        document = json.loads(daemon.stdout.readline())
+        assert (document["pid"], document["log"]) == (daemon.pid, None)
         assert os.listdir(tmp_path / "mnt") == []
         daemon.send_signal(number)
         assert daemon.wait(120) == 0

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from llmcache.fs.client import control
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import MIB, by_mmap, by_read, is_busy, random_file, resident_bytes, wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, wait_for
 from tools.bench.sides import environment
 
 SLACK = 16 * MIB  # windows, beside the budget

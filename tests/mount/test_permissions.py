@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import mountpoint
-from llmcache.fs.vfs.caller import Caller
-from tests.mount.conftest import Mounted, Mounter, llmcache, mounting
+from llmcache.fs.vfs.source import Caller
+from tests.mount.conftest import Mounted, Mounter, mounting
 from tests.mount.fault_rig import small_disk
-from tests.mount.live import wait_for
+from tests.mount.live import llmcache, wait_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try other users' rights")
 

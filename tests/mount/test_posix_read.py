@@ -7,14 +7,12 @@ import json
 import mmap
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, random_file
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, llmcache, random_file
 
 SIZE = (3 << 20) + 777
 
@@ -71,16 +69,6 @@ def test_advice_is_accepted(data: tuple[Path, bytes]) -> None:
     with path.open("rb", buffering=0) as file:
         for advice in (os.POSIX_FADV_WILLNEED, os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_DONTNEED):
             os.posix_fadvise(file.fileno(), 0, 0, advice)
-        assert file.read() == content
-
-
-def test_readahead_call(data: tuple[Path, bytes]) -> None:
-    import ctypes
-
-    path, content = data
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("rb", buffering=0) as file:
-        assert libc.readahead(file.fileno(), ctypes.c_int64(0), ctypes.c_size_t(1 << 20)) == 0
         assert file.read() == content
 
 
@@ -259,36 +247,3 @@ def test_nothing_but_spill_files_may_be_changed(reading: Mounted) -> None:
         fails_with(errno.EROFS, call, *arguments)
     assert (source / "file").read_text() == "x"
     assert sorted(os.listdir(source)) == ["dir", "file", "link.kv"]
-
-
-def test_another_users_rights(mount, mode: str) -> None:  # type: ignore[no-untyped-def]
-    if os.geteuid() != 0:
-        pytest.skip("only root can try another user's rights")
-    mounted = mount("--mode", mode, "-o", "allow_other")
-    for directory in [mounted.point, *mounted.point.parents][:-1]:
-        if not os.stat(directory).st_mode & stat.S_IXOTH:
-            os.chmod(directory, 0o755)
-    for name, bits in (("open", 0o644), ("closed", 0o600)):
-        (mounted.source / name).write_text(name)
-        os.chmod(mounted.source / name, bits)
-    probe = (
-        "import os, sys\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "print(open(sys.argv[1] + '/open').read())\n"
-        "try: open(sys.argv[1] + '/closed')\n"
-        "except OSError as e: print(e.errno)\n"
-    )
-    command = [sys.executable, "-c", probe, str(mounted.point)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert result.stdout.split() == ["open", str(errno.EACCES)]
-
-
-def test_many_processes(reading: Mounted) -> None:
-    for number in range(4):
-        random_file(reading.source / f"m{number}", (1 << 20) + number)
-    code = "import sys, hashlib\nfor p in sys.argv[1:]: print(hashlib.sha256(open(p, 'rb').read()).hexdigest())"
-    words = [str(reading.point / f"m{number}") for number in range(4)]
-    running = [subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True) for _ in range(24)]
-    wanted = [by_read(reading.source / f"m{number}") for number in range(4)]
-    for process in running:
-        assert process.communicate(timeout=120)[0].split() == wanted

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import llmcache, wait_for
 from tests.mount.test_posix_read import fails_with
 
 
@@ -44,22 +44,6 @@ def test_create_extend_overwrite_truncate(reading: Mounted) -> None:
         assert behind.stat().st_size == 0
         file.write(b"new")
     assert path.read_bytes() == b"new"
-
-
-def test_large_writes_and_reads_mixed(reading: Mounted) -> None:
-    path = reading.point / "big.kv"
-    content = bytearray()
-    with path.open("x+b", buffering=0) as file:
-        for number in range(40):
-            block = os.urandom(333_333)
-            assert file.write(block) == len(block)
-            content += block
-            start = len(content) * number // 41
-            assert os.pread(file.fileno(), 200_000, start) == content[start : start + 200_000]
-            patch = os.urandom(5000)
-            os.pwrite(file.fileno(), patch, start)
-            content[start : start + 5000] = patch[: len(content) - start]
-    assert path.read_bytes() == content == (reading.source / "big.kv").read_bytes()
 
 
 def test_append(reading: Mounted) -> None:
@@ -100,18 +84,6 @@ def test_rename(reading: Mounted) -> None:
     assert os.listdir(source) == os.listdir(point) == ["b.kv"]
     fails_with(errno.EROFS, os.rename, point / "b.kv", point / "b.gguf")
     fails_with(errno.ENOENT, os.rename, point / "none.kv", point / "x.kv")
-
-
-def test_replacing_an_open_file(reading: Mounted) -> None:
-    point = reading.point
-    (point / "old.kv").write_text("old" * 1000)
-    (point / "new.kv").write_text("new" * 1000)
-    with (point / "old.kv").open() as file:
-        os.replace(point / "new.kv", point / "old.kv")
-        assert file.read() == "old" * 1000
-        assert (point / "old.kv").read_text() == "new" * 1000
-        assert os.listdir(reading.source) == ["old.kv"]
-    assert (point / "old.kv").read_text() == "new" * 1000
 
 
 def test_deleted_while_open(reading: Mounted) -> None:
@@ -202,17 +174,6 @@ def test_everything_under_rw(writing: Mounted) -> None:
     assert sorted(os.listdir(source / "moved")) == ["f", "h", "s"]
 
 
-def test_hard_links_agree(writing: Mounted) -> None:
-    (writing.point / "one").write_bytes(b"a" * 100_000)
-    os.link(writing.point / "one", writing.point / "two")
-    with (writing.point / "two").open("rb", buffering=0) as other:
-        assert other.read(5) == b"aaaaa"
-        with (writing.point / "one").open("r+b", buffering=0) as file:
-            file.write(b"b" * 100_000)
-        assert (writing.point / "two").read_bytes() == b"b" * 100_000
-        wait_for(lambda: os.pread(other.fileno(), 5, 0) == b"bbbbb", "who has the other name open sees it too")
-
-
 def test_a_deleted_name_of_an_open_file_agrees_with_the_one_that_is_left(writing: Mounted) -> None:
     one, two = writing.point / "one", writing.point / "two"
     one.write_bytes(b"a" * 8192)
@@ -286,13 +247,6 @@ def test_extended_attributes(writing: Mounted) -> None:
     assert os.listxattr(path) == []
 
 
-def test_fallocate(writing: Mounted) -> None:
-    with (writing.point / "f").open("w+b", buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, 1 << 20)
-        assert os.fstat(file.fileno()).st_size == 1 << 20
-        assert (writing.source / "f").stat().st_blocks >= 2048
-
-
 def test_locks_between_processes(reading: Mounted) -> None:
     path = reading.point / "lock.kv"
     path.touch()
@@ -301,36 +255,6 @@ def test_locks_between_processes(reading: Mounted) -> None:
         code = "import fcntl, sys\nfcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
         assert "BlockingIOError" in result.stderr
-
-
-def test_o_direct_writes(reading: Mounted) -> None:
-    path = reading.point / "direct.kv"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    try:
-        block = mmap.mmap(-1, 8192)
-        block[:] = bytes(range(256)) * 32
-        assert os.pwrite(fd, block, 4096) == 8192
-        back = mmap.mmap(-1, 8192)
-        assert os.preadv(fd, [back], 4096) == 8192
-        assert back[:] == block[:]
-    finally:
-        os.close(fd)
-    assert path.read_bytes() == bytes(4096) + bytes(range(256)) * 32
-
-
-def test_new_files_belong_to_their_user(mount: Mounter) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can act as another user")
-    mounted = mount("--rw", "-o", "allow_other")
-    for directory in mounted.point.parents:
-        os.chmod(directory, os.stat(directory).st_mode | stat.S_IXOTH)
-    os.chmod(mounted.source, 0o777)
-    code = "import os, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534); os.umask(0o022); os.chdir(sys.argv[1])\n"
-    code += "open('f', 'w').close(); os.mkdir('d'); os.symlink('f', 's')"
-    subprocess.run([sys.executable, "-c", code, str(mounted.point)], check=True, timeout=120)
-    for name, kind in (("f", 0o644), ("d", 0o755), ("s", 0o777)):
-        status = os.lstat(mounted.source / name)
-        assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (65534, 65534, kind)
 
 
 def test_read_only_option_beats_spill(mount: Mounter) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control
-from tests.mount.conftest import Mounter, llmcache
-from tests.mount.live import MIB, random_file, wait_for
+from tests.mount.conftest import Mounter
+from tests.mount.live import MIB, llmcache, random_file, wait_for
 
 SECRET = "secret-model"
 

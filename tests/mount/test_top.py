@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from llmcache.fs.client import control
-from tests.mount.conftest import Mounted, Mounter, llmcache
-from tests.mount.live import MIB, by_read, wait_for
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import MIB, by_read, llmcache, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -206,21 +206,6 @@ def test_it_follows_the_size_of_the_terminal(mounted: Mounted) -> None:
         terminal.close()
 
 
-def test_it_can_be_stopped_and_goes_on(watch: Terminal) -> None:
-    watch.type("\x1a")  # Ctrl-Z
-    deadline = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{watch.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "it does not stop"
-        time.sleep(0.05)
-    watch.drain()
-    assert watch.is_restored()
-    watch.said = ""
-    watch.process.send_signal(signal.SIGCONT)
-    assert ALTERNATE in watch.wait_for("model.layers.0")
-    watch.type("q")
-    assert watch.end()[0] == 0 and watch.is_restored()
-
-
 @pytest.mark.parametrize("way", ["umount", "kill"])
 def test_a_mount_that_ends_ends_it_with_a_message(watch: Terminal, mounted: Mounted, way: str) -> None:
     if way == "umount":
@@ -240,14 +225,5 @@ def test_a_terminal_that_can_do_nothing_gets_text(mounted: Mounted) -> None:
     try:
         code, said = terminal.end()
         assert code == 0 and "\x1b" not in said and "model.layers.0" in said
-    finally:
-        terminal.close()
-
-
-def test_no_colour_where_it_is_not_wanted(mounted: Mounted) -> None:
-    terminal = Terminal(mounted.point, NO_COLOR="1")
-    try:
-        said = terminal.wait_for("model.layers.0")
-        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", said)
     finally:
         terminal.close()

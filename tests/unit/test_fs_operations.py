@@ -14,9 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.fs.vfs.backing import Backing
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.source import SourceTree, WritePolicy
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy
 from tests.property.kernel import wait_until
 from tests.unit.kv_parts import unmount
 
@@ -63,7 +62,7 @@ def test_a_deleted_file_is_let_go_with_its_last_release(
 ) -> None:
     """libfuse deletes the hidden name only if the last release came after it had hidden the file; space was lost else."""
     number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
-    fd = operations._files.get(number).backing.fd
+    fd = operations._files[number].backing.fd
     hidden = "/.fuse_hidden0000000300000001"
     if released == "before":
         operations.release(number)
@@ -113,7 +112,7 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
         return 0 if path in nodes else -errno.ENOENT
 
     operations._notifier.invalidate_path.side_effect = invalidate  # type: ignore[union-attr]
-    backing = operations._files.get(operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)[0]).backing
+    backing = operations._files[operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)[0]].backing
     if renamed == "before":
         operations.rename("/a.kv", "/c.kv", 0)
     operations.truncate("/b.kv", None, 3, NOBODY_ELSE)

@@ -102,6 +102,7 @@ def test_the_environment_is_checked() -> None:
         ("LLMCACHE_RW", "maybe", "LLMCACHE_RW: 'maybe'"),
         ("LLMCACHE_CACHE", "lots", "LLMCACHE_CACHE"),
         ("LLMCACHE_MODE", "fast", "mode: 'fast'"),
+        ("LLMCACHE_METRICS", "0.0.0.0:9464", "metrics: '0.0.0.0' is not a loopback address"),
     ):
         with pytest.raises(UsageError, match=said):
             mount.request_of(resolve(PLACES, None, {name: value}))

@@ -144,30 +144,35 @@ class Backend(Protocol):
 
 
 class Holder(Protocol):
-    """How pins are kept."""
-
-    mode: str
+    """How pins are kept. Every method expects the engine's lock; those that have a body are right for who has no memory."""
 
     def brings_region(self, group: Group, extent: int) -> bool:
-        """True if `region` will give memory for `extent`, as far as can be told before the reference. Lock held."""
+        """True if `region` will give memory for `extent`, as far as can be told before the reference."""
+        return False
 
     def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
-        """Memory that holds `extent`, or that it is read into to stay, by the core's verdict; else None. Lock held."""
+        """Memory that holds `extent`, or that it is read into to stay, by the core's verdict; else None."""
+        return None
 
     def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
-        """`region`, which came from `region`, now contains `extent`. Lock held."""
+        """`region`, which came from `region`, now contains `extent`."""
+        return
 
     def stored(self, group: Group, fetch: Fetch) -> None:
-        """The extent of `fetch` is complete in the page cache. Lock held."""
+        """The extent of `fetch` is complete in the page cache."""
+        return
 
     def skips_trip(self, group: Group, extent: int) -> bool:
-        """True if the extent is stored whole, because it will be pinned there. Lock held."""
+        """True if the extent is stored whole, because it will be pinned there."""
+        return False
 
     def pin_ready(self, group: Group) -> None:
-        """Pins what the plan wants and the page cache already holds. Lock held."""
+        """Pins what the plan wants and the page cache already holds."""
+        return
 
     def release(self, group: Group, extents: list[int]) -> None:
-        """Gives `extents` up: no longer pinned. Lock held."""
+        """Gives `extents` up: no longer pinned."""
+        return
 
     def held(self, group: Group) -> list[int]:
-        """The extents that are held. Lock held."""
+        """The extents that are held."""

@@ -36,7 +36,7 @@ from llmcache.fs.vfs.backing import Backing
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.vfs.caller import Caller
+    from llmcache.fs.vfs.source import Caller
 
 log = logging.getLogger(__name__)
 
@@ -447,7 +447,7 @@ class Files:
     def _set_read_ahead(self) -> None:
         """Where all files fit nothing is streamed that it would help, and the kernel makes larger folios without it."""
         if self.read_ahead is not None:
-            fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.budget_bytes
+            fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
             self.read_ahead.restore() if fit else self.read_ahead.set()
         setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
         self.window = int(setting.read_text()) << 10 if setting is not None else 0

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cache.steering import HIT, KEPT, Steering
-from llmcache.fs.backends.base import MemoryRegion
+from llmcache.fs.backends.base import Holder, MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
 
@@ -215,25 +215,12 @@ def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tup
     return held
 
 
-class SteerHolder:
+class SteerHolder(Holder):
     """Pins live in the page cache, locked through `PinService`."""
-
-    mode = "steer"
 
     def __init__(self, state: CacheState, pins: PinService) -> None:
         self.state = state
         self.pins = pins
-
-    def brings_region(self, group: Group, extent: int) -> bool:
-        """Nothing is held in memory."""
-        return False
-
-    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
-        """Nothing is held in memory."""
-        return None
-
-    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
-        """Never called: `region` gives no memory."""
 
     def skips_trip(self, group: Group, extent: int) -> bool:
         """True for wanted extents: they are locked as soon as they are stored."""
@@ -274,10 +261,11 @@ class SteerHolder:
         return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
 
 
-class ArenaHolder:
-    """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT."""
+class ArenaHolder(Holder):
+    """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT.
 
-    mode = "arena"
+    Every pass goes through the window, extents are held when they pass by next, and the core says what leaves.
+    """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
         self.state = state
@@ -300,19 +288,6 @@ class ArenaHolder:
             self._slots[(group.key, extent)] = region
             self.state.held_bytes += region.size
             group.pinned_bytes += region.size
-
-    def skips_trip(self, group: Group, extent: int) -> bool:
-        """Never: every pass goes through the window."""
-        return False
-
-    def stored(self, group: Group, fetch: Fetch) -> None:
-        """Nothing to do: the arena copy was made when the data arrived."""
-
-    def pin_ready(self, group: Group) -> None:
-        """Nothing to do: extents are held when they pass by next."""
-
-    def release(self, group: Group, extents: list[int]) -> None:
-        """Nothing to do: the core says what leaves."""
 
     def _evicted(self, key: str, extent: int) -> None:
         """Frees the region; one that is still being read goes when it is."""

@@ -4,13 +4,11 @@ A *sample* is one look: the counters, what they have moved since an earlier look
 also watches mounts of others, whose daemons may tell anything. What makes parts of a sample of them raises KeyError,
 TypeError, ValueError, OverflowError or AttributeError for a reply that is not what this version of a daemon would send.
 
-A sample as text fits 60 columns, uses more, and as many rows as there are. Below 80 columns names are shorter, and what
-stands side by side elsewhere stands one above the other. Strips tell by the shape of their characters and, where there is
-colour, by it too.
+A sample as text is as wide as there are columns (80 at least), and as long as there are rows. Strips tell by the shape of
+their characters and, where there is colour, by it too.
 
-On a terminal: the screen's other buffer, keys unbuffered and unechoed; both are put back however the watching ends
-(`q`, Ctrl-C, a signal that ends the process in order, an error, Ctrl-Z and `fg`). Signals that only matter here (the
-size has changed, Ctrl-Z) are noted by their handlers and wake the wait for keys through a pipe.
+On a terminal: the screen's other buffer, keys unbuffered and unechoed; both are put back however the watching ends (`q`,
+Ctrl-C, a signal that ends the process in order, an error).
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, repeat
-from types import FrameType
 from typing import Any, TextIO, TypeVar
 
 from rich.cells import cell_len, set_cell_size
@@ -49,11 +46,11 @@ Told = TypeVar("Told", "Budget", "LoopState", "HeatLayer", "HeatFile")
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
 HEAT_SHARE = 0.05  # of the time that the mount may be busy with telling the heat of large models
-ROUNDING_S = 0.01
-LEAST_WIDTH, USUAL_WIDTH = 60, 80
+WIDTH = 80
 LEAST_PAUSE_S = 0.1
+TICK_S = 0.1  # so soon it is seen that the terminal has another size
 _MOST_S = 1e12  # what is shown in nanoseconds stays a number
-_NAME, _SHORT_NAME = 25, 15
+_NAME = 25
 _LEAST_ROWS = 3  # of a file, to be worth telling
 _NS = 1e9
 _TITLE = "bold"
@@ -91,7 +88,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class MountTraffic:
-    """Bytes that moved in `seconds`, and the waits of readers in them."""
+    """Bytes that moved in `seconds`, and the waits of readers in them; ratios (0..1) are None of nothing.
+
+    `hit_ratio`: of bytes; in steer, what is pinned counts at the end of each pass. `late_ratio`, `wasted_ratio`: of the
+    prefetched bytes that came to their end, those that a reader had to wait for, and those that were dropped unread.
+    """
 
     seconds: float
     read_bytes: int
@@ -103,43 +104,16 @@ class MountTraffic:
     late_bytes: int
     wasted_bytes: int
     refault_bytes: int
+    read_bytes_per_s: float
+    storage_read_bytes_per_s: float
+    storage_written_bytes_per_s: float
+    fetched_bytes_per_s: float
+    refault_bytes_per_s: float
+    hit_ratio: float | None
+    late_ratio: float | None
+    wasted_ratio: float | None
     late_waits: dict[str, Any]
     demand_waits: dict[str, Any]
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Byte hit ratio (0..1); None if nothing was read. In steer, what is pinned counts at the end of each pass."""
-        return self.hit_bytes / self.read_bytes if self.read_bytes else None
-
-    @property
-    def late_ratio(self) -> float | None:
-        """Share (0..1) of the prefetched bytes that a reader had to wait for; None if none came to their end."""
-        return self._of_prefetched(self.late_bytes)
-
-    @property
-    def wasted_ratio(self) -> float | None:
-        """Share (0..1) of the prefetched bytes that were dropped unread; None if none came to their end."""
-        return self._of_prefetched(self.wasted_bytes)
-
-    def _of_prefetched(self, part_bytes: int) -> float | None:
-        total = self.useful_bytes + self.late_bytes + self.wasted_bytes
-        return part_bytes / total if total else None
-
-    def per_s(self, size_bytes: int) -> float:
-        """Bytes per second."""
-        return size_bytes / self.seconds if self.seconds > 0 else 0.0
-
-    def row(self) -> dict[str, Any]:
-        """Returns it as JSON has it, with rates and ratios."""
-        found = asdict(self) | {"hit_ratio": self.hit_ratio}
-        found |= {"late_ratio": self.late_ratio, "wasted_ratio": self.wasted_ratio}
-        for name in ("read", "storage_read", "storage_written", "fetched"):
-            found[f"{name}_bytes_per_s"] = self.per_s(found[f"{name}_bytes"])
-        for name in ("late", "demand"):
-            for key, share in (("median_s", 0.5), ("p99_s", 0.99)):
-                upper = quantile_s(found[f"{name}_waits"], share)
-                found[f"{name}_waits"][key] = None if upper == float("inf") else upper
-        return found
 
 
 @dataclass(frozen=True)
@@ -206,10 +180,7 @@ class Sample:
 
     def document(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        found: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
-        found["total"] = self.total.row()
-        found["interval"] = None if self.interval is None else self.interval.row()
-        return found
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
@@ -239,12 +210,18 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
         new, old = (now, before) if within is None else (now[within], before and before[within])
         return _whole(new[key]) - (_whole(old[key]) if old else 0)
 
+    seconds = _real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0)
     found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
     found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
+    for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
+        found[f"{name}_bytes_per_s"] = found[f"{name}_bytes"] / seconds if seconds > 0 else 0.0
+    prefetched = sum(found[f"{name}_bytes"] for name in ("useful", "late", "wasted"))
+    for name, whole in (("hit", found["read_bytes"]), ("late", prefetched), ("wasted", prefetched)):
+        found[f"{name}_ratio"] = found[f"{name}_bytes"] / whole if whole else None
     for name in ("late", "demand"):
         earlier = _waits(before["waits"][name]) if before else None
         found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
-    return MountTraffic(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
+    return MountTraffic(seconds=seconds, **found)
 
 
 def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
@@ -285,11 +262,15 @@ def _layer_of(facts: dict[str, Any]) -> HeatLayer:
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have."""
-    if before is None:
-        return now
-    counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
-    return {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have.
+
+    `median_s` and `p99_s` are None without any, and beyond the last bound.
+    """
+    if before is not None:
+        counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
+        now = {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+    uppers = {"median_s": quantile_s(now, 0.5), "p99_s": quantile_s(now, 0.99)}
+    return now | {key: None if upper == float("inf") else upper for key, upper in uppers.items()}
 
 
 def quantile_s(waits: dict[str, Any], share: float) -> float | None:
@@ -382,7 +363,7 @@ def stretch(digits: str, width: int) -> list[int]:
 
 
 def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
-    """Neighbouring layers as one, named after the first and the last; a cell is the largest share that it covers."""
+    """Neighbouring layers as one, named after the first and the last."""
     if len(layers) == 1:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
@@ -396,22 +377,14 @@ def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
 
 def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
     """The strips one after the other, each as long as its layer: as many cells as one has, each the mean of its part."""
+    import numpy as np  # here: few terminals have too few rows
+
     count = len(layers[0].cells[kind])
-    total = sum(layer.size_bytes for layer in layers) or 1
-    sums = [0.0] * count
-    begin = 0.0
-    for layer in layers:
-        step = layer.size_bytes / total  # in cells of the joined strip, for one cell of the layer's
-        for digit in map(int, layer.cells[kind]):
-            _spread(sums, begin, begin + step, digit)
-            begin += step
-    return "".join(str(min(_NINTHS, -(-round(1e6 * value) // 1_000_000))) for value in sums)
-
-
-def _spread(sums: list[float], begin: float, end: float, digit: int) -> None:
-    """Adds `digit` to the cells between `begin` and `end`, each by the part of it that they cover."""
-    for cell in range(int(begin), min(len(sums), int(end) + 1)):
-        sums[cell] += digit * max(0.0, min(end, cell + 1) - max(begin, cell))
+    widths = np.repeat([max(layer.size_bytes, 1) / count for layer in layers], count)
+    digits = np.array([int(digit) for layer in layers for digit in layer.cells[kind]])
+    ends, sums = np.cumsum([0.0, *widths]), np.cumsum([0.0, *digits * widths])
+    means = np.diff(np.interp(np.linspace(0, ends[-1], count + 1), ends, sums)) * count / ends[-1]
+    return "".join(str(min(_NINTHS, int(np.ceil(mean - 1e-6)))) for mean in means)
 
 
 def fold(layers: Sequence[HeatLayer], rows: int) -> list[HeatLayer]:
@@ -436,32 +409,23 @@ class Watcher:
         self._ask = asks
         self._clock = clock
         self._past: deque[dict[str, Any]] = deque()  # without files: thousands of them would be remembered for a minute
-        self._latest_begin_s = float("inf")
         self._heat: dict[str, Any] = {}
         self._heat_due_s = float("-inf")
 
     def sample(self) -> Sample:
         """One look. MountProblem if there is no mount, not any more, or one that tells what cannot be understood."""
-        asked_s = self._clock()
         try:
             stats = self._ask(self.mount, {"op": "stats"})
             with reply_errors(self.mount):
-                self._notice_another(stats, asked_s)
+                before = self._past[-1] if self._past else stats
+                if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
+                    self._past.clear()  # another mount is on the path by now
+                    self._heat_due_s = float("-inf")
                 return self._sample(stats)
         except MountProblem as error:
             if not self._past:
                 raise
             raise MountProblem(f"{self.mount} can no longer be watched: {error.message}", error.hint) from error
-
-    def _notice_another(self, stats: dict[str, Any], asked_s: float) -> None:
-        """Forgets all if this is another mount on the same path: one that began later, however long it is there by now.
-
-        An uptime was told at some time between question and answer: that says when a mount began, within bounds.
-        """
-        if asked_s - stats["uptime_s"] > self._latest_begin_s + ROUNDING_S:
-            self._past.clear()
-            self._heat_due_s, self._latest_begin_s = float("-inf"), float("inf")
-        self._latest_begin_s = min(self._latest_begin_s, self._clock() - stats["uptime_s"])
 
     def _sample(self, stats: dict[str, Any]) -> Sample:
         heat = self._heat_reply()
@@ -503,9 +467,9 @@ class Watcher:
 
 
 def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
-    """The view, `width` columns wide (60 at least) and at most `rows` lines long; `hint` stands in its first line."""
-    width = max(LEAST_WIDTH, width)
-    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample, width), *_wait_rows(sample, width)]
+    """The view, `width` columns wide (80 at least) and at most `rows` lines long; `hint` stands in its first line."""
+    width = max(WIDTH, width)
+    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample), *_wait_rows(sample)]
     found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
     left = None if rows is None else rows - len(found) - 1
     if sample.heat and (left is None or left >= 2):
@@ -513,12 +477,9 @@ def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -
     return found if rows is None else found[:rows]
 
 
-def _is_narrow(width: int) -> bool:
-    return width < USUAL_WIDTH
-
-
 def _head(sample: Sample, width: int, hint: str) -> Text:
-    about = f" {printable(sample.budget.mode)}, up {_uptime(sample.uptime_s)}"
+    uptime = f"{round(sample.uptime_s)} s" if sample.uptime_s < 59.5 else format_duration(sample.uptime_s * _NS)
+    about = f" {printable(sample.budget.mode)}, up {uptime}"
     room = width - len(about) - len(hint) - 1
     left = Text(_fit(sample.mount, min(room, cell_len(printable(sample.mount)))), _TITLE).append(about, "not bold")
     return left.append(" " * max(1, width - left.cell_len - len(hint))).append(hint, "dim")
@@ -536,48 +497,37 @@ def _memory(sample: Sample, width: int) -> list[Text]:
         Text(f"{character} {name} {format_size(amount)}", spans=[Span(0, 1, STYLES[character])])
         for (amount, character), name in names
     ]
-    step = 2 if _is_narrow(width) else 4
-    figures = [Text("       ").append_text(Text("   ").join(told[at : at + step])) for at in range(0, 4, step)]
-    found = [Text("budget ").append_text(bar).append(f" {total}"), *figures]
+    figures = Text("       ").append_text(Text("   ").join(told))
+    found = [Text("budget ").append_text(bar).append(f" {total}"), figures]
     if budget.limit_bytes < budget.budget_bytes:
         limit = f"memory pressure: {format_size(budget.limit_bytes)} of {total} may be used"
         found.append(Text(f"       {limit}", "bold red"))
     return found
 
 
-def _flows(sample: Sample, width: int) -> list[Text]:
+def _flows(sample: Sample) -> list[Text]:
     total, last = sample.total, sample.interval
     heads = f"{'since mount':>12}{_span(last):>13}"
 
     def bytes_row(name: str, amount: str) -> str:
-        rate = "-" if last is None else format_rate(last.per_s(getattr(last, amount)))
-        return f"{name:{left_width}}{format_size(getattr(total, amount)):>12}{rate:>13}"
+        rate = "-" if last is None else format_rate(getattr(last, f"{amount}_per_s"))
+        return f"{name:13}{format_size(getattr(total, amount)):>12}{rate:>13}"
 
     def ratio_row(name: str, ratio: str) -> str:
         shares = [_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
         return f"{name:15}{shares[0]:>11}{shares[1]:>13}"
 
-    narrow = _is_narrow(width)
-    left_width = 14 if narrow else 13
     amounts = (("to readers", "read_bytes"), ("from storage", "storage_read_bytes"), ("fetched", "fetched_bytes"))
     ratios = (("byte hit ratio", "hit_ratio"), ("prefetch late", "late_ratio"), ("prefetch wasted", "wasted_ratio"))
-    left, right = [bytes_row(*each) for each in amounts], [ratio_row(*each) for each in ratios]
-    title = f"{'':{left_width}}{heads}"
-    if narrow:
-        found = [Text(title, _TITLE), *map(Text, left), *map(Text, right)]
-    else:
-        found = [Text(f"{title}   {'':14}{heads}", _TITLE)]
-        found += [Text(f"{one}   {other}") for one, other in zip(left, right, strict=True)]
+    rows = zip((bytes_row(*each) for each in amounts), (ratio_row(*each) for each in ratios), strict=True)
+    found = [Text(f"{'':13}{heads}   {'':14}{heads}", _TITLE), *(Text("   ".join(row)) for row in rows)]
     written = (("written", "storage_written_bytes"), ("read again", "refault_bytes"))
     return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
 
 
-def _wait_rows(sample: Sample, width: int) -> list[Text]:
+def _wait_rows(sample: Sample) -> list[Text]:
     """How long readers waited for storage: for data on its way, and for data that nobody had fetched ahead."""
-    if _is_narrow(width):
-        widths, heads = (10, 9, 9, 9, 10, 13), ("waits", "count", "half <", "99 % <", "in all")
-    else:
-        widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
+    widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
     found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
     for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
         counted = getattr(sample.total, key)
@@ -607,7 +557,7 @@ def _within(upper_s: float | None) -> str:
 def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Text]:
     if not loops:
         return [Text("no loop yet: no model is open, and nothing was read twice")]
-    columns = (_SHORT_NAME, 8, 8, 7, 8) if _is_narrow(width) else (_NAME, 9, 9, 8, 8)
+    columns = (_NAME, 9, 9, 8, 8)
     room = width - sum(columns) - 3
     found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
     told = loops if rows is None or len(loops) < rows else loops[: max(1, rows - 2)]
@@ -636,11 +586,9 @@ def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
 
 
 def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
-    columns = (_SHORT_NAME if _is_narrow(width) else _NAME, 9, 8, 12)
+    columns = (_NAME, 9, 8, 12)
     room = width - sum(columns) - 3
-    legend = Text(f"   {STREAMED} streamed", "not bold")
-    if not _is_narrow(width):
-        legend.append(f"  {COLD} cold", "dim")
+    legend = Text(f"   {STREAMED} streamed", "not bold").append(f"  {COLD} cold", "dim")
     found = [Text(_row(columns, file.path.lstrip("/"), "size", "pinned", "read"), _TITLE).append_text(legend)]
     layers = file.layers if rows is None else fold(file.layers, max(1, rows - 1))
     found += [_layer(layer, columns, room) for layer in layers]
@@ -673,10 +621,6 @@ def _coarse(seconds: float) -> str:
         return format_duration(seconds * _NS)
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{round(minutes / 60)} h"
-
-
-def _uptime(seconds: float) -> str:
-    return f"{round(seconds)} s" if seconds < 59.5 else format_duration(seconds * _NS)
 
 
 def _span(flow: MountTraffic | None) -> str:
@@ -713,7 +657,7 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
         elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
             _print_text(watcher, pause_s, count or 1)
         else:
-            Screen(watcher, pause_s, count).run()
+            _show_screen(watcher, pause_s, count)
 
 
 def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
@@ -726,7 +670,7 @@ def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sa
 
 def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
     # Not rich's own width, which is that of stderr's terminal where stdout has none.
-    console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size((USUAL_WIDTH, 0)).columns)
+    console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for number, sample in enumerate(_samples(watcher, pause_s, count)):
         if number:
             console.print()
@@ -736,80 +680,28 @@ def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
         sys.stdout.flush()
 
 
-class Screen:
-    """The view on a terminal."""
-
-    def __init__(self, watcher: Watcher, pause_s: float, count: int | None) -> None:
-        self._watcher = watcher
-        self._pause_s = pause_s
-        self._left = count
-        self._console = Console(file=_whole_stdout(), highlight=False)
-        self._stopped = False
-        self._hint = f"every {pause_s:g} s, q ends"
-
-    def run(self) -> None:
-        """Shows samples until `q` or the last of `count`. MountProblem: the mount has ended."""
-        sample = self._watcher.sample()  # what goes wrong at once needs no screen
-        with ExitStack() as stack:
-            wake = stack.enter_context(self._signals())
-            while True:
-                with _keys(), Live(console=self._console, screen=True, auto_refresh=False) as live:
-                    sample, goes_on = self._watch(live, sample, wake)
-                if not goes_on:
-                    return
-                os.kill(os.getpid(), signal.SIGSTOP)  # until `fg`
-
-    def _watch(self, live: Live, sample: Sample, wake: int) -> tuple[Sample, bool]:
-        """Until the end, or Ctrl-Z (True)."""
-        self._draw(live, sample)
-        due = time.monotonic() + self._pause_s
+def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
+    """Shows samples on a terminal until `q`, or the last of `count`. MountProblem: the mount has ended."""
+    console = Console(file=_whole_stdout(), highlight=False)
+    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    sample = watcher.sample()  # what goes wrong at once needs no screen
+    size, due, left = None, time.monotonic() + pause_s, count
+    with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            if self._wait(due, wake):
-                return sample, False
-            if self._stopped:
-                self._stopped = False
-                return sample, True
+            if size != console.size:
+                size = console.size
+                texts = lines(sample, *size, f"every {pause_s:g} s, q ends")
+                for text in texts:
+                    text.no_wrap, text.overflow = True, "crop"
+                live.update(Group(*texts), refresh=True)
+            ready, _, _ = select.select(keys, [], [], max(0.0, min(TICK_S, due - time.monotonic())))
+            if ready and b"q" in (os.read(keys[0], 512).lower() or b"q"):  # or no key can come any more
+                return
             if time.monotonic() >= due:
-                if self._left is not None:
-                    self._left -= 1
-                    if self._left <= 0:
-                        return sample, False
-                sample = self._watcher.sample()
-                due = time.monotonic() + self._pause_s
-            self._draw(live, sample)
-
-    def _draw(self, live: Live, sample: Sample) -> None:
-        width, height = self._console.size
-        texts = lines(sample, width, height, self._hint)
-        for text in texts:
-            text.no_wrap, text.overflow = True, "crop"
-        live.update(Group(*texts), refresh=True)
-
-    def _wait(self, due: float, wake: int) -> bool:
-        """Until the next look is due or a signal came; True if `q` was pressed, or no key can come any more."""
-        keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
-        ready, _, _ = select.select([*keys, wake], [], [], max(0.0, due - time.monotonic()))
-        typed = {fd: os.read(fd, 512) for fd in ready}
-        return any(not typed[fd] or b"q" in typed[fd].lower() for fd in keys if fd in typed)
-
-    @contextmanager
-    def _signals(self) -> Iterator[int]:
-        """Gives the descriptor that becomes readable when a signal has come."""
-        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        old_wake = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        handlers = {signal.SIGWINCH: self._noted, signal.SIGTSTP: self._noted}
-        old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield reading
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(old_wake)
-            os.close(reading)
-            os.close(writing)
-
-    def _noted(self, number: int, _frame: FrameType | None) -> None:
-        self._stopped = self._stopped or number == signal.SIGTSTP
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+                sample, size, due = watcher.sample(), None, time.monotonic() + pause_s
 
 
 def _whole_stdout() -> TextIO:
@@ -820,14 +712,16 @@ def _whole_stdout() -> TextIO:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one by one and are not shown; Ctrl-C and Ctrl-Z do what they always do."""
+    """Keys come one by one and are not shown; Ctrl-C does what it always does, Ctrl-Z nothing."""
     if not sys.stdin.isatty():
         yield
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
+    stops = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would leave the screen as it is
     tty.setcbreak(fd)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTSTP, stops)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

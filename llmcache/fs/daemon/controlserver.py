@@ -214,7 +214,7 @@ class Requests:
 
     def _resize(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """{"cache_bytes": N}; with "wait", the reply comes when the cache has shrunk to that (or cannot for a while)."""
-        state, before = self.engine.state, self.engine.budget_bytes
+        state, before = self.engine.state, self.engine.state.budget_bytes
         size = request.get("cache_bytes")
         if type(size) is not int or not 0 <= size < _MOST_BYTES:
             raise UsageError(f"cache_bytes: {reprlib.repr(size)} is not a number of bytes")

@@ -45,7 +45,8 @@ from llmcache.fs.daemon import controlserver, logs, openmetrics
 from llmcache.fs.daemon.accesslog import AccessLog
 from llmcache.fs.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.fs.daemon.openmetrics import MetricsEndpoint
-from llmcache.fs.engine.engine import make_engine
+from llmcache.fs.engine.budget import settle_budget, settle_mode
+from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
@@ -106,7 +107,10 @@ class Daemon:
         self._tree = SourceTree(self._source)
         if request.not_in_place:
             log.info("not in place: %s", request.not_in_place)
-        self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
+        budget_bytes = settle_budget(request.cache_bytes)
+        if request.mode == "inplace":
+            log.info("mode inplace: the page cache of the files themselves is steered")
+        self._engine = Engine(budget_bytes, settle_mode(request.mode, budget_bytes), self._tree, request.pinned)
         self._session: Session | BindMount
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):
@@ -115,14 +119,14 @@ class Daemon:
                 backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
             begin, end = self._hand_over, self._engine.stop
             self._session = BindMount(self._source, self._point, flags, backend.files, begin, end)
-            self._warmer = Warmer(self._engine, backend.files, self._tree)
+            self._warmer = Warmer(self._engine, backend.files)
         else:
             assert isinstance(backend, FuseBackend)
             policy = WritePolicy(request.writable, request.spill)
             operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
             operations.on_init = self._hand_over
             self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
-            self._warmer = Warmer(self._engine, operations, self._tree)
+            self._warmer = Warmer(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._notifier: KernelNotifier | None = None
         # What the main thread waits for: "init", "resume", "rotate", "stop", "over"; "signal": that a handler can run.
@@ -134,7 +138,7 @@ class Daemon:
         self._log: AccessLog | None = None
         if request.access_log is not None:
             self._log = AccessLog(request.access_log, {"command": shlex.join(sys.argv), **self._engine.about()})
-            self._engine.record(self._log)
+            self._engine.state.references.log = self._log
 
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""

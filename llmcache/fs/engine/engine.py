@@ -24,17 +24,15 @@ from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifie
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.engine.budget import PressureGauge, settle_budget, settle_mode
+from llmcache.fs.engine.budget import PressureGauge
 from llmcache.fs.engine.group import PINNED, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
-from llmcache.fs.engine.references import WRITE, References
 from llmcache.fs.engine.report import snapshot
-from llmcache.fs.engine.state import CacheState
+from llmcache.fs.engine.state import WRITE, CacheState, References
 
 if TYPE_CHECKING:
-    from llmcache.fs.daemon.accesslog import AccessLog
     from llmcache.fs.vfs.backing import Backing
     from llmcache.fs.vfs.source import SourceTree
 
@@ -50,7 +48,7 @@ WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and ho
 
 
 class Engine:
-    """Cache of one mount; see `make_engine`."""
+    """Cache of one mount. `pinned`: globs of files that are kept before all others."""
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
         in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
@@ -66,7 +64,7 @@ class Engine:
         else:
             self.holder = SteerHolder(self.state, self.pins)
             self.planner = Planner(self.state, self.holder)
-        self.state.references = References(self.planner.core, cache_bytes)
+        self.state.references = References(self.planner.core)
         self.mode = mode
         self.tree = tree
         self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
@@ -78,11 +76,6 @@ class Engine:
         self._plan_due = False
         self._refused_ns = 0
         self._waiting = 0  # requests
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget that was asked for; pressure may leave less for a while."""
-        return self.state.budget_bytes
 
     # Life
 
@@ -155,7 +148,10 @@ class Engine:
         return known
 
     def _note_presence(self, group: Group) -> None:
-        self.state.references.presence(group, group.first or group.warm or self.state.opens_of(group) > 0)
+        is_open = group.first or group.warm or self.state.opens_of(group) > 0
+        if group.alive and group.listed_open != is_open:
+            group.listed_open = is_open
+            self.state.references.tell("open" if is_open else "close", group.key)
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
         """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
@@ -252,17 +248,13 @@ class Engine:
         """Returns what an access log says about the mount beside its rows and events."""
         facts: dict[str, Any] = {
             "mode": self.mode,
-            "budget_bytes": self.budget_bytes,
+            "budget_bytes": self.state.budget_bytes,
             "window_allowance_bytes": self.state.allowance_bytes,
         }
         facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":
             facts["unseen"] = "pinned extents are read without a request and are not in here"
         return {"extra": facts, "note": facts.get("unseen", "")}
-
-    def record(self, access_log: AccessLog) -> None:
-        """Writes every reference and event from now on to `access_log`. Called before `start`."""
-        self.state.references.log = access_log
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
@@ -350,7 +342,7 @@ class Engine:
             group.cancel(extent)
         self.holder.release(group, self.holder.held(group))
         if group.alive:
-            self.state.references.ended(group)
+            self.state.references.tell("end", group.key)
         self.grouping.dissolve(group)
         for member in group.members:
             self.pins.detach(member.path)
@@ -390,15 +382,3 @@ class Engine:
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
-
-
-def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:
-    """Returns the engine for a budget (None: what the machine can spare) and a mode (auto picks and says which).
-
-    `pinned`: globs of files that are kept before all others.
-    Raises EnvironmentProblem for a budget that the machine or the cgroup cannot give, or a mode it does not allow.
-    """
-    budget = settle_budget(cache_bytes)
-    if mode == "inplace":
-        log.info("mode inplace: the page cache of the files themselves is steered")
-    return Engine(budget, settle_mode(mode, budget), tree, pinned)

@@ -59,7 +59,7 @@ class Mixture:
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
-        self.probes, self.sizes = array("Q"), array("Q")
+        self.probes, self.sizes = array("Q"), array("Q")  # where each is looked at, and its bytes, as `ranges` has it
         for ranges in map(self.ranges, range(layout.count)):
             # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
             offset, length = ranges[0] if ranges else (0, 0)
@@ -101,10 +101,6 @@ class Mixture:
         """The same, without pages that are another's in part."""
         whole = ((-(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE) for start, size in self.layout.ranges(expert))
         return [(offset, length) for offset, length in (self._pages(*part) for part in whole) if length]
-
-    def bytes_of(self, expert: int) -> int:
-        """Bytes of an expert, as `ranges` has it."""
-        return self.sizes[expert]
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
         size, base = self.group.extent_bytes, self.member.base
@@ -155,7 +151,7 @@ class Mixture:
         return {
             "count": self.layout.count,
             "kept": len(kept),
-            "kept_bytes": sum(map(self.bytes_of, kept)),
+            "kept_bytes": sum(map(self.sizes.__getitem__, kept)),
             "bytes": sum(self.layout.sizes),
         }
 
@@ -192,7 +188,7 @@ class MixtureCache:
                 for fetch in load.loading:
                     fetch.stale = True
             node, kept = mixture.member.node or 0, mixture.kept
-            self.used_bytes -= sum(map(mixture.bytes_of, kept))
+            self.used_bytes -= sum(map(mixture.sizes.__getitem__, kept))
             left += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
             left += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
             self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
@@ -204,7 +200,7 @@ class MixtureCache:
             mixture.fresh.discard(expert)
             return
         self.hot.use(mixture.first + expert)
-        self.state.counters.hit_bytes += mixture.bytes_of(expert)
+        self.state.counters.hit_bytes += mixture.sizes[expert]
 
     def missed(self, mixture: Mixture, expert: int) -> list[int]:
         """A program uses an expert that is not there, or not wholly.
@@ -214,7 +210,7 @@ class MixtureCache:
         sweeps = mixture.sweeps(expert)
         if not sweeps:  # what a prompt reads says little of what the tokens after it use
             self.hot.use(mixture.first + expert)
-        self.state.counters.miss_bytes += mixture.bytes_of(expert)
+        self.state.counters.miss_bytes += mixture.sizes[expert]
         if not mixture.member.reachable:
             return []
         if mixture.states[expert] == TOUCHED:
@@ -230,7 +226,7 @@ class MixtureCache:
     def lost(self, mixture: Mixture, expert: int) -> None:
         """The kernel has reclaimed some of an expert that was there."""
         self._give_up(mixture, expert)
-        self.state.resident_bytes -= mixture.bytes_of(expert)
+        self.state.resident_bytes -= mixture.sizes[expert]
 
     def arrived(self, mixture: Mixture, expert: int, done: bool) -> None:
         """An expert that was LOADING is there, or could not be read."""
@@ -239,8 +235,8 @@ class MixtureCache:
         mixture.states[expert] = TOUCHED if done else ABSENT
         if done:
             self.hot.keep(mixture.first + expert)
-            self.used_bytes += mixture.bytes_of(expert)
-            self.state.resident_bytes += mixture.bytes_of(expert)
+            self.used_bytes += mixture.sizes[expert]
+            self.state.resident_bytes += mixture.sizes[expert]
         if self.excess_bytes > 0:
             self.state.room.notify()
 
@@ -269,7 +265,7 @@ class MixtureCache:
         # Of the layer that is computed nobody leaves: the rest of what a program has begun to use it would miss as well.
         while excess > 0 and (key := self.hot.least(self._is_computed)) is not None:
             mixture, expert = self.of(key)
-            size = mixture.bytes_of(expert)
+            size = mixture.sizes[expert]
             self._give_up(mixture, expert)
             self.left += 1
             excess -= size
@@ -294,4 +290,4 @@ class MixtureCache:
         mixture.trips.discard(expert)
         mixture.fresh.discard(expert)
         mixture.refaults.pop(expert, None)
-        self.used_bytes -= mixture.bytes_of(expert)
+        self.used_bytes -= mixture.sizes[expert]

@@ -100,9 +100,11 @@ class Grouping:
         group = self._make(files, backing.writable, header)
         self.state.groups[group.key] = group
         kind = "written" if group.written else "paged" if group.paged else "hot" if group.hot else "loop"
-        self.state.references.began(group, kind)
+        parts = [(member.size_bytes, member.base, member.count) for member in group.members]
+        self.state.references.tell("space", group.key, group.extent_bytes, parts, kind)
+        group.listed_open = True
         if group.first:
-            self.state.references.first(group)
+            self.state.references.tell("first", group.key)
         return group, next(member for member in group.members if member.path == backing.path)
 
     def _known(self, backing: Backing) -> tuple[Group, Member] | None:

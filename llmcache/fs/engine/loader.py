@@ -17,7 +17,6 @@ from llmcache.fs.engine.group import READY, Group
 from llmcache.fs.engine.planner import LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
 
 if TYPE_CHECKING:
-    from llmcache.cache.loops import Cursor
     from llmcache.fs.backends.base import Backend
     from llmcache.fs.engine.state import CacheState, Job
 
@@ -93,7 +92,13 @@ class Loader:
 
         Urgency: place in the convoy, then bytes already waiting ahead.
         """
-        readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
+        # It is worth running ahead of those that have moved, and lately.
+        since_ns = group.last_ns - CURSOR_LIFE_NS
+        readers = [
+            cursor
+            for cursor in group.cursors.trailing_first()
+            if (cursor.moves > 0 or group.looping) and cursor.last_ns > since_ns
+        ]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
         ahead = int(share * (group.window_bytes or UNSEEN_WINDOW_BYTES))
@@ -105,10 +110,6 @@ class Loader:
             waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
             if waiting < ahead:
                 yield (place, waiting), extent
-
-    def _follows(self, group: Group, cursor: Cursor) -> bool:
-        """True if it is worth running ahead of `cursor`: it has moved, and lately."""
-        return (cursor.moves > 0 or group.looping) and cursor.last_ns > group.last_ns - CURSOR_LIFE_NS
 
     def _evict(self) -> None:
         state = self.state

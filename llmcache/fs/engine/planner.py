@@ -109,7 +109,7 @@ class Planner:
         if steps == group.convoy:
             return False
         group.convoy = steps
-        self.state.references.convoy(group)
+        self.state.references.tell("convoy", group.key, group.convoy)
         return True
 
     def _active(self, group: Group, now_ns: int) -> bool:

@@ -23,8 +23,7 @@ from llmcache.fs.layout.tensors import Part
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.experts import Mixture
-    from llmcache.fs.engine.references import References
-    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.engine.state import CacheState, References
 
 
 SCHEMA = "llmcache.stats/1"
@@ -33,7 +32,7 @@ SCHEMA = "llmcache.stats/1"
 def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
     """Returns everything as JSON-ready values. Takes the lock."""
     with state.lock:
-        counters = asdict(state.counters)
+        counters, log = asdict(state.counters), state.references.log
         result: dict[str, Any] = {
             "schema": SCHEMA,
             "mode": mode,
@@ -42,7 +41,8 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "limit_bytes": state.pin_limit_bytes,
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
-            "pages_bytes": _pages_bytes(state),
+            # For single pages: of headers, embedding rows, small files and written ones.
+            "pages_bytes": sum(group.charge[extent] for group in state.groups.values() for extent in group.strays),
             "resident_bytes": state.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
             "hit_bytes": counters["hit_bytes"],
@@ -58,7 +58,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.slack_bytes else 0,
             "helper_pid": helper_pid,
             "arena": _arena(state.references),
-            "access_log": _access_log(state.references),
+            "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
             "files": _files(state),
         }
         held_bytes = state.held_bytes
@@ -80,16 +80,6 @@ def _arena(references: References) -> dict[str, int] | None:
         "evicted_blocks": core.evicted_blocks,
         "held_blocks": core.held_blocks,
     }
-
-
-def _access_log(references: References) -> dict[str, Any] | None:
-    log = references.log
-    return None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost}
-
-
-def _pages_bytes(state: CacheState) -> int:
-    """What is charged for single pages: of headers, embedding rows, small files and written ones."""
-    return sum(group.charge[extent] for group in state.groups.values() for extent in group.strays)
 
 
 def _files(state: CacheState) -> list[dict[str, Any]]:

@@ -26,17 +26,19 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.steering import HIT, MISS, Steering
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.experts import MixtureCache
 from llmcache.fs.engine.group import PAGE, Fetch, Group, Member
-from llmcache.fs.engine.references import References
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from llmcache.fs.daemon.accesslog import AccessLog
     from llmcache.fs.vfs.backing import Backing
 
 
@@ -82,6 +84,100 @@ class Counters:
     refault_bytes: int = 0
 
 
+READ, WRITE = 0, 1  # as in llmcache.trace.record, which the daemon must not import
+
+
+class References:
+    """The one way by which references to extents, and events, reach the deterministic core and the access log.
+
+    Both get the same sequence: what a log holds, replayed through `llmcache.cache.steering`, which says what events there
+    are, gives what the mount did. Mode steer has no core here (pinned extents are read without a request, so its references
+    are not all seen); its log is what the daemon sees. Every method expects the engine's lock.
+    """
+
+    def __init__(self, core: Steering | None = None) -> None:
+        self.core = core
+        self.log: AccessLog | None = None
+        self._files: dict[tuple[str, int, int, int], int] = {}
+        self._untold: list[tuple[Any, ...]] | None = None
+
+    def pause(self) -> None:
+        """The mount ends: what is given up from here on is not what a replay should end with, so the log is not told."""
+        self._untold = []
+
+    def resume(self) -> None:
+        """The mount goes on after all: the log is told everything."""
+        untold, self._untold = self._untold or [], None
+        for event in untold:
+            if self.log is not None:
+                self.log.event(event)
+
+    def tell(self, *event: Any) -> None:
+        """Passes an event on."""
+        if self._untold is not None:
+            self._untold.append(event)
+        elif self.log is not None:
+            self.log.event(event)
+        if self.core is not None:
+            self.core.apply(event)
+
+    def joined(self, group: Group, member: Member, backing: Backing) -> None:
+        """A member's file is open: its identity is known."""
+        if self.log is None:
+            return
+        identity = (backing.path, backing.dev, backing.ino, backing.generation)
+        number = self._files.setdefault(identity, len(self._files))
+        if number == member.file_id:
+            return
+        member.file_id = number
+        self.log.file(member.file_id, *identity, backing.size)
+        self.log.event(("file", member.file_id, group.key, group.members.index(member)))
+
+    def guessed(self, group: Group, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
+        """A header was read."""
+        self.tell("guess", group.key, ranges(single), ranges(hot), ranges(order))
+
+    def lost(self, group: Group, extent: int) -> None:
+        """An extent that was to be held could not be read."""
+        if self.core is not None and self.core.holds(group.key, extent):
+            self.tell("lost", group.key, extent)
+
+    def claimed(self, group: Group, member: Member, extent: int, pid: int) -> int:
+        """A whole extent is being fetched; returns the core's verdict (MISS without one)."""
+        verdict = MISS if self.core is None else self.core.reference(group.key, extent)
+        if self.log is not None:
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            count = -(-length // BLOCK_BYTES)
+            self.log.row(member.file_id, offset // BLOCK_BYTES, count, READ, int(verdict != HIT), pid)
+        return verdict
+
+    def slices(self, group: Group, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
+        """An expert is missed: (offset, bytes) of what is read of it, in whole pages."""
+        for offset, length in parts:
+            self.pages(group, member, offset, length, READ, pid)
+
+    def pages(self, group: Group, member: Member, offset: int, length: int, op: int, pid: int) -> None:
+        """Pages of single extents were read from storage, or written to it."""
+        if length <= 0:
+            return
+        first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
+        if self.core is not None:
+            self.core.page(group.key, member.base + offset // group.extent_bytes, end - first)
+        if self.log is not None:
+            self.log.row(member.file_id, first, end - first, op, 1, pid)
+
+
+def ranges(extents: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns `extents`, in their order, as (first, end) of runs of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for extent in extents:
+        if runs and runs[-1][1] == extent:
+            runs[-1] = (runs[-1][0], extent + 1)
+        else:
+            runs.append((extent, extent + 1))
+    return runs
+
+
 Job = Callable[[], None]
 
 
@@ -112,7 +208,8 @@ class CacheState:
     running: bool = True
 
     def __post_init__(self) -> None:
-        self.set_limit(self.budget_bytes)
+        self.pin_limit_bytes = self.budget_bytes
+        self.limit_bytes = self.budget_bytes + self.allowance_bytes
         self.mixtures = MixtureCache(self)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
@@ -120,9 +217,10 @@ class CacheState:
 
     def set_limit(self, limit_bytes: int) -> None:
         """Takes what pressure leaves of the budget: pins stay within it, all together may have the allowance."""
+        if limit_bytes != self.pin_limit_bytes:
+            self.references.tell("limit", limit_bytes)
         self.pin_limit_bytes = limit_bytes
         self.limit_bytes = limit_bytes + self.allowance_bytes
-        self.references.limited(limit_bytes)
 
     def set_slack(self, free_bytes: int) -> None:
         """Takes how much memory nobody wants (negative: so much is wanted): so much more may be used than is used now."""

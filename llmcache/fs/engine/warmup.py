@@ -26,16 +26,14 @@ from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
-from llmcache.fs.engine.references import READ
-from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.source import matches
+from llmcache.fs.engine.state import READ
+from llmcache.fs.vfs.source import Caller, matches
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend, Holder
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.vfs.backing import Backing
-    from llmcache.fs.vfs.source import SourceTree
 
 
 SCHEMA = "llmcache.warmup/1"
@@ -58,11 +56,10 @@ class Opener(Protocol):
 class Warmer:
     """Warm-ups of one mount; several may be asked for at a time, and bring in one after the other."""
 
-    def __init__(self, engine: Engine, operations: Opener, tree: SourceTree) -> None:
+    def __init__(self, engine: Engine, operations: Opener) -> None:
         self.engine = engine
         self.state = engine.state
         self.operations = operations
-        self.tree = tree
         self._turn = threading.Lock()
 
     def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
@@ -73,12 +70,19 @@ class Warmer:
         """
         began = time.monotonic()
         paths = self.named(globs, tell)
-        _refuse_too_many(paths)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # the others are for who reads meanwhile
+        if len(paths) > most:
+            hint = "name those that matter with globs; a daemon that may open more files (ulimit -n) takes more"
+            raise EnvironmentProblem(f"GLOB: {len(paths)} files are more than can be warmed at once, {most}", hint)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
             unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
             groups = self._groups(set(paths))
-            self._open_shards(groups, stack)
+            # Shards of one model are kept together, whichever of them was named.
+            with self.state.lock:
+                closed = [member.path for group in groups for member in group.members if member.backing is None]
+            for path in closed:
+                self._open(path, stack)
             self._ready(groups, suppose=bool(globs))
             if fetch:
                 self._bring(groups, tell)
@@ -107,7 +111,9 @@ class Warmer:
                 raise ended()
         try:
             for _ in range(_ROUNDS):
-                bringer = Bringer(self.state, self.engine.backend, self.engine.holder, self._pieces(groups))
+                with self.state.lock:
+                    pieces = self._planned(groups)
+                bringer = Bringer(self.state, self.engine.backend, self.engine.holder, pieces)
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return
@@ -126,7 +132,7 @@ class Warmer:
 
     def _paths(self) -> Iterator[str]:
         """Paths of all regular files, in the order of their names."""
-        for directory, names, files, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False):
+        for directory, names, files, fd in os.fwalk(".", dir_fd=self.engine.tree.fd, follow_symlinks=False):
             names.sort()
             for name in sorted(files):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -142,13 +148,6 @@ class Warmer:
         stack.callback(self.operations.release, number)
         return True
 
-    def _open_shards(self, groups: list[Group], stack: ExitStack) -> None:
-        """Shards of one model are kept together, whichever of them was named."""
-        with self.state.lock:
-            closed = [member.path for group in groups for member in group.members if member.backing is None]
-        for path in closed:
-            self._open(path, stack)
-
     def _groups(self, paths: set[str]) -> list[Group]:
         with self.state.lock:
             groups = list(self.state.groups.values())
@@ -158,7 +157,9 @@ class Warmer:
         """Waits until the kernel's nodes are known and old pages are dropped."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
-            while any(_waits(member) for group in groups for member in group.members):
+            members = [member for group in groups for member in group.members]
+            # The pin helper, or the dropping of old pages, is still busy with them.
+            while any(each.backing is not None and (each.attaching or each.backing.unsettled) for each in members):
                 if not state.running:
                     raise ended()
                 if time.monotonic() > end:
@@ -170,14 +171,11 @@ class Warmer:
 
     # What is to be kept of them
 
-    def _pieces(self, groups: list[Group]) -> list[Piece]:
-        """What should be there, in the order in which it will be read: hot pages as far as their share goes, then loops."""
-        with self.state.lock:
-            return self._planned(groups)
-
     def _planned(self, groups: list[Group]) -> list[Piece]:
-        """The same, by a plan of this moment. Lock held."""
-        self.state.references.planned()
+        """What should be there by a plan of this moment, in the order in which it will be read: hot pages as far as their
+        share goes, then loops. Lock held.
+        """
+        self.state.references.tell("plan")
         self.engine.planner.plan()
         found: list[Piece] = []
         share = self.state.limit_bytes // HOT_SHARE
@@ -235,19 +233,6 @@ def _while_telling(paths: Iterable[str], tell: Tell) -> Iterator[str]:
         yield path
 
 
-def _refuse_too_many(paths: list[str]) -> None:
-    """EnvironmentProblem if opening all of `paths` could leave no descriptors for those who read meanwhile."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)
-    if len(paths) > most:
-        hint = "name those that matter with globs; a daemon that may open more files (ulimit -n) takes more"
-        raise EnvironmentProblem(f"GLOB: {len(paths)} files are more than can be warmed at once, {most}", hint)
-
-
-def _waits(member: Member) -> bool:
-    """True for an open file that the pin helper, or the dropping of old pages, is still busy with. Lock held."""
-    return member.backing is not None and (member.attaching or member.backing.unsettled)
-
-
 THREADS = 4
 TELL_S = 0.2
 STALLED_S = 10.0  # without a byte: there is no room, or storage hangs
@@ -302,10 +287,10 @@ class Bringer:
             raise ended()
 
     def _work(self) -> None:
-        while self.left and not self.stop and self.state.running:
+        while not self.stop and self.state.running:
             try:
                 piece = self.left.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:
                 return
             self._bring(*piece)
 
@@ -361,7 +346,7 @@ class Bringer:
             self.state.load_ended(member)
             core = self.state.references.core
             if complete and group.alive and core is not None and not core.holds(group.key, extent):
-                self.state.references.held(group, extent)
+                self.state.references.tell("hold", group.key, extent)
                 self.holder.keep(group, extent, region)
 
     def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.fs import syscalls
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_direct, open_for, open_writable
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
 
 BLOCK = 4096
 _REMEMBERED = 65536
@@ -63,7 +63,7 @@ class Backing:
         self.old_path: str | None = None  # before its last rename
         self.renames = 0
         self.fd = fd
-        self.direct_fd = open_direct(fd)
+        self.direct_fd = open_again(fd, os.O_RDONLY | os.O_DIRECT)
         self.writable = writable
         self.generation = 0
         self.dropped = 0  # the kernel has no pages of an earlier generation than this
@@ -228,13 +228,13 @@ class Backing:
             self.writable = True
 
     def _exchange(self, fd: int) -> None:
-        writable = open_writable(fd) if self.writable else None  # those who write go on writing
+        writable = open_again(fd, os.O_RDWR) if self.writable else None  # those who write go on writing
         self.writable = writable is not None
         os.dup2(fd if writable is None else writable, self.fd, inheritable=False)
         if writable is not None:
             os.close(writable)
         no_read_ahead(self.fd)
-        fresh = open_direct(fd)
+        fresh = open_again(fd, os.O_RDONLY | os.O_DIRECT)
         if fresh is not None and self.direct_fd is not None:
             os.dup2(fresh, self.direct_fd, inheritable=False)
             os.close(fresh)

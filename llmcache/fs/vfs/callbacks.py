@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from llmcache.fs.vfs.caller import Caller
+from llmcache.fs.vfs.source import Caller
 
 if TYPE_CHECKING:
     from llmcache.fs.vfs.operations import LlmcacheOperations
@@ -31,7 +31,7 @@ _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 
 _HIDDEN = b"/.fuse_hidden"
 
-# What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
+# What changes or lists directories, or changes attributes: done with the rights of who asks (see `source.py`).
 _WITH_RIGHTS = {
     *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
     *("chown", "utimens", "setxattr", "removexattr", "listxattr"),
@@ -95,7 +95,7 @@ def _handle(info: Pointer[OpenInfo]) -> int | None:
 
 
 class Callbacks:
-    """One method for each member of struct fuse_operations, under its name there."""
+    """One method, `_op_` and its name, for each member of struct fuse_operations."""
 
     def __init__(
         self, operations: LlmcacheOperations, context: Callable[[], Pointer[RequestContext]], request: Callable[[], int]
@@ -108,7 +108,7 @@ class Callbacks:
 
     def guarded(self, name: str) -> Callable[..., int] | None:
         """The callback of that name with errors turned into -errno; an unexpected exception becomes EIO and a log entry."""
-        method = getattr(self, "op_" + name, None)
+        method = getattr(self, "_op_" + name, None)
         if method is None:
             return None
 
@@ -139,45 +139,38 @@ class Callbacks:
 
     # Open files
 
-    def op_open(self, path: bytes, info: Pointer[OpenInfo]) -> None:
-        """FUSE_OPEN."""
+    def _op_open(self, path: bytes, info: Pointer[OpenInfo]) -> None:
         file = info.contents
         file.fh, file.keep_cache = self._ops.open(os.fsdecode(path), file.flags, self._caller())
 
-    def op_create(self, path: bytes, mode: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_CREATE."""
+    def _op_create(self, path: bytes, mode: int, info: Pointer[OpenInfo]) -> None:
         file = info.contents
         file.fh, file.keep_cache = self._ops.create(os.fsdecode(path), file.flags, mode, self._caller())
 
-    def op_read(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
-        """FUSE_READ."""
+    def _op_read(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
         return self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
 
-    def op_write(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
-        """FUSE_WRITE."""
+    def _op_write(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
         return self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
 
-    def op_release(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
-        """FUSE_RELEASE."""
+    def _op_release(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
         self._ops.release(info.contents.fh)
 
-    def op_fsync(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_FSYNC."""
+    def _op_fsync(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fsync(info.contents.fh, bool(data_only))
 
-    def op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_FALLOCATE."""
+    def _op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
-    def op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
+    def _op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
         """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel does the others."""
         return self._ops.lseek(info.contents.fh, offset, whence)
 
     # Attributes
 
-    def op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
+    def _op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
         if path is not None and _HIDDEN in path and not info:
             self._thread.looked = self._request(), path
@@ -189,20 +182,20 @@ class Callbacks:
             spec = getattr(target, f"st_{field}spec")
             spec.tv_sec, spec.tv_nsec = divmod(getattr(status, f"st_{field}_ns"), 10**9)
 
-    def op_truncate(self, path: bytes | None, length: int, info: Pointer[OpenInfo]) -> None:
+    def _op_truncate(self, path: bytes | None, length: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the size."""
         self._ops.truncate(_name(path), _handle(info), length, self._caller())
 
-    def op_chmod(self, path: bytes | None, mode: int, info: Pointer[OpenInfo]) -> None:
+    def _op_chmod(self, path: bytes | None, mode: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the mode."""
         self._ops.chmod(_name(path), _handle(info), mode, self._caller())
 
-    def op_chown(self, path: bytes | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
+    def _op_chown(self, path: bytes | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the owner; -1 leaves one as it is."""
         none = 2**32 - 1
         self._ops.chown(_name(path), _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
 
-    def op_utimens(self, path: bytes | None, times: Struct, info: Pointer[OpenInfo]) -> None:
+    def _op_utimens(self, path: bytes | None, times: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT stay in the nanoseconds."""
         pairs = None
         if times:
@@ -210,53 +203,45 @@ class Callbacks:
             pairs = [(both.actime.tv_sec, both.actime.tv_nsec), (both.modtime.tv_sec, both.modtime.tv_nsec)]
         self._ops.utimens(_name(path), _handle(info), pairs)
 
-    def op_setxattr(self, path: bytes, name: bytes, value: Buffer, size: int, flags: int) -> None:
-        """FUSE_SETXATTR."""
+    def _op_setxattr(self, path: bytes, name: bytes, value: Buffer, size: int, flags: int) -> None:
         self._ops.setxattr(os.fsdecode(path), os.fsdecode(name), ctypes.string_at(value, size), flags)
 
-    def op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
+    def _op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
         """FUSE_GETXATTR; size 0 asks for the length."""
         # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
         with self._rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
             return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
 
-    def op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
+    def _op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
         """FUSE_LISTXATTR; size 0 asks for the length."""
         names = self._ops.listxattr(os.fsdecode(path))
         return _put(b"".join(os.fsencode(name) + b"\0" for name in names), buffer, size)
 
-    def op_removexattr(self, path: bytes, name: bytes) -> None:
-        """FUSE_REMOVEXATTR."""
+    def _op_removexattr(self, path: bytes, name: bytes) -> None:
         self._ops.removexattr(os.fsdecode(path), os.fsdecode(name))
 
     # Names
 
-    def op_readlink(self, path: bytes, buffer: Buffer, size: int) -> None:
-        """FUSE_READLINK."""
+    def _op_readlink(self, path: bytes, buffer: Buffer, size: int) -> None:
         target = os.fsencode(self._ops.readlink(os.fsdecode(path)))[: size - 1] + b"\0"
         ctypes.memmove(buffer, target, len(target))
 
-    def op_mknod(self, path: bytes, mode: int, _device: int) -> None:
-        """FUSE_MKNOD."""
+    def _op_mknod(self, path: bytes, mode: int, _device: int) -> None:
         self._ops.mknod(os.fsdecode(path), mode, self._caller())
 
-    def op_mkdir(self, path: bytes, mode: int) -> None:
-        """FUSE_MKDIR."""
+    def _op_mkdir(self, path: bytes, mode: int) -> None:
         self._ops.mkdir(os.fsdecode(path), mode, self._caller())
 
-    def op_unlink(self, path: bytes) -> None:
-        """FUSE_UNLINK."""
+    def _op_unlink(self, path: bytes) -> None:
         self._ops.unlink(os.fsdecode(path))
 
-    def op_rmdir(self, path: bytes) -> None:
-        """FUSE_RMDIR."""
+    def _op_rmdir(self, path: bytes) -> None:
         self._ops.rmdir(os.fsdecode(path))
 
-    def op_symlink(self, target: bytes, path: bytes) -> None:
-        """FUSE_SYMLINK."""
+    def _op_symlink(self, target: bytes, path: bytes) -> None:
         self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
 
-    def op_rename(self, old: bytes, new: bytes, flags: int) -> None:
+    def _op_rename(self, old: bytes, new: bytes, flags: int) -> None:
         """FUSE_RENAME2, and what libfuse makes of FUSE_UNLINK of an open file: it looks first if the hidden name is free."""
         looked, self._thread.looked = self._thread.looked, None
         if _HIDDEN in new and looked == (self._request(), new):
@@ -264,17 +249,15 @@ class Callbacks:
         else:
             self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
 
-    def op_link(self, old: bytes, new: bytes) -> None:
-        """FUSE_LINK."""
+    def _op_link(self, old: bytes, new: bytes) -> None:
         self._ops.link(os.fsdecode(old), os.fsdecode(new))
 
     # Directories and the file system
 
-    def op_opendir(self, path: bytes, info: Pointer[OpenInfo]) -> None:
-        """FUSE_OPENDIR."""
+    def _op_opendir(self, path: bytes, info: Pointer[OpenInfo]) -> None:
         info.contents.fh = self._ops.opendir(os.fsdecode(path))
 
-    def op_readdir(
+    def _op_readdir(
         self, _path: bytes | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
     ) -> None:
         """FUSE_READDIR: as many entries as the kernel's buffer takes, from where the last call ended."""
@@ -288,16 +271,13 @@ class Callbacks:
                     return
                 listing.taken(position)
 
-    def op_releasedir(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
-        """FUSE_RELEASEDIR."""
+    def _op_releasedir(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
         self._ops.releasedir(info.contents.fh)
 
-    def op_fsyncdir(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_FSYNCDIR."""
+    def _op_fsyncdir(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fsyncdir(info.contents.fh, bool(data_only))
 
-    def op_statfs(self, _path: bytes, buffer: Struct) -> None:
-        """FUSE_STATFS."""
+    def _op_statfs(self, _path: bytes, buffer: Struct) -> None:
         status = self._ops.statfs()
         target = buffer.contents
         for field in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):

@@ -1,4 +1,4 @@
-"""What the mount does with open files: open, read, write, sync, close. Names are in `tree.py`, the cache in `engine.py`.
+"""What the mount does with files, directories and names; the cache is in `engine.py`.
 
 A file changed behind the mount is noticed here, at open: its Backing moves to the new content and the engine forgets
 what it had before the open is answered. The kernel drops the pages of a file whose open says so, and until a background
@@ -8,24 +8,31 @@ open is about to drop. The size needs no care: attributes expire at once (see li
 A file written through one name is changed for its other names (hard links) in the same way: whoever opens one of them
 after the write reads what was written; who has it open does so once its pages are dropped. The write does not wait for
 that (see `state.py`: who may wait for whom).
+
+Deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits in its directory and deletes it when it
+is closed. Here that rename (`hide`, and not a user's `rename` to such a name) deletes the file at once; its open Backing
+goes on under the hidden name, which lives only in `_hidden`. The directory can then be removed, and nothing is left behind
+if the daemon is killed. With libfuse's `hard_remove` there would be no hidden name, but such a file could neither be
+given another mode nor be opened by its descriptor (ESTALE).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
+import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable, Opened
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, may_write
-from llmcache.fs.vfs.handles import FileHandle, HandleTable, Listing
-from llmcache.fs.vfs.source import SourceTree, WritePolicy
-from llmcache.fs.vfs.tree import TreeOperations
+from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy, open_again, read_only
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.fuse import Reader
@@ -35,14 +42,113 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.fs")
 
 
-class LlmcacheOperations(TreeOperations):
+@dataclass(frozen=True)
+class FileHandle:
+    """One open of a regular file."""
+
+    backing: Backing
+    flags: int
+    pid: int
+    rights: Caller | None = None  # of another user
+
+    def writer(self, caller: Caller) -> Caller:
+        """Whose rights a write has: the caller's, or of who opened the file, where the kernel writes what was mapped.
+
+        Without a look at the caller's groups: those of who opened the file count, if that is the same user.
+        """
+        opener = self.rights or NOBODY_ELSE
+        if not caller.is_other:
+            return NOBODY_ELSE if caller.pid else opener
+        return opener if (caller.uid, caller.gid) == (opener.uid, opener.gid) else replace(caller, known_groups=())
+
+
+class Listing:
+    """An open directory, read in the order of SOURCE with no copy of its entries: memory does not grow with its size.
+
+    Offsets are counts of entries. The kernel normally goes on where it stopped; another offset (rewinddir, seekdir)
+    reads the directory from its start again.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.lock = threading.Lock()
+        self._position = 0
+        self._pending: tuple[str, int] | None = None
+        self._items: Iterator[tuple[str, int]] = iter(())
+        self._started = False
+
+    def entries(self, offset: int) -> Iterator[tuple[int, str, int]]:
+        """(offset after it, name, mode bits of its type) from `offset` on; `taken` confirms each."""
+        if not self._started or offset != self._position or offset == 0:
+            self._restart(offset)
+        while True:
+            if self._pending is None:
+                self._pending = next(self._items, None)
+            if self._pending is None:
+                return
+            yield (self._position + 1, *self._pending)
+
+    def taken(self, position: int) -> None:
+        """The entry that ends at `position` went into the kernel's buffer."""
+        self._position = position
+        self._pending = None
+
+    def _restart(self, offset: int) -> None:
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        self._items = _scan(self.fd)
+        self._pending = None
+        self._started = True
+        self._position = sum(1 for _ in itertools.islice(self._items, offset))
+
+    def close(self) -> None:
+        """Close the directory."""
+        self._items = iter(())
+        os.close(self.fd)
+
+
+def _scan(fd: int) -> Iterator[tuple[str, int]]:
+    yield ".", stat.S_IFDIR
+    yield "..", stat.S_IFDIR
+    with os.scandir(fd) as found:
+        for entry in found:
+            yield entry.name, _kind(entry)
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    """Type bits of an entry; no stat for files, directories and links where the file system tells the type."""
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
+    try:
+        return stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return 0
+
+
+def _chmod(file: int | str, bits: int, caller: Caller) -> None:
+    """With the caller's rights, but for set-id bits: the kernel takes them away when somebody writes, who may not own it."""
+    before = stat.S_IMODE(os.stat(file).st_mode)
+    less = before & ~bits
+    by_kernel = less and before ^ less == bits and not less & ~(stat.S_ISUID | stat.S_ISGID)
+    with contextlib.nullcontext() if by_kernel else caller.rights():
+        os.chmod(file, bits)
+
+
+class LlmcacheOperations:
     """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
 
     def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
-        super().__init__(tree, BackingTable(), policy)
+        self._tree, self._table, self._policy = tree, BackingTable(), policy
         self._engine, self._reader = engine, reader
-        self._files: HandleTable[FileHandle] = HandleTable()
-        self._listings: HandleTable[Listing] = HandleTable()
+        # The small numbers that libfuse keeps for us. Dicts and a counter: atomic under the GIL.
+        self._numbers = itertools.count(1)
+        self._files: dict[int, FileHandle] = {}
+        self._listings: dict[int, Listing] = {}
+        self._hidden: dict[str, Backing] = {}  # each with a reference
+        self._vanished: set[str] = set()  # hidden names of files that were closed when libfuse hid them
         self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
         self._notifier: Notifier | None = None
         self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
@@ -133,9 +239,12 @@ class LlmcacheOperations(TreeOperations):
 
     def _may_replace(self, backing: Backing, fd: int) -> bool:
         """True if all who have a file open may so open what has taken its place: they will have it, see `backing.py`."""
-        known = [(handle.flags, handle.rights) for handle in self._files.all() if handle.backing is backing]
-        if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known) and not may_write(fd):
-            return False
+        known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
+        if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
+            again = open_again(fd, os.O_RDWR)
+            if again is None:
+                return False
+            os.close(again)
         known += [(flags, rights) for path, flags, rights in list(self._in_progress) if path == backing.path]
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
@@ -166,8 +275,9 @@ class LlmcacheOperations(TreeOperations):
             may_keep = self._engine.opened(backing, path, pid)
             if opened.drop is not None:
                 self._drop_later(backing, opened.drop)
-            handle = FileHandle(backing, flags, pid, rights)
-            return self._files.add(handle), bool(may_keep and not backing.unsettled)
+            number = next(self._numbers)
+            self._files[number] = FileHandle(backing, flags, pid, rights)
+            return number, bool(may_keep and not backing.unsettled)
         except BaseException:
             self._table.release(backing)
             raise
@@ -207,14 +317,14 @@ class LlmcacheOperations(TreeOperations):
 
     def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
         """Bytes put at `address`; short only at the end of the file."""
-        handle = self._files.get(number)
-        if handle.direct:
+        handle = self._files[number]
+        if handle.flags & os.O_DIRECT:  # does not enter the page cache of the mount
             return self._reader.uncached(handle.backing, address, size, offset, pid)
         return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
         """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""
-        handle = self._files.get(number)
+        handle = self._files[number]
         backing = handle.backing
         with handle.writer(caller).rights():
             done = backing.write_from(address, size, offset)
@@ -263,11 +373,11 @@ class LlmcacheOperations(TreeOperations):
 
     def fsync(self, number: int, data_only: bool) -> None:
         """Force written data to SOURCE's storage."""
-        self._files.get(number).backing.sync(data_only)
+        self._files[number].backing.sync(data_only)
 
     def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
         """Allocate, punch, collapse, … as SOURCE's file system can."""
-        backing = self._files.get(number).backing
+        backing = self._files[number].backing
         with caller.rights(), backing.own_change():
             syscalls.fallocate(backing.fd, mode, offset, length)
         self._note_change(backing, offset, -1)
@@ -275,23 +385,212 @@ class LlmcacheOperations(TreeOperations):
     def lseek(self, number: int, offset: int, whence: int) -> int:
         """Next data or hole at or after `offset`."""
         # Moves the descriptor's own position, which nothing uses: all I/O is pread and pwrite.
-        return os.lseek(self._files.get(number).backing.fd, offset, whence)
+        return os.lseek(self._files[number].backing.fd, offset, whence)
+
+    # Attributes
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
         """The Backing a call is about: that of its handle, or of a deleted file's path; None for any other path."""
         if number is not None:
-            return self._files.get(number).backing
+            return self._files[number].backing
         return self._hidden.get(path) if path is not None else None
+
+    @contextlib.contextmanager
+    def _changing(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
+        """What system calls take for the file of which attributes are changed: a descriptor, or a name in /proc. EROFS."""
+        backing = self._backing_of(path, number)
+        if backing is not None:
+            if not backing.hidden:
+                self._policy.check(backing.path)
+            yield backing.fd
+            backing.record()
+            return
+        assert path is not None
+        self._check_file(path)
+        with self._tree.item(path, caller) as item:
+            yield item
+        self._touched(path)
+
+    @contextlib.contextmanager
+    def _looking_at(self, path: str) -> Iterator[int | str]:
+        """The same for what changes nothing."""
+        backing = self._hidden.get(path)
+        if backing is not None:
+            yield backing.fd
+            return
+        with self._tree.item(path) as item:
+            yield item
+
+    def getattr(self, path: str | None, number: int | None) -> os.stat_result:
+        """lstat of a path, fstat of an open file."""
+        backing = self._backing_of(path, number)
+        if backing is not None:
+            return os.fstat(backing.fd)
+        assert path is not None
+        return self._tree.stat(path)
+
+    def readlink(self, path: str) -> str:
+        """A link as it is: the kernel resolves it, in the mount or outside of it."""
+        with self._tree.parent(path) as (dir_fd, name):
+            return os.readlink(name, dir_fd=dir_fd)
+
+    def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
+        """Change permission bits."""
+        with self._changing(path, number, caller) as file:
+            _chmod(file, stat.S_IMODE(mode), caller)
+
+    def chown(self, path: str | None, number: int | None, uid: int, gid: int) -> None:
+        """Change owner or group; -1 keeps one."""
+        with self._changing(path, number) as file:
+            os.chown(file, uid, gid)
+
+    def utimens(self, path: str | None, number: int | None, times: Sequence[tuple[int, int]] | None) -> None:
+        """Change times, in (seconds, nanoseconds) with UTIME_NOW and UTIME_OMIT."""
+        with self._changing(path, number) as file:
+            syscalls.utimens(file, times)
+
+    def getxattr(self, path: str, name: str) -> bytes:
+        """Value of an extended attribute."""
+        with self._looking_at(path) as file:
+            return os.getxattr(file, name)
+
+    def listxattr(self, path: str) -> list[str]:
+        """Names of the extended attributes."""
+        with self._looking_at(path) as file:
+            return os.listxattr(file)
+
+    def setxattr(self, path: str, name: str, value: bytes, flags: int) -> None:
+        """Set an extended attribute; XATTR_CREATE and XATTR_REPLACE are honoured."""
+        with self._changing(path) as file:
+            os.setxattr(file, name, value, flags)
+
+    def removexattr(self, path: str, name: str) -> None:
+        """Remove an extended attribute."""
+        with self._changing(path) as file:
+            os.removexattr(file, name)
+
+    # Names
+
+    def unlink(self, path: str) -> None:
+        """Delete a name."""
+        backing = self._hidden.pop(path, None)
+        if backing is not None:  # deleted when it was hidden
+            self._table.release(backing)
+            return
+        if path in self._vanished and not self._exists(path):
+            self._vanished.discard(path)
+            return
+        self._check_file(path)
+        with self._tree.parent(path) as (dir_fd, name):
+            os.unlink(name, dir_fd=dir_fd)
+        self._gone(path)
+
+    def rename(self, old: str, new: str, flags: int) -> None:
+        """Rename, with RENAME_NOREPLACE and RENAME_EXCHANGE."""
+        self._check_file(old)
+        if not self._policy.everything:
+            self._policy.check(new)
+            if self._exists(new):
+                self._check_file(new)
+        with self._tree.parent(old) as (old_fd, old_name), self._tree.parent(new) as (new_fd, new_name):
+            if flags:
+                files.renameat2(old_fd, old_name, new_fd, new_name, flags)
+            else:
+                os.rename(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd)
+        self._moved(old, new, exchanged=bool(flags & files.RENAME_EXCHANGE))
+
+    def hide(self, old: str, new: str) -> None:
+        """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
+
+        libfuse counts a file as open until the release has returned, so it may have no Backing any more."""
+        backing = self._table.acquire(old)
+        try:
+            self._check_file(old)
+            with self._tree.parent(old) as (dir_fd, name):
+                os.unlink(name, dir_fd=dir_fd)
+        except BaseException:
+            if backing is not None:
+                self._table.release(backing)
+            raise
+        if backing is None:
+            self._vanished.add(new)
+            self._gone(old)
+            return
+        self._engine.removed(old)
+        self._engine.renamed(old, new)
+        self._hidden[new] = backing
+        self._table.moved(old, new)
+        backing.record()
+        backing.hidden = True  # from here on it may be let go by who closes it
+        self._let_go(backing)
+
+    def _let_go(self, backing: Backing) -> None:
+        """Gives a deleted file up, and its space free, once nobody has it open any more.
+
+        libfuse says so with an unlink of the hidden name, but not if the last release came while it hid the file: the pin
+        helper closes what is deleted at once.
+        """
+        if backing.hidden and self._table.is_last(backing) and self._hidden.pop(backing.path, None) is not None:
+            self._vanished.add(backing.path)
+            self._table.release(backing)
+
+    def _moved(self, old: str, new: str, exchanged: bool) -> None:
+        self._table.moved(old, new, exchanged=exchanged)
+        if exchanged:
+            between = old + "\0"
+            self._engine.renamed(old, between)
+            self._engine.renamed(new, old)
+            self._engine.renamed(between, new)
+        else:
+            self._engine.renamed(old, new)
+        self._touched(new)
+
+    def link(self, old: str, new: str) -> None:
+        """Make a hard link."""
+        self._check_file(old)
+        self._policy.check(new)
+        with self._tree.parent(old) as (old_fd, old_name), self._tree.parent(new) as (new_fd, new_name):
+            os.link(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
+        self._touched(old)
+
+    def mknod(self, path: str, mode: int, caller: Caller) -> None:
+        """Make an empty regular file; EPERM for devices, FIFOs and sockets."""
+        self._policy.check(path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        with self._tree.parent(path) as (dir_fd, name):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(name, flags, caller.new_mode(dir_fd, stat.S_IMODE(mode)), dir_fd=dir_fd))
+
+    def mkdir(self, path: str, mode: int, caller: Caller) -> None:
+        """Make a directory."""
+        self._policy.check_tree()
+        with self._tree.parent(path) as (dir_fd, name):
+            os.mkdir(name, caller.new_mode(dir_fd, mode), dir_fd=dir_fd)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        self._policy.check_tree()
+        with self._tree.parent(path) as (dir_fd, name):
+            os.rmdir(name, dir_fd=dir_fd)
+
+    def symlink(self, target: str, path: str) -> None:
+        """Make a symbolic link with any target."""
+        self._policy.check_tree()
+        with self._tree.parent(path) as (dir_fd, name):
+            os.symlink(target, name, dir_fd=dir_fd)
 
     # Directories
 
     def opendir(self, path: str) -> int:
         """A handle of a directory."""
-        return self._listings.add(Listing(self._tree.open_directory(path)))
+        number = next(self._numbers)
+        self._listings[number] = Listing(self._tree.open_directory(path))
+        return number
 
     def listing(self, number: int) -> Listing:
         """The open directory of a handle."""
-        return self._listings.get(number)
+        return self._listings[number]
 
     def releasedir(self, number: int) -> None:
         """Close a directory."""
@@ -299,8 +598,35 @@ class LlmcacheOperations(TreeOperations):
 
     def fsyncdir(self, number: int, _data_only: bool) -> None:
         """Force a directory's entries to storage."""
-        os.fsync(self._listings.get(number).fd)
+        os.fsync(self._listings[number].fd)
 
     def statfs(self) -> os.statvfs_result:
         """Space on SOURCE's file system."""
         return os.fstatvfs(self._tree.fd)
+
+    # Shared
+
+    def _check_file(self, path: str) -> None:
+        """EROFS unless what is at `path` may be changed; without --rw that is only a regular file that matches."""
+        if self._policy.everything:
+            return
+        self._policy.check(path)
+        if not stat.S_ISREG(self._tree.stat(path).st_mode):
+            raise read_only()
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._tree.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _touched(self, path: str) -> None:
+        """The change time moved by our own doing: not a change of content."""
+        with self._table.using(path) as backing:
+            if backing is not None:
+                backing.record()
+
+    def _gone(self, path: str) -> None:
+        self._table.forget(path)
+        self._engine.removed(path)
