@@ -9,6 +9,7 @@ stopped: an accelerator has them anyway.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import tempfile
@@ -27,7 +28,6 @@ from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
 from llmcache.kv.csd import PROFILES, CsdProfile, Report
-from llmcache.kv.importance.bkp import cpu_pages_for
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.planning import Hardware, ModelShape
@@ -161,10 +161,20 @@ class Setup:
 
     @property
     def cpu_pages(self) -> int | None:
-        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound."""
-        if self.beta is None and self.memory_bytes is None:
+        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound.
+
+        Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: where M0 binds, that is the size (the paper
+        only says that Mc is below it).
+        """
+        shape = self.spec.shape
+        pages = shape.pages_of(self._length)
+        if self.beta is not None:
+            pages = math.floor(pages * self.beta / (1 + self.beta))
+        elif self.memory_bytes is None:
             return None
-        return cpu_pages_for(self.spec.shape, self._length, self.beta, self.memory_bytes, self.spec.batch)
+        if self.memory_bytes is not None:
+            pages = min(pages, self.memory_bytes // (shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch))
+        return pages
 
     @property
     def pool_bytes(self) -> int:
@@ -223,7 +233,7 @@ class PolicySession:
         )  # fmt: skip
         settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens)
         if variant.without:
-            settings = replace(settings, **{part: False for part in variant.without})  # type: ignore[arg-type]
+            settings = replace(settings, **{part: False for part in variant.without if part != "app"})  # type: ignore[arg-type]
         with contextlib.ExitStack() as stack:
             self.store = KvStore(config)
             stack.callback(self.store.discard)
