@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmcache.kv.importance.bkp import moves
-from llmcache.kv.importance.columns import column_sums
-from llmcache.kv.importance.tables import MOST, HitTable, TokenTable
-from numpy.typing import NDArray
-
 from llmcache.kv.pipeline import KvEngine
-from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
+from llmcache.kv.policies.base import TokenTable
+from llmcache.kv.policies.h2o import column_sums
+from llmcache.kv.policies.hillinfer import MOST, HillInfer, HillInferSettings, HitTable, moves
 from llmcache.kv.tiers import KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
