@@ -6,7 +6,6 @@ Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,26 +16,16 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
-from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.report import output, theme
 from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import check_target, form_of, plain_table, write_target
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#cc79a7", DECODING: "#0072b2"}
 """As in a decode step's Gantt chart."""
 _MS, _MIB = 1e6, 1 << 20
 _OTHERS = ("o", "s", "^", "v", "D", "P", "X")
-
-
-@dataclass(frozen=True)
-class TaskPanel:
-    """A panel: its name, the paper's figure it is like, and what draws it."""
-
-    name: str
-    like: str
-    draw: Callable[[Axes, TaskBench], None]
 
 
 def look_of(policy: str) -> theme.Look:
@@ -63,19 +52,19 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
     """Time to the second token, as figure 7a."""
-    _bars(axes, bench, [row.speed.tt2t_ns / _MS for row in bench.at(bench.contexts[-1])], "time to the second token (ms)")
+    rows = bench.at(bench.contexts[-1])
+    _bars(axes, rows, [row.speed.tt2t_ns / _MS for row in rows], "time to the second token (ms)")
     axes.set_title("Time to the second token")
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
     """Time per token with the share of right answers relative to the full cache's, as figure 7b."""
-    context = bench.contexts[-1]
-    full = bench.stock(context).answers.share
-    rows = bench.at(context)
-    _bars(axes, bench, [row.speed.tpot_ns / _MS for row in rows], "time per token (ms)")
-    for place, row in enumerate(rows):
+    full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
+    times = [row.speed.tpot_ns / _MS for row in rows]
+    _bars(axes, rows, times, "time per token (ms)")
+    for place, (row, time) in enumerate(zip(rows, times, strict=True)):
         told = f"{row.answers.share / full:.0%}" if full else "-"
-        axes.annotate(told, (row.speed.tpot_ns / _MS, place), xytext=(3, -3), textcoords="offset points", fontsize=7)
+        axes.annotate(told, (time, place), xytext=(3, -3), textcoords="offset points", fontsize=7)
     axes.margins(x=0.15)
     axes.set_title("Time per token; answers relative to full")
 
@@ -96,7 +85,12 @@ def breakdown(axes: Axes, bench: TaskBench) -> None:
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
     """Time per token over context, as figure 8; of several budgets the largest."""
-    for policy, rows in _lines(bench).items():
+    largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
+    lines: dict[str, list[TaskRow]] = {}
+    for row in sorted(bench.rows, key=lambda row: row.context):
+        if row.budget in (None, largest):
+            lines.setdefault(row.policy, []).append(row)
+    for policy, rows in lines.items():
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
     theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
@@ -128,33 +122,28 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
     axes.legend(fontsize=7)
 
 
-def parts_of(bench: TaskBench) -> list[TaskPanel]:
-    """Returns the panels that `bench` has data for, depths apart (see `depth_figure`)."""
-    found = [
-        TaskPanel("accuracy", "table 1", accuracy),
-        TaskPanel("tradeoff", "figure 1", tradeoff),
-        TaskPanel("second token", "figure 7a", second_token),
-        TaskPanel("per token", "figure 7b", per_token),
-        TaskPanel("breakdown", "figure 7c", breakdown),
-    ]
-    return [*found, TaskPanel("scaling", "figure 8", scaling)] if len(bench.contexts) > 1 else found
+PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
+    "accuracy": ("table 1", accuracy),
+    "tradeoff": ("figure 1", tradeoff),
+    "second token": ("figure 7a", second_token),
+    "per token": ("figure 7b", per_token),
+    "breakdown": ("figure 7c", breakdown),
+    "scaling": ("figure 8", scaling),
+}
+"""Panels by name: the paper's figure that it is like, and what draws it; depths are apart (see `depth_figure`)."""
 
 
-def figure_of(bench: TaskBench) -> Figure:
-    """Returns all panels of `bench` in one figure."""
+def panels_of(bench: TaskBench) -> list[str]:
+    """Returns the panels that `bench` has data for."""
+    return [name for name in PANELS if name != "scaling" or len(bench.contexts) > 1]
+
+
+def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
+    """Returns panels of `bench` in one figure."""
     with theme.style():
-        found = parts_of(bench)
-        figure, axes = theme.grid_of(len(found), columns=3)
-        for place, part in zip(axes, found, strict=True):
-            part.draw(place, bench)
-    return figure
-
-
-def part_figure(bench: TaskBench, part: TaskPanel) -> Figure:
-    """Returns one panel as a figure."""
-    with theme.style():
-        figure, (axes,) = theme.grid_of(1)
-        part.draw(axes, bench)
+        figure, axes = theme.grid_of(len(panels), columns=3)
+        for place, name in zip(axes, panels, strict=True):
+            PANELS[name][1](place, bench)
     return figure
 
 
@@ -185,8 +174,7 @@ def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
     return image
 
 
-def _bars(axes: Axes, bench: TaskBench, values: Sequence[float], label: str) -> None:
-    rows = bench.at(bench.contexts[-1])
+def _bars(axes: Axes, rows: Sequence[TaskRow], values: Sequence[float], label: str) -> None:
     axes.barh(range(len(rows)), values, color=[look_of(row.policy).colour for row in rows], height=0.7)
     _names(axes, rows)
     axes.set_xlabel(label)
@@ -198,32 +186,10 @@ def _names(axes: Axes, rows: Sequence[TaskRow]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
-    """Rows over context of each policy, with its largest budget."""
-    largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
-    found: dict[str, list[TaskRow]] = {}
-    for row in sorted(bench.rows, key=lambda row: row.context):
-        if row.budget in (None, largest):
-            found.setdefault(row.policy, []).append(row)
-    return found
-
-
-OPTION = "--plot"
 LEAD = (
     "A real model answers questions about long contexts with transformers' own cache and with spilled ones. Everything is "
     "measured on the machine named below; the computational SSD is not used."
 )
-
-
-def answer(setup: TaskSetup, plot: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
-    """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
-    if plot is not None:
-        form_of(OPTION, plot)
-        check_target(OPTION, plot, force)
-    bench = run(setup, tell)
-    if plot is not None:
-        write_target(OPTION, plot, drawn(bench, form_of(OPTION, plot)), force)
-    show(bench, as_json)
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
@@ -248,29 +214,28 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
 
 def answers_table(bench: TaskBench, context: int) -> Table:
     """Answers, attention and memory at a context."""
-    losses = ["loss above full", "divergence"] if bench.stock(context).losses else []
+    full = bench.stock(context)
     made = plain_table(
-        "cache", *losses, "right", "of full's", "questions", "top-k found", "attention", "KV in memory", "of full", "index",
-        "spilled",
+        "cache", *(["loss above full", "divergence"] if full.losses else []), "right", "of full's", "questions",
+        "top-k found", "attention", "KV in memory", "of full", "index", "spilled",
     )  # fmt: skip
-    full = bench.stock(context).memory.kv_bytes
     for row in bench.at(context):
         nats = (bench.above(row), row.divergences and mean_of(row.divergences))
-        told = [f"{one[0]:.4f} ± {one[1]:.4f}" for one in nats if one]
-        made.add_row(row.name, *told, *_answers(row, bench.kept(row), full))
+        kept = bench.kept(row)
+        made.add_row(
+            row.name,
+            *(f"{one[0]:.4f} ± {one[1]:.4f}" for one in nats if one),
+            f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
+            "-" if kept is None else f"{kept:.1%}",
+            f"{row.answers.questions}",
+            "-" if row.attention is None else f"{row.attention.recall:.1%}",
+            "-" if row.attention is None else f"{row.attention.mass:.1%}",
+            format_size(row.memory.kv_bytes),
+            f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
+            format_size(row.memory.index_bytes),
+            format_size(row.spilled_bytes),
+        )
     return made
-
-
-def _answers(row: TaskRow, kept: float | None, full_bytes: int) -> Iterator[str]:
-    yield f"{row.answers.share:.1%} ± {row.answers.error:.1%}"
-    yield "-" if kept is None else f"{kept:.1%}"
-    yield f"{row.answers.questions}"
-    yield "-" if row.attention is None else f"{row.attention.recall:.1%}"
-    yield "-" if row.attention is None else f"{row.attention.mass:.1%}"
-    yield format_size(row.memory.kv_bytes)
-    yield f"{row.memory.kv_bytes / full_bytes:.1%}"
-    yield format_size(row.memory.index_bytes)
-    yield format_size(row.spilled_bytes)
 
 
 def speed_table(bench: TaskBench, context: int) -> Table:
@@ -290,7 +255,7 @@ def drawn(bench: TaskBench, form: str) -> bytes:
     """Returns `bench` as a file of `form`: png, svg or html."""
     if form == "html":
         return page(bench).encode()
-    return theme.captioned(figure_of(bench), caption(bench), form)
+    return theme.captioned(figure_of(bench, panels_of(bench)), caption(bench), form)
 
 
 def caption(bench: TaskBench) -> str:
@@ -305,9 +270,9 @@ def page(bench: TaskBench) -> str:
     if (depths := depth_figure(bench)) is not None:
         title = "Right answers by depth and context (like the paper's figure 6)"
         sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
-    for part in parts_of(bench):
-        title = f"{part.name.capitalize()} (like the paper's {part.like})"
-        sections.append(Section(title, [theme.embedded(part_figure(bench, part), told, under)]))
+    for name in panels_of(bench):
+        title = f"{name.capitalize()} (like the paper's {PANELS[name][0]})"
+        sections.append(Section(title, [theme.embedded(figure_of(bench, [name]), told, under)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
 

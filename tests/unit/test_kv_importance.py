@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from llmcache.kv.pipeline import KvEngine
 from llmcache.kv.policies.base import TokenTable
 from llmcache.kv.policies.h2o import column_sums

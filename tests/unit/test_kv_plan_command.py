@@ -12,8 +12,8 @@ import pytest
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.planning import profile
-from llmcache.kv.planning.plan import PlanOptions, plan
-from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, cached_profile, hardware_of, key_of, profile_of
+from llmcache.kv.planning.plan import plan
+from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, hardware_of, key_of, profile_of
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.test_kv_planning import LLAMA_8B, QWEN3_30B_A3B
@@ -117,7 +117,6 @@ def test_a_profile_is_of_one_machine_and_device(
 ) -> None:
     profile_of(tmp_path)
     monkeypatch.setattr(profile, "_processor", lambda: "another")
-    assert cached_profile(tmp_path) is None
     assert not profile_of(tmp_path).cached and profile_of(tmp_path).profile.key.processor == "another"
     with pytest.raises(UsageError, match="DIR: "):
         key_of(tmp_path / "nowhere")
@@ -197,12 +196,12 @@ def test_what_the_ssd_has_no_room_for(
     config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB))
-    found = plan(PlanOptions(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path)))
+    found = plan(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path))
     assert found.lacking_bytes == pytest.approx(found.places.ssd - GIB) and not found.latencies
     (limit,) = [one for one in found.limits if one.batch == 1]
     assert limit.gpu is None and limit.with_ssd is not None
     assert limit.with_ssd - limit.gpu_and_ram == pytest.approx(GIB / 131072, abs=1)
-    fits = plan(PlanOptions(config, limit.with_ssd - 200, ram=24 * GIB, ssd=str(tmp_path)))
+    fits = plan(config, limit.with_ssd - 200, ram=24 * GIB, ssd=str(tmp_path))
     assert fits.machine.name == "measured"
 
 
