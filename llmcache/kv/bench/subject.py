@@ -82,11 +82,16 @@ class Subject:
             hint = "give a GGUF file, or a directory with config.json and weights"
             raise UsageError(f"--model: {path} is not a directory, nor a GGUF file", hint)
         self.model: Any = load_model(path).to("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = None if self.model.config.vocab_size == VOCABULARY else _tokenizer(path)
+        self.tokenizer: Any = None
+        if self.model.config.vocab_size != VOCABULARY:
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(**_place(path))
+            except (OSError, ValueError) as error:
+                hint = "give a directory with tokenizer.json beside the weights"
+                raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without a beginning or an end of text."""
-        assert self.tokenizer is not None
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -102,14 +107,6 @@ class Subject:
         shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads over {heads}"
         kind, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
         return {"family": text.model_type, "shape": shape, "type": kind, "runs on": device}
-
-
-def _tokenizer(path: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(**_place(path))
-    except (OSError, ValueError) as error:
-        hint = "give a directory with tokenizer.json beside the weights"
-        raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
@@ -363,22 +360,16 @@ class Watch:
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns what the policy selects."""
-        selection = self._policy.select(layer, queries)
-        self._note(layer, queries, selection)
+        selection, inside = self._policy.select(layer, queries), self._policy.inside
+        if selection.count < inside.stop - inside.start:
+            weights = softmax(all_products(self._policy.store, layer, queries, self._policy.scale))
+            chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
+            np.put_along_axis(chosen, selection.positions, True, 2)
+            if selection.count:
+                self.recalls.append(_recalled(weights[..., inside], chosen[..., inside]))
+            chosen[..., : inside.start] = chosen[..., inside.stop :] = True
+            self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
         return selection
-
-    def _note(self, layer: int, queries: Floats, selection: Selection) -> None:
-        store, size = self._policy.store, self._policy.page_tokens
-        inside = slice(store.middle.start * size, store.middle.stop * size)
-        if selection.count >= inside.stop - inside.start:
-            return
-        weights = softmax(all_products(store, layer, queries, self._policy.scale))
-        chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
-        np.put_along_axis(chosen, selection.positions, True, 2)
-        if selection.count:
-            self.recalls.append(_recalled(weights[..., inside], chosen[..., inside]))
-        chosen[..., : inside.start] = chosen[..., inside.stop :] = True
-        self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
 
 
 def _recalled(weights: Floats, chosen: Flags) -> float:
@@ -391,8 +382,5 @@ def _recalled(weights: Floats, chosen: Flags) -> float:
 def watch(cache: SpillCache) -> Watch:
     """Returns a watch over the policy of `cache`, which has read a prompt, from now on."""
     engine: Any = cache.conversation.engine
-    if engine is None:
-        raise ValueError("cache: it has no policy before its first token")
-    engine.policy = Watch(engine.policy)
-    found: Watch = engine.policy
+    engine.policy = found = Watch(engine.policy)
     return found

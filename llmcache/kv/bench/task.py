@@ -157,14 +157,11 @@ def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
     texts: list[str] = []
     with torch_threads(threads), workplace(setup.directory) as directory:
         rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, texts, progress)]
-    told = {**conditions(setup), **subject.describe(), **({"texts": texts} if texts else {})}
-    return TaskBench(setup.task, told, tuple(rows))
-
-
-def conditions(setup: TaskSetup) -> dict[str, Any]:
-    """Returns what was set, for tables and JSON."""
-    told = {"model": str(setup.model), "contexts": list(setup.contexts), "budgets": list(setup.budgets)}
-    return told | {"cases": setup.cases, "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory)}
+    conditions = {
+        "model": str(setup.model), "contexts": list(setup.contexts), "budgets": list(setup.budgets), "cases": setup.cases,
+        "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory), **subject.describe(),
+    }  # fmt: skip
+    return TaskBench(setup.task, conditions | ({"texts": texts} if texts else {}), tuple(rows))
 
 
 def _rows(
@@ -222,7 +219,8 @@ def _attention(
     """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
     from llmcache.kv.bench.subject import Prompt, said, watch
 
-    few = _few(asked)
+    # From all over the batch; a chain's contexts are all alike.
+    few = asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
     read = Prompt(subject.model, few.ids)
     found: dict[Candidate, Attention] = {}
     for one in everyone:
@@ -235,13 +233,6 @@ def _attention(
         if watched.recalls:
             found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
     return found
-
-
-def _few(asked: Asked) -> Asked:
-    """Some of the contexts, from all over the batch."""
-    if isinstance(asked, Chain):
-        return asked.part(slice(WATCHED))
-    return asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
 
 
 def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:

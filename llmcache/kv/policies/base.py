@@ -159,9 +159,6 @@ class KvPolicy(ABC):
         self.store, self.timeline = store, timeline
         self.kv_heads, self.page_tokens = store.shape.kv_heads, store.shape.page_tokens
         self.settings = self.settings_class() if settings is None else settings
-        if not isinstance(self.settings, self.settings_class):
-            hint = f"{self.settings_class.__name__} is needed"
-            raise UsageError(f"settings: {type(self.settings).__name__} is not for the policy {self.name!r}", hint)
         self.settings.check_store(store.config)
         self.first: Int64s = np.zeros(store.batch, np.int64)
         self.remembered: list[Remembered] = []
@@ -201,21 +198,12 @@ class KvPolicy(ABC):
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to besides sink, window and tail, for `queries` [batch, heads, head_dim] float32."""
-        self._check(queries)
         tokens = self.tokens
         if tokens == 0:
             return Selection.none(self.store.batch, self.kv_heads)
         if tokens == len(self.store.middle) * self.page_tokens:
             return self.store.everything
         return self.choose(layer, queries, tokens)
-
-    def _check(self, queries: Floats) -> None:
-        batch, dim = self.store.batch, self.store.shape.head_dim
-        heads = queries.shape[1] if queries.ndim == 3 else 0
-        fits = heads and queries.shape == (batch, heads, dim) and heads % self.kv_heads == 0
-        if not fits or queries.dtype != np.float32:
-            wanted = f"float32 [{batch}, a multiple of {self.kv_heads}, {dim}]"
-            raise ValueError(f"queries: {queries.dtype} {queries.shape}, {wanted} is needed")
 
     # What policies ask
 
@@ -250,8 +238,6 @@ class KvPolicy(ABC):
 
     def pad(self, first: Int64s) -> None:
         """Says that the tokens of sequence i before number `first[i]` are padding: they are chosen last of all."""
-        if first.shape != (self.store.batch,) or (first < 0).any():
-            raise ValueError(f"first: {first}, {self.store.batch} numbers of at least 0 are needed")
         self.first = first.astype(np.int64)
 
     def cropped(self, tokens: int) -> None:

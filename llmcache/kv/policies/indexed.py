@@ -71,10 +71,7 @@ class IndexedPolicy(KvPolicy):
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
-        if layer >= self.settings.full_layers:
-            return super().select(layer, queries)
-        self._check(queries)
-        return self.store.everything
+        return self.store.everything if layer < self.settings.full_layers else super().select(layer, queries)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns what the layer's scorers find, or what its anchor chose at this step."""

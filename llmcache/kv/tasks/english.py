@@ -139,7 +139,9 @@ def _probe(
     room = tokens - len(head) - sum(map(len, parts))
     if room < 0:
         raise UsageError(f"--context: {tokens} tokens, what is hidden alone takes {tokens - room}", "give more")
-    noise = _noise(int(rng.integers(len(NOISE))), room, encode)
+    sentence = list(encode(NOISE))
+    start = int(rng.integers(len(NOISE))) % len(sentence)
+    noise = (sentence * (1 + (start + room) // len(sentence)))[start : start + room]
     ids, done = head, 0
     for part, (_, at) in zip(parts, needles, strict=True):
         ids = [*ids, *noise[done : round(at * room)], *part]
@@ -148,12 +150,6 @@ def _probe(
     questions = [_row(encode(question)) for question, _ in asked]
     answers = [_row(encode(f" {answer}")) for _, answer in asked]
     return Probe(_row(ids), questions, answers, None if depth is None else [depth])
-
-
-def _noise(start: int, count: int, encode: Encode) -> list[int]:
-    sentence = list(encode(NOISE))
-    turns = -(-(start % len(sentence) + count) // len(sentence))
-    return (sentence * turns)[start % len(sentence) :][:count]
 
 
 def _row(ids: Sequence[int]) -> Int64s:
