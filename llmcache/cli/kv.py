@@ -167,8 +167,8 @@ def bench_command(
         record_stream(BenchOptions(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     else:
-        asked = BenchOptions(**options)
-        kv_bench.answer(asked if task is None else task_of(task, cases, asked), plot, force, as_json, tell)
+        bench = BenchOptions(**options)
+        kv_bench.answer(bench if task is None else task_of(task, cases, bench), plot, force, as_json, tell)
 
 
 @base.command("plot")

@@ -59,27 +59,12 @@ def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "no spill file stays"
 
 
-def test_a_model_with_a_tokenizer_is_asked_in_words(tmp_path: Path) -> None:
-    directory = worded(tmp_path / "model")
+def test_a_model_with_a_tokenizer_is_asked_in_words_and_one_without_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    save_worded(directory)
     told = task(tmp_path, "needle", "--model", str(directory), "--context", "1100", "--policy", "window", "--budget", "64")
     assert [row["answers"]["questions"] for row in told["rows"]] == [1, 1]
     assert told["conditions"]["family"] == "llama" and told["rows"][0]["answers"]["depths"][0] < 1
-
-
-def worded(directory: Path) -> Path:
-    """A tiny model with random weights whose tokens are letters."""
-    letters = {chr(code): code for code in range(128)}
-    kind = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="\x00"))
-    kind.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=kind, bos_token="\x01").save_pretrained(directory)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(directory)
-    return directory
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    directory = worded(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     with pytest.raises(DataError, match="no tokenizer"):
@@ -88,6 +73,17 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Subject(tmp_path)
     with pytest.raises(UsageError, match="is not a directory"):
         Subject(tmp_path / "nowhere")
+
+
+def save_worded(directory: Path) -> None:
+    """A tiny model with random weights whose tokens are letters."""
+    letters = {chr(code): code for code in range(128)}
+    kind = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="\x00"))
+    kind.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=kind, bos_token="\x01").save_pretrained(directory)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(directory)
 
 
 # What it rests on

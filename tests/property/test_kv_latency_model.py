@@ -106,8 +106,7 @@ def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     kv = model.kv_bytes(workload.context, workload.batch)
     assert found.places.total == pytest.approx(kv)
     assert found.places.host <= found.found.host_kv + 1 and found.places.gpu in (0, kv)
-    room_for_weights = found.found.weights_on_gpu + found.found.weights_on_host
-    assert room_for_weights == pytest.approx(model.weight_bytes)
+    assert found.found.weights_on_gpu + found.found.weights_on_host == pytest.approx(model.weight_bytes)
     # Stages that nothing hides, and the sum of all: a step lies between.
     assert max(found.stages.values()) <= found.token_ns * SLACK
     assert found.token_ns <= sum(found.stages.values()) * SLACK
