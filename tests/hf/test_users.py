@@ -131,8 +131,8 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_that_nobody_has_any_more_is_gone(llama: Any, tmp_path: Path) -> None:
-    model = enable(copy.deepcopy(llama))
+def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:
+    model = enable(copy.deepcopy(tiny("qwen2")))
     cache = SpillCache(model.config, token_budget=64, path=tmp_path, lookahead=True)
     generate(model, cache, single())
     seen = weakref.ref(cache), weakref.ref(cache.conversation), weakref.ref(model)
