@@ -53,32 +53,25 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 def second_token(axes: Axes, bench: TaskBench) -> None:
     """Time to the second token, as figure 7a."""
     rows = bench.at(bench.contexts[-1])
-    _bars(axes, rows, [row.speed.tt2t_ns / _MS for row in rows], "time to the second token (ms)")
-    axes.set_title("Time to the second token")
+    times = [row.speed.tt2t_ns / _MS for row in rows]
+    axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
+    _names(axes, rows)
+    axes.set(xlabel="time to the second token (ms)", title="Time to the second token")
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
-    """Time per token with the share of right answers relative to the full cache's, as figure 7b."""
+    """Time per token and what it consists of, with right answers relative to the full cache's, as figures 7b and 7c."""
     full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
-    times = [row.speed.tpot_ns / _MS for row in rows]
-    _bars(axes, rows, times, "time per token (ms)")
-    for place, (row, time) in enumerate(zip(rows, times, strict=True)):
-        told = f"{row.answers.share / full:.0%}" if full else "-"
-        axes.annotate(told, (time, place), xytext=(3, -3), textcoords="offset points", fontsize=7)
-    axes.margins(x=0.15)
-    axes.set_title("Time per token; answers relative to full")
-
-
-def breakdown(axes: Axes, bench: TaskBench) -> None:
-    """What the time of a token consists of, as figure 7c."""
-    rows = bench.at(bench.contexts[-1])
     left = np.zeros(len(rows))
     for part in PARTS:
         widths = np.array([row.speed.parts_ns[part] / _MS for row in rows])
         axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
         left += widths
+    for place, row in enumerate(rows):
+        told = f"{row.answers.share / full:.0%}" if full else "-"
+        axes.annotate(told, (float(left[place]), place), xytext=(3, -3), textcoords="offset points", fontsize=7)
     _names(axes, rows)
-    axes.set(xlabel="time per token (ms)", title="What it consists of")
+    axes.set(xlabel="time per token (ms)", title="Time per token; answers relative to full")
     axes.set_xlim(right=1.35 * float(left.max()))
     axes.legend(fontsize=7, loc="lower right")
 
@@ -126,8 +119,7 @@ PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
     "accuracy": ("table 1", accuracy),
     "tradeoff": ("figure 1", tradeoff),
     "second token": ("figure 7a", second_token),
-    "per token": ("figure 7b", per_token),
-    "breakdown": ("figure 7c", breakdown),
+    "per token": ("figures 7b and 7c", per_token),
     "scaling": ("figure 8", scaling),
 }
 """Panels by name: the paper's figure that it is like, and what draws it; depths are apart (see `depth_figure`)."""
@@ -174,12 +166,6 @@ def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
     return image
 
 
-def _bars(axes: Axes, rows: Sequence[TaskRow], values: Sequence[float], label: str) -> None:
-    axes.barh(range(len(rows)), values, color=[look_of(row.policy).colour for row in rows], height=0.7)
-    _names(axes, rows)
-    axes.set_xlabel(label)
-
-
 def _names(axes: Axes, rows: Sequence[TaskRow]) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
     axes.invert_yaxis()
@@ -213,11 +199,11 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
 
 
 def answers_table(bench: TaskBench, context: int) -> Table:
-    """Answers, attention and memory at a context."""
+    """Answers and memory at a context."""
     full = bench.stock(context)
     made = plain_table(
         "cache", *(["loss above full", "divergence"] if full.losses else []), "right", "of full's", "questions",
-        "top-k found", "attention", "KV in memory", "of full", "index", "spilled",
+        "KV in memory", "of full", "index", "spilled",
     )  # fmt: skip
     for row in bench.at(context):
         nats = (bench.above(row), row.divergences and mean_of(row.divergences))
@@ -228,8 +214,6 @@ def answers_table(bench: TaskBench, context: int) -> Table:
             f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
             "-" if kept is None else f"{kept:.1%}",
             f"{row.answers.questions}",
-            "-" if row.attention is None else f"{row.attention.recall:.1%}",
-            "-" if row.attention is None else f"{row.attention.mass:.1%}",
             format_size(row.memory.kv_bytes),
             f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
             format_size(row.memory.index_bytes),
@@ -266,7 +250,7 @@ def caption(bench: TaskBench) -> str:
 def page(bench: TaskBench) -> str:
     """Returns `bench` as an HTML page, a picture for each of the paper's figures that it has data for."""
     told, under = alt_text(bench), caption(bench)
-    sections = [Section("Answers, attention, memory", [page_table(bench)])]
+    sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
         title = "Right answers by depth and context (like the paper's figure 6)"
         sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
@@ -287,14 +271,12 @@ def alt_text(bench: TaskBench) -> str:
 def page_table(bench: TaskBench) -> PageTable:
     """Returns all rows as a table of a page."""
     columns = [
-        "cache", "context", "right (%)", "± (%)", "questions", "top-k found (%)", "attention (%)", "2nd token (ms)",
-        "a token (ms)", *(f"{part} (ms)" for part in PARTS), "KV in memory (KiB)", "index (KiB)",
+        "cache", "context", "right (%)", "± (%)", "questions", "2nd token (ms)", "a token (ms)",
+        *(f"{part} (ms)" for part in PARTS), "KV in memory (KiB)", "index (KiB)",
     ]  # fmt: skip
     rows: list[list[Cell]] = [
         [
             row.name, row.context, 100 * row.answers.share, 100 * row.answers.error, row.answers.questions,
-            "-" if row.attention is None else 100 * row.attention.recall,
-            "-" if row.attention is None else 100 * row.attention.mass,
             row.speed.tt2t_ns / 1e6, row.speed.tpot_ns / 1e6, *(row.speed.parts_ns[part] / 1e6 for part in PARTS),
             row.memory.kv_bytes / 1024, row.memory.index_bytes / 1024,
         ]

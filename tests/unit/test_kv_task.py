@@ -258,7 +258,7 @@ def test_a_saved_task_is_printed_and_drawn(tmp_path: Path, capsys: pytest.Captur
     invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
     page = (tmp_path / "run.html").read_text()
     assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
-    assert "figure 6" in page and "figure 7c" in page and "Measured" in page
+    assert "figure 6" in page and "figures 7b and 7c" in page and "Measured" in page
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):
         invoke("plot", str(run), "-o", str(tmp_path / "other.png"))

@@ -41,11 +41,6 @@ def one_of(default: str, names: Collection[str]) -> Any:
     return setting(default, lambda value: value in names, f"one of: {', '.join(names)}")
 
 
-def at_least(default: float, least: float, hint: str) -> Any:
-    """Returns a field of settings that takes numbers of `least` or more."""
-    return setting(default, lambda value: value >= least, hint)
-
-
 @dataclass(frozen=True)
 class PolicySettings:
     """What all policies have in common.

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import KeyIndexes, Scorer
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, setting
 from llmcache.kv.tiers import Selection, side_by_side
 
 
@@ -20,8 +20,8 @@ class IndexedSettings(PolicySettings):
     `anchor_every`: every so many layers one chooses, and those behind it take its choice (IceCache's `reuse`: 3).
     """
 
-    full_layers: int = at_least(0, 0, "it is a number of layers: 0 or above")
-    anchor_every: int = at_least(1, 1, "1: every layer chooses for itself")
+    full_layers: int = setting(0, lambda layers: layers >= 0, "it is a number of layers: 0 or above")
+    anchor_every: int = setting(1, lambda layers: layers >= 1, "1: every layer chooses for itself")
 
 
 class IndexedPolicy(KvPolicy):
