@@ -39,7 +39,6 @@ QUERY_NOISE = 0.5
 """Standard deviation of a query's noise; that of keys and values is 1."""
 MEMORY_STEPS = 8
 """Steps over which the noise of queries changes."""
-DTYPES = ("float16", "bfloat16", "float32")
 
 # These separate the random numbers of each kind.
 _SEGMENT, _TOKEN, _STEP = 1, 2, 3
@@ -63,8 +62,6 @@ class StreamSpec:
     def __post_init__(self) -> None:
         if self.head_dim % 4:
             raise UsageError(f"head_dim: {self.head_dim}, a multiple of 4 is needed", "see the model's config.json")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype: '{self.dtype}', a synthetic stream has {', '.join(DTYPES)}", "leave it out: float16")
 
     @property
     def shape(self) -> KvShape:
