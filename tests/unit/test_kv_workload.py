@@ -62,5 +62,5 @@ def test_any_part_of_a_stream_is_what_the_whole_has_there() -> None:
 
 
 def test_heads_that_cannot_be_scored_are_refused() -> None:
-    with pytest.raises(UsageError, match="^head_dim: "):
+    with pytest.raises(UsageError, match=r"^head_dim: "):
         replace(SPEC, head_dim=30)

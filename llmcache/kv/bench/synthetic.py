@@ -420,9 +420,7 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
 
 @contextlib.contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory below `directory`, which is removed at the end; UsageError if that is none."""
-    if not directory.is_dir():
-        raise UsageError(f"--path: {directory} is not a directory", "give one on the storage that is to be measured")
+    """Yields a fresh directory below `directory`, which is removed at the end."""
     try:
         made = Path(tempfile.mkdtemp(prefix="llmcache-bench-", dir=directory))
     except OSError as error:

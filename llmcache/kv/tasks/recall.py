@@ -28,16 +28,8 @@ FIRST_NOISE = FIRST_VALUE + VALUES
 VOCABULARY = FIRST_NOISE + NOISE
 RECALL_MODEL = Path(__file__).with_name("models") / "recall"
 """Directory of a model that was trained to answer these; PROVENANCE.md in it says how."""
-TASKS = {
-    "passkey": "one passkey in noise, at every depth (figure 6)",
-    "recall": "many pairs of key and value, half of which are asked for",
-    "needle": "one of many pairs is asked for",
-    "variables": "of variables that were assigned one from the other, all with a value are asked for (in English)",
-    "common": "the word that a list names most often is asked for (in English)",
-    "frequent": "the made-up word that a text has most often is asked for (in English)",
-    "loss": "how a text goes on, from the documentation on this machine: loss above the full cache's",
-    "chain": "a long generation, in which every answer decides the next question",
-}
+TASKS = ("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain")
+"""Variables, common and frequent words, and the loss on texts of this machine, are for models that know English."""
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
 """Where passkeys lie, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % by 5 %."""
 BINS = 10
