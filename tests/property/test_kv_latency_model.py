@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.kv.planning import PAPER_PC, SYSTEMS, Hardware, Latency, ModelShape, System, Workload, hillinfer, latency
-from llmcache.kv.planning.hardware import NUMBERS
-from llmcache.kv.planning.models import MixtureMlp
-from llmcache.kv.planning.placement import Placement, by_ssd_share
+from llmcache.kv.planning.hardware import NUMBERS, PAPER_PC, Hardware
+from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
+from llmcache.kv.planning.models import MixtureMlp, ModelShape
+from llmcache.kv.planning.placement import Placement, Workload, by_ssd_share
 from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]

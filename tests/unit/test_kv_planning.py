@@ -8,21 +8,10 @@ from typing import Any
 import pytest
 
 from llmcache.errors import UsageError
-from llmcache.kv.planning import (
-    MACHINES,
-    MODELS,
-    PAPER_PC,
-    SYSTEMS,
-    ModelShape,
-    Workload,
-    hillinfer,
-    latency,
-    memory_use,
-)
-from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
-from llmcache.kv.planning.latency import place
-from llmcache.kv.planning.models import shape_of
-from llmcache.kv.planning.placement import by_ssd_share, largest_context, room, rule_share
+from llmcache.kv.planning.hardware import MACHINES, NUMBERS, ORIGINS, PAPER_PC
+from llmcache.kv.planning.latency import SYSTEMS, hillinfer, latency, place
+from llmcache.kv.planning.models import MODELS, ModelShape, shape_of
+from llmcache.kv.planning.placement import Workload, by_ssd_share, largest_context, memory_use, room, rule_share
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30

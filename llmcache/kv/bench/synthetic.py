@@ -29,7 +29,8 @@ from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
 from llmcache.kv.csd import PROFILES, CsdProfile, Report
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
-from llmcache.kv.planning import Hardware, ModelShape
+from llmcache.kv.planning.hardware import Hardware
+from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
