@@ -15,7 +15,8 @@ import pytest
 
 from llmcache.cache.sizing import PHONE, WATCH
 from llmcache.kv.bench.results import STOCK, Bench, Marks, Row, TaskBench
-from llmcache.kv.planning import MODELS, SYSTEMS
+from llmcache.kv.planning.latency import SYSTEMS
+from llmcache.kv.planning.models import MODELS
 from llmcache.report import REPRODUCTIONS
 from llmcache.report import paper_hillinfer as hill
 from llmcache.report import paper_icecache as ice
