@@ -24,7 +24,7 @@ from llmcache.kv.bench.synthetic import Progress
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Timeline
 from llmcache.report import kv_task, output, theme
-from llmcache.report.html import Cell, Facts, Section, html_page
+from llmcache.report.html import Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import Written, check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
@@ -51,7 +51,11 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
         bound = "" if marks.m0 is None else f", memory ends at {marks.m0:.3g}"
         yield f"beta by the rule f_c / f_s = {marks.rule:.3g}{bound}; expected minimum at {marks.expected:.3g}"
     yield from bench.notes
-    yield latency_table(bench)
+    headings, *rows = latency_cells(bench)
+    made = plain_table(*headings)
+    for cells in rows:
+        made.add_row(*cells)
+    yield made
     yield from speedup_lines(bench)
     if bench.kind == MEASURED:
         yield traffic_table(bench)
@@ -72,21 +76,15 @@ def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
     return [(name.replace("_", " "), str(value)) for name, value in told if value is not None]
 
 
-def latency_table(bench: Bench) -> Table:
-    """Time by stage, each as if alone; what of it nothing computes; how many times as long as the fastest."""
-    made = plain_table("policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest")
+def latency_cells(bench: Bench) -> Iterator[list[str]]:
+    """Yields headings, then rows: time by stage, each as if alone; what of it nothing computes; times the fastest."""
+    yield ["policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
-        made.add_row(
-            row.title,
-            "-" if row.beta is None else f"{row.beta:.3g}",
-            format_duration(row.token_ns),
-            *(format_duration(row.stages_ns[stage]) for stage in STAGES),
-            format_duration(row.exposed_ns),
-            f"{row.idle_share:.1%}",
-            f"{row.token_ns / fastest:.2f}",
-        )
-    return made
+        times = (row.token_ns, *(row.stages_ns[stage] for stage in STAGES), row.exposed_ns)
+        beta = "-" if row.beta is None else f"{row.beta:.3g}"
+        relative = f"{row.idle_share:.1%}", f"{row.token_ns / fastest:.2f}"
+        yield [row.title, beta, *map(format_duration, times), *relative]
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
@@ -270,22 +268,11 @@ def _caption(bench: Bench) -> str:
 
 
 def _page(bench: Bench, figure: Figure) -> str:
-    stages = list(bench.rows[0].stages_ns)
-    columns = ["policy", "beta", "a token (ms)", *(f"{stage} (ms)" for stage in stages), "idle (%)"]
-    rows: list[list[Cell]] = [
-        [
-            row.title,
-            "-" if row.beta is None else f"{row.beta:.3g}",
-            row.token_ns / 1e6,
-            *(row.stages_ns[stage] / 1e6 for stage in stages),
-            100 * row.idle_share,
-        ]
-        for row in bench.rows
-    ]
+    headings, *rows = latency_cells(bench)
     what = "Latency against beta" if bench.marks is not None else "One decode step"
     sections = [
         Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
-        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", columns, rows)]),
+        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", headings, rows)]),
         Section("Conditions", [Facts(conditions(bench, notes=True))]),
     ]
     return html_page("llmcache kv bench", _LEAD.format(kind=kind_of(bench)), sections)

@@ -17,7 +17,7 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.report import output, theme
-from llmcache.report.html import Cell, Facts, Section, html_page
+from llmcache.report.html import Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
@@ -188,8 +188,12 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
     yield "; ".join(f"{name} {value}" for name, value in facts(bench))
     for context in bench.contexts:
         yield f"\n{context:,} tokens"
-        yield answers_table(bench, context)
-        yield speed_table(bench, context)
+        rows = [(row.name, cells_of(bench, row)) for row in bench.at(context)]
+        for part in (0, 1):
+            made = plain_table("cache", *rows[0][1][part])
+            for name, cells in rows:
+                made.add_row(name, *cells[part].values())
+            yield made
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
@@ -198,41 +202,35 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-def answers_table(bench: TaskBench, context: int) -> Table:
-    """Answers and memory at a context."""
-    full = bench.stock(context)
-    made = plain_table(
-        "cache", *(["loss above full", "divergence"] if full.losses else []), "right", "of full's", "questions",
-        "KV in memory", "of full", "index", "spilled",
-    )  # fmt: skip
-    for row in bench.at(context):
-        nats = (bench.above(row), row.divergences and mean_of(row.divergences))
-        kept = bench.kept(row)
-        made.add_row(
-            row.name,
-            *(f"{one[0]:.4f} ± {one[1]:.4f}" for one in nats if one),
-            f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
-            "-" if kept is None else f"{kept:.1%}",
-            f"{row.answers.questions}",
-            format_size(row.memory.kv_bytes),
-            f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
-            format_size(row.memory.index_bytes),
-            format_size(row.spilled_bytes),
-        )
-    return made
+Cells = dict[str, str]
+"""What a row of a table says, by column."""
 
 
-def speed_table(bench: TaskBench, context: int) -> Table:
-    """Times of one sequence at a context, and what a step moves."""
-    rows = bench.at(context)
-    links = list(dict.fromkeys(link for row in rows for link in row.moved_bytes))
-    made = plain_table("cache", "2nd token", "a token", *PARTS, "of full", *(f"{link} a step" for link in links))
-    full_ns = bench.stock(context).speed.tpot_ns
-    for row in rows:
-        times = (row.speed.tt2t_ns, row.speed.tpot_ns, *(row.speed.parts_ns[part] for part in PARTS))
-        moved = (format_size(round(row.moved_bytes.get(link, 0))) for link in links)
-        made.add_row(row.name, *map(format_duration, times), f"{row.speed.tpot_ns / full_ns:.2f}x", *moved)
-    return made
+def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
+    """Returns what is told of a row's answers and memory, and of its times and what a step moves."""
+    full, kept, moved = bench.stock(row.context), bench.kept(row), row.moved_bytes
+    nats = {"loss above full": bench.above(row), "divergence": row.divergences and mean_of(row.divergences)}
+    answers = {
+        **{name: f"{one[0]:.4f} ± {one[1]:.4f}" for name, one in nats.items() if one},
+        "right": f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
+        "of full's": "-" if kept is None else f"{kept:.1%}",
+        "questions": f"{row.answers.questions}",
+        "KV in memory": format_size(row.memory.kv_bytes),
+        "of full": f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
+        "index": format_size(row.memory.index_bytes),
+        "spilled": format_size(row.spilled_bytes),
+    }
+    times = {
+        "2nd token": row.speed.tt2t_ns,
+        "a token": row.speed.tpot_ns,
+        **{part: row.speed.parts_ns[part] for part in PARTS},
+    }
+    links = dict.fromkeys(link for other in bench.rows for link in other.moved_bytes)
+    return answers, {
+        **{name: format_duration(taken) for name, taken in times.items()},
+        "of full": f"{row.speed.tpot_ns / full.speed.tpot_ns:.2f}x",
+        **{f"{link} a step": format_size(round(moved.get(link, 0))) for link in links},
+    }
 
 
 def drawn(bench: TaskBench, form: str) -> bytes:
@@ -270,16 +268,6 @@ def alt_text(bench: TaskBench) -> str:
 
 def page_table(bench: TaskBench) -> PageTable:
     """Returns all rows as a table of a page."""
-    columns = [
-        "cache", "context", "right (%)", "± (%)", "questions", "2nd token (ms)", "a token (ms)",
-        *(f"{part} (ms)" for part in PARTS), "KV in memory (KiB)", "index (KiB)",
-    ]  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            row.name, row.context, 100 * row.answers.share, 100 * row.answers.error, row.answers.questions,
-            row.speed.tt2t_ns / 1e6, row.speed.tpot_ns / 1e6, *(row.speed.parts_ns[part] / 1e6 for part in PARTS),
-            row.memory.kv_bytes / 1024, row.memory.index_bytes / 1024,
-        ]
-        for row in bench.rows
-    ]  # fmt: skip
-    return PageTable(f"Measured, task {bench.task}", columns, rows, digits=2)
+    told = [(row, *cells_of(bench, row)) for row in bench.rows]
+    rows = [[row.name, row.context, *answers.values(), *speed.values()] for row, answers, speed in told]
+    return PageTable(f"Measured, task {bench.task}", ["cache", "context", *told[0][1], *told[0][2]], rows)
