@@ -17,7 +17,7 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.report import output, theme
-from llmcache.report.html import Facts, Section, html_page
+from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
@@ -269,5 +269,5 @@ def alt_text(bench: TaskBench) -> str:
 def page_table(bench: TaskBench) -> PageTable:
     """Returns all rows as a table of a page."""
     told = [(row, *cells_of(bench, row)) for row in bench.rows]
-    rows = [[row.name, row.context, *answers.values(), *speed.values()] for row, answers, speed in told]
+    rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in told]
     return PageTable(f"Measured, task {bench.task}", ["cache", "context", *told[0][1], *told[0][2]], rows)
