@@ -166,12 +166,9 @@ def bench_command(
         check_target("--edram-run", edram_run, force)
         record_stream(BenchOptions(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
-    elif task is not None:
-        from llmcache.report import kv_task
-
-        kv_task.answer(task_of(task, cases, BenchOptions(**options)), plot, force, as_json, tell)
     else:
-        kv_bench.answer(BenchOptions(**options), plot, force, as_json, tell)
+        bench = BenchOptions(**options)
+        kv_bench.answer(bench if task is None else task_of(task, cases, bench), plot, force, as_json, tell)
 
 
 @base.command("plot")
@@ -235,7 +232,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
     type=types.NameType("paper", "typical", "measured", several=False),
     help="Whose speeds: paper, typical (the paper's typical PC), measured [default: measured with --ssd, else typical].",
 )
-@click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, int8, float32.")
+@click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, float32.")
 @base.json_option("llmcache.kv-plan/1")
 def plan_command(as_json: bool, **options: Any) -> None:
     """What of a model and its KV cache fits where, and how long a token would take.
@@ -248,11 +245,11 @@ def plan_command(as_json: bool, **options: Any) -> None:
       llmcache kv plan --model llama.json --context 128k --gpu 12G --ssd /tmp
       llmcache kv plan --model ~/qwen2 --context 32k --batch 8 --profile paper
     """
-    from llmcache.kv.planning.plan import PlanOptions, plan
+    from llmcache.kv.planning.plan import plan
     from llmcache.report import kv_plan
     from llmcache.report.output import tell
 
-    kv_plan.show(plan(PlanOptions(**options), tell), as_json)
+    kv_plan.show(plan(**options, progress=tell), as_json)
 
 
 @base.command("list")

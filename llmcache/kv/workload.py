@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,8 +39,6 @@ QUERY_NOISE = 0.5
 """Standard deviation of a query's noise; that of keys and values is 1."""
 MEMORY_STEPS = 8
 """Steps over which the noise of queries changes."""
-CHUNK_TOKENS = 2048
-DTYPES = ("float16", "bfloat16", "float32")
 
 # These separate the random numbers of each kind.
 _SEGMENT, _TOKEN, _STEP = 1, 2, 3
@@ -61,19 +58,10 @@ class StreamSpec:
     batch: int = 1
     dtype: str = "float16"
     seed: int = 0
-    topics: int = TOPICS
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "heads", "head_dim", "context", "batch", "topics"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}: {getattr(self, name)}, at least 1 is needed", "see 'llmcache kv bench --help'")
-        if self.heads % self.kv_heads:
-            hint = "each key head serves equally many query heads (GQA)"
-            raise UsageError(f"heads: {self.heads}, not a multiple of {self.kv_heads} kv_heads", hint)
         if self.head_dim % 4:
             raise UsageError(f"head_dim: {self.head_dim}, a multiple of 4 is needed", "see the model's config.json")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype: '{self.dtype}', a synthetic stream has {', '.join(DTYPES)}", "leave it out: float16")
 
     @property
     def shape(self) -> KvShape:
@@ -86,14 +74,14 @@ class StreamSpec:
 
 
 class Topics:
-    """The course of one *synthetic* sequence over `count` topics: by segment, tokens that matter, where queries look.
+    """The course of one *synthetic* sequence over `TOPICS`: by segment, tokens that matter, where queries look.
 
     All of it depends on a token's or a step's number alone, so that any part can be made without the rest.
     """
 
-    def __init__(self, seed: int, sequence: int, count: int) -> None:
+    def __init__(self, seed: int, sequence: int) -> None:
         self._seed = (seed, sequence)
-        weights = 1.0 / np.arange(1, count + 1) ** COMMON
+        weights = 1.0 / np.arange(1, TOPICS + 1) ** COMMON
         self._bounds = np.cumsum(weights / weights.sum())
 
     def _random(self, kind: int, number: int) -> np.random.Generator:
@@ -131,13 +119,8 @@ class SyntheticStream:
 
     def __init__(self, spec: StreamSpec) -> None:
         self.spec = spec
-        self._topics = [Topics(spec.seed, sequence, spec.topics) for sequence in range(spec.batch)]
+        self._topics = [Topics(spec.seed, sequence) for sequence in range(spec.batch)]
         self._pairs = max(1, spec.head_dim // 16)
-
-    def chunks(self, tokens: int = CHUNK_TOKENS) -> Iterator[range]:
-        """Yields the positions of the prompt in parts of `tokens`."""
-        for first in range(0, self.spec.context, tokens):
-            yield range(first, min(self.spec.context, first + tokens))
 
     def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns keys and values [batch, kv_heads, tokens, head_dim] of `positions`, in the type of the stream.
@@ -181,7 +164,7 @@ class SyntheticStream:
         """Unit vectors of topics [kv_heads, topics, head_dim] and of heavy hitters [kv_heads, head_dim]; 0 for rotations."""
         spec = self.spec
         random = np.random.default_rng((spec.seed, _DIRECTIONS, layer))
-        found = random.standard_normal((spec.kv_heads, spec.topics + 1, spec.head_dim)).astype(np.float32)
+        found = random.standard_normal((spec.kv_heads, TOPICS + 1, spec.head_dim)).astype(np.float32)
         found[:, :, -2 * self._pairs :] = 0
         found /= np.linalg.norm(found, axis=2, keepdims=True)
         return found[:, :-1], found[:, -1]

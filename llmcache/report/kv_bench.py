@@ -8,9 +8,8 @@ chart of a decode step, which resource did what when, a panel for each policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,11 +17,14 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from llmcache.errors import DataError, UsageError
+from llmcache.kv.bench import task
 from llmcache.kv.bench.question import BenchOptions, run
-from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Observed, Row, read_bench, read_task
+from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Row, read_bench, read_task
+from llmcache.kv.bench.synthetic import Progress
+from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Timeline
 from llmcache.report import kv_task, output, theme
-from llmcache.report.html import Cell, Facts, Section, html_page
+from llmcache.report.html import Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import Written, check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
@@ -43,8 +45,17 @@ def show(bench: Bench, as_json: bool) -> None:
 
 
 def _parts(bench: Bench) -> Iterator[str | Table]:
-    yield from headlines(bench)
-    yield latency_table(bench)
+    yield f"One decode step ({_WHAT[bench.kind]})"
+    yield "; ".join(f"{name} {value}" for name, value in conditions(bench))
+    if (marks := bench.marks) is not None:
+        bound = "" if marks.m0 is None else f", memory ends at {marks.m0:.3g}"
+        yield f"beta by the rule f_c / f_s = {marks.rule:.3g}{bound}; expected minimum at {marks.expected:.3g}"
+    yield from bench.notes
+    headings, *rows = latency_cells(bench)
+    made = plain_table(*headings)
+    for cells in rows:
+        made.add_row(*cells)
+    yield made
     yield from speedup_lines(bench)
     if bench.kind == MEASURED:
         yield traffic_table(bench)
@@ -58,38 +69,22 @@ def kind_of(bench: Bench) -> str:
     return f"{bench.kind}, with an emulated {' and '.join(emulated)}" if emulated else bench.kind
 
 
-def conditions(bench: Bench) -> list[tuple[str, str]]:
+def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
     """Returns what was set, as names and values, without what was not, nor details of the synthetic stream."""
     told = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
+    told += [("note", note) for note in bench.notes if notes]
     return [(name.replace("_", " "), str(value)) for name, value in told if value is not None]
 
 
-def headlines(bench: Bench) -> Iterator[str]:
-    """What was run, and whether its figures are measured or modelled."""
-    yield f"One decode step ({_WHAT[bench.kind]})"
-    yield "; ".join(f"{name} {value}" for name, value in conditions(bench))
-    if bench.marks is not None:
-        marks = bench.marks
-        bound = "" if marks.m0 is None else f", memory ends at {marks.m0:.3g}"
-        yield f"beta by the rule f_c / f_s = {marks.rule:.3g}{bound}; expected minimum at {marks.expected:.3g}"
-    yield from bench.notes
-
-
-def latency_table(bench: Bench) -> Table:
-    """Time by stage, each as if alone; what of it nothing computes; how many times as long as the fastest."""
-    made = plain_table("policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest")
+def latency_cells(bench: Bench) -> Iterator[list[str]]:
+    """Yields headings, then rows: time by stage, each as if alone; what of it nothing computes; times the fastest."""
+    yield ["policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
-        made.add_row(
-            row.title,
-            "-" if row.beta is None else f"{row.beta:.3g}",
-            format_duration(row.token_ns),
-            *(format_duration(row.stages_ns[stage]) for stage in STAGES),
-            format_duration(row.exposed_ns),
-            f"{row.idle_share:.1%}",
-            f"{row.token_ns / fastest:.2f}",
-        )
-    return made
+        times = (row.token_ns, *(row.stages_ns[stage] for stage in STAGES), row.exposed_ns)
+        beta = "-" if row.beta is None else f"{row.beta:.3g}"
+        relative = f"{row.idle_share:.1%}", f"{row.token_ns / fastest:.2f}"
+        yield [row.title, beta, *map(format_duration, times), *relative]
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
@@ -106,21 +101,20 @@ def traffic_table(bench: Bench) -> Table:
     links = [f"link: {name}" for name in _REASONS]
     made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "down", "ping-pong")
     for row in bench.rows:
-        if row.observed is not None:
-            made.add_row(row.title, *_traffic(row, row.observed))
+        if (seen := row.observed) is not None:
+            inside = {link: size for link, size in row.moved_bytes.items() if "device" in link}
+            over = [(link.partition(", ")[2], size) for link, size in row.moved_bytes.items() if link not in inside]
+            made.add_row(
+                row.title,
+                f"{seen.attended_tokens}",
+                f"{seen.hit_ratio:.1%}",
+                *(format_size(sum(size for reason, size in over if reason in why)) for why in _REASONS.values()),
+                format_size(sum(inside.values())),
+                f"{seen.pages_up}",
+                f"{seen.pages_down}",
+                f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})",
+            )
     return made
-
-
-def _traffic(row: Row, seen: Observed) -> Iterator[str]:
-    yield f"{seen.attended_tokens}"
-    yield f"{seen.hit_ratio:.1%}"
-    reasons = [(link.partition(", ")[2], link, size) for link, size in row.moved_bytes.items()]
-    for why in _REASONS.values():
-        yield format_size(sum(size for reason, link, size in reasons if reason in why and "device" not in link))
-    yield format_size(sum(size for _, link, size in reasons if "device" in link))
-    yield f"{seen.pages_up}"
-    yield f"{seen.pages_down}"
-    yield f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})"
 
 
 def device_lines(bench: Bench) -> Iterator[str]:
@@ -215,9 +209,15 @@ def plot(run: str, output: str, force: bool) -> Written:
 
     UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
     """
-    form = form_of("-o", output)
+    form, hint = form_of("-o", output), "write it with 'llmcache kv bench --json'"
     check_target("-o", output, force)
-    told = load(run)
+    try:
+        with Path(run).open("rb") as stream:
+            told = json.loads(stream.read(_LARGEST_BYTES))
+    except OSError as error:
+        raise UsageError(f"{run}: cannot read it: {error.strerror}", hint) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{run}: not JSON: {error}", hint) from error
     if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
         return write_target("-o", output, kv_task.drawn(read_task(told, run), form), force)
     return write_target("-o", output, drawn(read_bench(told, run), run, form), force)
@@ -229,33 +229,27 @@ def drawn(bench: Bench, source: str, form: str) -> bytes:
     return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
 
 
-def answer(options: BenchOptions, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
-    """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
+def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_json: bool, tell: Progress) -> None:
+    """Runs what is asked for, prints it, and draws it as `output` if one is given.
 
     UsageError names the option that is wrong, before anything runs.
     """
+    form = ""
     if output is not None:
-        form_of("--plot", output)
+        form = form_of("--plot", output)
         check_target("--plot", output, force)
-        if options.profile == "paper" and not options.sweep_beta:
-            raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
-    bench = run(options, tell)
+    if isinstance(asked, TaskSetup):
+        answers = task.run(asked, tell)
+        kv_task.show(answers, as_json)
+        if output is not None:
+            write_target("--plot", output, kv_task.drawn(answers, form), force)
+        return
+    if output is not None and asked.profile == "paper" and not asked.sweep_beta:
+        raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
+    bench = run(asked, tell)
     show(bench, as_json)
     if output is not None:
-        write_target("--plot", output, drawn(bench, output, form_of("--plot", output)), force)
-
-
-def load(run: str) -> Any:
-    """Returns what the JSON file `run` holds; errors as `plot`."""
-    try:
-        with Path(run).open("rb") as stream:
-            raw = stream.read(_LARGEST_BYTES)
-    except OSError as error:
-        raise UsageError(f"{run}: cannot read it: {error.strerror}", "write it with 'llmcache kv bench --json'") from error
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{run}: not JSON: {error}", "write it with 'llmcache kv bench --json'") from error
+        write_target("--plot", output, drawn(bench, output, form), force)
 
 
 def _alt(bench: Bench) -> str:
@@ -268,32 +262,17 @@ def _alt(bench: Bench) -> str:
 
 
 def _caption(bench: Bench) -> str:
-    told = "; ".join(f"{name}: {value}" for name, value in _facts(bench))
+    told = "; ".join(f"{name}: {value}" for name, value in conditions(bench, notes=True))
     kind = kind_of(bench)
     return f"{kind[0].upper()}{kind[1:]}. {told}."
 
 
-def _facts(bench: Bench) -> list[tuple[str, str]]:
-    return [*conditions(bench), *(("note", note) for note in bench.notes)]
-
-
 def _page(bench: Bench, figure: Figure) -> str:
-    stages = list(bench.rows[0].stages_ns)
-    columns = ["policy", "beta", "a token (ms)", *(f"{stage} (ms)" for stage in stages), "idle (%)"]
-    rows: list[list[Cell]] = [
-        [
-            row.title,
-            "-" if row.beta is None else f"{row.beta:.3g}",
-            row.token_ns / 1e6,
-            *(row.stages_ns[stage] / 1e6 for stage in stages),
-            100 * row.idle_share,
-        ]
-        for row in bench.rows
-    ]
+    headings, *rows = latency_cells(bench)
     what = "Latency against beta" if bench.marks is not None else "One decode step"
     sections = [
         Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
-        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", columns, rows)]),
-        Section("Conditions", [Facts(_facts(bench))]),
+        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", headings, rows)]),
+        Section("Conditions", [Facts(conditions(bench, notes=True))]),
     ]
     return html_page("llmcache kv bench", _LEAD.format(kind=kind_of(bench)), sections)

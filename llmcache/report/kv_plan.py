@@ -25,16 +25,21 @@ def show(plan: KvPlan, as_json: bool) -> None:
 
 
 def _parts(plan: KvPlan) -> Iterator[str | Table]:
-    yield from lines(plan)
-    yield tiers(plan)
-    yield from pools(plan)
+    yield from _understood(plan)
+    yield _tiers(plan)
+    yield from _pools(plan)
     if plan.latencies:
-        yield latencies(plan)
-    yield limits(plan)
+        yield _latencies(plan)
+    limits = titled_table("Largest context that fits (modelled), tokens", "batch", "GPU only", "GPU and RAM", "and SSD")
+    for one in plan.limits:
+        tokens = (
+            "-" if count is None else f"{count:,}" if count else "none" for count in (one.gpu, one.gpu_and_ram, one.with_ssd)
+        )
+        limits.add_row(str(one.batch), *tokens)
+    yield limits
 
 
-def lines(plan: KvPlan) -> Iterator[str]:
-    """What was understood."""
+def _understood(plan: KvPlan) -> Iterator[str]:
     model, workload, machine = plan.model, plan.workload, plan.machine
     yield (
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
@@ -53,7 +58,7 @@ def lines(plan: KvPlan) -> Iterator[str]:
     memory = f"GPU {format_size(machine.gpu_bytes)}, " if machine.has_gpu else "no GPU, "
     yield f"machine     {machine.title}: {memory}RAM {format_size(machine.host_bytes)}"
     if plan.profile is not None:
-        yield f"            its speeds were measured {age_text(plan.profile)}; its device is emulated"
+        yield f"            its speeds were measured {_age(plan.profile)}; its device is emulated"
         if plan.profile.profile.key.in_memory:
             yield f"            {plan.ssd} is in memory ({plan.profile.profile.key.filesystem}): no speeds of storage"
         if machine.has_gpu:
@@ -62,29 +67,20 @@ def lines(plan: KvPlan) -> Iterator[str]:
         yield f"ssd         {plan.ssd}: {format_size(plan.ssd_bytes)} free"
 
 
-def tiers(plan: KvPlan) -> Table:
-    """What lies where: one row for the weights, the KV cache, and what is left."""
+def _tiers(plan: KvPlan) -> Table:
     found, places, machine = plan.found, plan.places, plan.machine
-    reserved = (machine.gpu_reserved_bytes if machine.has_gpu else 0, machine.host_reserved_bytes)
-    free = plan.ssd_bytes
     made = titled_table("What fits where (modelled)", "", "GPU", "RAM", "SSD")
-    made.add_row("weights", _size(found.weights_on_gpu), _size(found.weights_on_host), _size(0))
-    made.add_row("KV cache", _size(places.gpu), _size(places.host), _size(places.ssd))
-    made.add_row("system and runtime", _size(reserved[0]), _size(reserved[1]), _size(0))
-    made.add_row(
-        "there is",
-        _size(machine.gpu_bytes),
-        _size(machine.host_bytes),
-        "not given" if free is None else _size(free),
-    )
+    for name, *sizes in (
+        ("weights", found.weights_on_gpu, found.weights_on_host, 0),
+        ("KV cache", places.gpu, places.host, places.ssd),
+        ("system and runtime", machine.gpu_reserved_bytes * machine.has_gpu, machine.host_reserved_bytes, 0),
+        ("there is", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
+    ):
+        made.add_row(name, *("not given" if size is None else format_size(size) if size >= 1 else "-" for size in sizes))
     return made
 
 
-def _size(size_bytes: float) -> str:
-    return format_size(size_bytes) if size_bytes >= 1 else "-"
-
-
-def pools(plan: KvPlan) -> Iterator[str]:
+def _pools(plan: KvPlan) -> Iterator[str]:
     """The sizes of the pools and why."""
     yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} a token"
     if plan.places.gpu:
@@ -92,21 +88,15 @@ def pools(plan: KvPlan) -> Iterator[str]:
         return
     machine = plan.machine
     host, device = format_rate(machine.score_bytes_per_s), format_rate(machine.device_bytes_per_s)
-    rule = f"{plan.beta_rule:.3g} (f_c {host} / f_s {device})"
     yield f"M0          {format_size(plan.found.host_kv)} of RAM are left for KV"
-    yield f"beta        {rule} by the rule Mc/fc = Ms/fs; {_binding(plan)}"
+    binds = f"M0 binds: beta {plan.places.beta:.3g}, " if plan.m0_binds else "M0 leaves room for it: "
+    shares = f"Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)}"
+    yield f"beta        {plan.beta_rule:.3g} (f_c {host} / f_s {device}) by the rule Mc/fc = Ms/fs; {binds}{shares}"
     if plan.lacking_bytes:
         yield f"            it does NOT fit: {format_size(plan.lacking_bytes)} of space are missing on the SSD"
 
 
-def _binding(plan: KvPlan) -> str:
-    share = f"Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)}"
-    if plan.m0_binds:
-        return f"M0 binds: beta {plan.places.beta:.3g}, {share}"
-    return f"M0 leaves room for it: {share}"
-
-
-def latencies(plan: KvPlan) -> Table:
+def _latencies(plan: KvPlan) -> Table:
     """Modelled times by system and stage; HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
     made = Table(title=title, title_justify="left")
@@ -115,24 +105,9 @@ def latencies(plan: KvPlan) -> Table:
     for one in plan.latencies:
         stages = [one.stages[name] for name in ("evaluate", "fetch", "compute")]
         hidden = max(0.0, sum(stages) - one.token_ns)
-        name = one.system.name
-        faster = "" if name == "hillinfer" else f"{plan.speedup(name):.2f}x"
+        faster = "" if one.system.name == "hillinfer" else f"{plan.speedup(one.system.name):.2f}x"
         made.add_row(one.system.title, *map(format_duration, (*stages, hidden, one.token_ns)), faster)
     return made
-
-
-def limits(plan: KvPlan) -> Table:
-    """The largest context by tiers and batch."""
-    made = Table(title="Largest context that fits (modelled), tokens", title_justify="left")
-    for heading in ("batch", "GPU only", "GPU and RAM", "and SSD"):
-        made.add_column(heading, justify="right")
-    for one in plan.limits:
-        made.add_row(str(one.batch), *map(_tokens, (one.gpu, one.gpu_and_ram, one.with_ssd)))
-    return made
-
-
-def _tokens(count: int | None) -> str:
-    return "-" if count is None else f"{count:,}" if count else "none"
 
 
 def document(plan: KvPlan) -> dict[str, Any]:
@@ -174,7 +149,7 @@ def _profile_lines(found: KnownProfile) -> Iterator[str]:
     profile = found.profile
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
     yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
-    yield f"measured    {age_text(found)}, in {profile.seconds:.1f} s"
+    yield f"measured    {_age(found)}, in {profile.seconds:.1f} s"
     yield f"kept in     {found.file}" if found.file else "kept in     nowhere: the cache directory cannot be written to"
     if profile.key.in_memory:
         yield f"note        {profile.key.filesystem} is memory: these are no speeds of storage"
@@ -182,8 +157,7 @@ def _profile_lines(found: KnownProfile) -> Iterator[str]:
         yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
 
 
-def age_text(found: KnownProfile) -> str:
-    """Returns how old the measurement is, in words."""
+def _age(found: KnownProfile) -> str:
     if not found.cached:
         return "now"
     return f"{format_duration(round(found.age_s) * 10**9)} ago (cached; --force measures again)"
@@ -196,7 +170,7 @@ def _speeds(found: KnownProfile) -> Table:
     rows = (
         ("f_c", "keys scored by the processors", format_rate(host.score_bytes_per_s), "measured"),
         ("f_s", "keys scored by the device", format_rate(storage.device_bytes_per_s), "emulated"),
-        ("f_c / f_s", "beta by the rule", f"{beta(found):.3g}", "follows"),
+        ("f_c / f_s", "beta by the rule", f"{_beta(found):.3g}", "follows"),
         ("link", "pages from device to host", format_rate(storage.link_bytes_per_s), "emulated"),
         ("command", "fetching one page", format_duration(storage.command_ns), "emulated"),
         ("disk, in sequence", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
@@ -212,11 +186,6 @@ def _speeds(found: KnownProfile) -> Table:
     return made
 
 
-def beta(found: KnownProfile) -> float:
-    """Returns f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
-    return found.profile.host.score_bytes_per_s / found.profile.storage.device_bytes_per_s
-
-
 def profile_document(found: KnownProfile) -> dict[str, Any]:
     """`found` as JSON-ready values: bytes, seconds, bytes per second; ns where the name says so."""
     return {
@@ -226,6 +195,11 @@ def profile_document(found: KnownProfile) -> dict[str, Any]:
         "cached": found.cached,
         "age_s": found.age_s,
         "file": str(found.file) if found.file else None,
-        "beta": beta(found),
+        "beta": _beta(found),
         **{name: value for name, value in found.profile.to_json().items() if name != "schema"},
     }
+
+
+def _beta(found: KnownProfile) -> float:
+    """f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
+    return found.profile.host.score_bytes_per_s / found.profile.storage.device_bytes_per_s

@@ -6,7 +6,6 @@ Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,26 +16,16 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
-from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.report import output, theme
 from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import check_target, form_of, plain_table, write_target
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#cc79a7", DECODING: "#0072b2"}
 """As in a decode step's Gantt chart."""
 _MS, _MIB = 1e6, 1 << 20
 _OTHERS = ("o", "s", "^", "v", "D", "P", "X")
-
-
-@dataclass(frozen=True)
-class TaskPanel:
-    """A panel: its name, the paper's figure it is like, and what draws it."""
-
-    name: str
-    like: str
-    draw: Callable[[Axes, TaskBench], None]
 
 
 def look_of(policy: str) -> theme.Look:
@@ -63,40 +52,38 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
     """Time to the second token, as figure 7a."""
-    _bars(axes, bench, [row.speed.tt2t_ns / _MS for row in bench.at(bench.contexts[-1])], "time to the second token (ms)")
-    axes.set_title("Time to the second token")
+    rows = bench.at(bench.contexts[-1])
+    times = [row.speed.tt2t_ns / _MS for row in rows]
+    axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
+    _names(axes, rows)
+    axes.set(xlabel="time to the second token (ms)", title="Time to the second token")
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
-    """Time per token with the share of right answers relative to the full cache's, as figure 7b."""
-    context = bench.contexts[-1]
-    full = bench.stock(context).answers.share
-    rows = bench.at(context)
-    _bars(axes, bench, [row.speed.tpot_ns / _MS for row in rows], "time per token (ms)")
-    for place, row in enumerate(rows):
-        told = f"{row.answers.share / full:.0%}" if full else "-"
-        axes.annotate(told, (row.speed.tpot_ns / _MS, place), xytext=(3, -3), textcoords="offset points", fontsize=7)
-    axes.margins(x=0.15)
-    axes.set_title("Time per token; answers relative to full")
-
-
-def breakdown(axes: Axes, bench: TaskBench) -> None:
-    """What the time of a token consists of, as figure 7c."""
-    rows = bench.at(bench.contexts[-1])
+    """Time per token and what it consists of, with right answers relative to the full cache's, as figures 7b and 7c."""
+    full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
     left = np.zeros(len(rows))
     for part in PARTS:
         widths = np.array([row.speed.parts_ns[part] / _MS for row in rows])
         axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
         left += widths
+    for place, row in enumerate(rows):
+        told = f"{row.answers.share / full:.0%}" if full else "-"
+        axes.annotate(told, (float(left[place]), place), xytext=(3, -3), textcoords="offset points", fontsize=7)
     _names(axes, rows)
-    axes.set(xlabel="time per token (ms)", title="What it consists of")
+    axes.set(xlabel="time per token (ms)", title="Time per token; answers relative to full")
     axes.set_xlim(right=1.35 * float(left.max()))
     axes.legend(fontsize=7, loc="lower right")
 
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
     """Time per token over context, as figure 8; of several budgets the largest."""
-    for policy, rows in _lines(bench).items():
+    largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
+    lines: dict[str, list[TaskRow]] = {}
+    for row in sorted(bench.rows, key=lambda row: row.context):
+        if row.budget in (None, largest):
+            lines.setdefault(row.policy, []).append(row)
+    for policy, rows in lines.items():
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
     theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
@@ -128,33 +115,27 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
     axes.legend(fontsize=7)
 
 
-def parts_of(bench: TaskBench) -> list[TaskPanel]:
-    """Returns the panels that `bench` has data for, depths apart (see `depth_figure`)."""
-    found = [
-        TaskPanel("accuracy", "table 1", accuracy),
-        TaskPanel("tradeoff", "figure 1", tradeoff),
-        TaskPanel("second token", "figure 7a", second_token),
-        TaskPanel("per token", "figure 7b", per_token),
-        TaskPanel("breakdown", "figure 7c", breakdown),
-    ]
-    return [*found, TaskPanel("scaling", "figure 8", scaling)] if len(bench.contexts) > 1 else found
+PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
+    "accuracy": ("table 1", accuracy),
+    "tradeoff": ("figure 1", tradeoff),
+    "second token": ("figure 7a", second_token),
+    "per token": ("figures 7b and 7c", per_token),
+    "scaling": ("figure 8", scaling),
+}
+"""Panels by name: the paper's figure that it is like, and what draws it; depths are apart (see `depth_figure`)."""
 
 
-def figure_of(bench: TaskBench) -> Figure:
-    """Returns all panels of `bench` in one figure."""
+def panels_of(bench: TaskBench) -> list[str]:
+    """Returns the panels that `bench` has data for."""
+    return [name for name in PANELS if name != "scaling" or len(bench.contexts) > 1]
+
+
+def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
+    """Returns panels of `bench` in one figure."""
     with theme.style():
-        found = parts_of(bench)
-        figure, axes = theme.grid_of(len(found), columns=3)
-        for place, part in zip(axes, found, strict=True):
-            part.draw(place, bench)
-    return figure
-
-
-def part_figure(bench: TaskBench, part: TaskPanel) -> Figure:
-    """Returns one panel as a figure."""
-    with theme.style():
-        figure, (axes,) = theme.grid_of(1)
-        part.draw(axes, bench)
+        figure, axes = theme.grid_of(len(panels), columns=3)
+        for place, name in zip(axes, panels, strict=True):
+            PANELS[name][1](place, bench)
     return figure
 
 
@@ -185,45 +166,16 @@ def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
     return image
 
 
-def _bars(axes: Axes, bench: TaskBench, values: Sequence[float], label: str) -> None:
-    rows = bench.at(bench.contexts[-1])
-    axes.barh(range(len(rows)), values, color=[look_of(row.policy).colour for row in rows], height=0.7)
-    _names(axes, rows)
-    axes.set_xlabel(label)
-
-
 def _names(axes: Axes, rows: Sequence[TaskRow]) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
 
 
-def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
-    """Rows over context of each policy, with its largest budget."""
-    largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
-    found: dict[str, list[TaskRow]] = {}
-    for row in sorted(bench.rows, key=lambda row: row.context):
-        if row.budget in (None, largest):
-            found.setdefault(row.policy, []).append(row)
-    return found
-
-
-OPTION = "--plot"
 LEAD = (
     "A real model answers questions about long contexts with transformers' own cache and with spilled ones. Everything is "
     "measured on the machine named below; the computational SSD is not used."
 )
-
-
-def answer(setup: TaskSetup, plot: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
-    """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
-    if plot is not None:
-        form_of(OPTION, plot)
-        check_target(OPTION, plot, force)
-    bench = run(setup, tell)
-    if plot is not None:
-        write_target(OPTION, plot, drawn(bench, form_of(OPTION, plot)), force)
-    show(bench, as_json)
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
@@ -236,8 +188,12 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
     yield "; ".join(f"{name} {value}" for name, value in facts(bench))
     for context in bench.contexts:
         yield f"\n{context:,} tokens"
-        yield answers_table(bench, context)
-        yield speed_table(bench, context)
+        rows = [(row.name, cells_of(bench, row)) for row in bench.at(context)]
+        for part in (0, 1):
+            made = plain_table("cache", *rows[0][1][part])
+            for name, cells in rows:
+                made.add_row(name, *cells[part].values())
+            yield made
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
@@ -246,51 +202,42 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-def answers_table(bench: TaskBench, context: int) -> Table:
-    """Answers, attention and memory at a context."""
-    losses = ["loss above full", "divergence"] if bench.stock(context).losses else []
-    made = plain_table(
-        "cache", *losses, "right", "of full's", "questions", "top-k found", "attention", "KV in memory", "of full", "index",
-        "spilled",
-    )  # fmt: skip
-    full = bench.stock(context).memory.kv_bytes
-    for row in bench.at(context):
-        nats = (bench.above(row), row.divergences and mean_of(row.divergences))
-        told = [f"{one[0]:.4f} ± {one[1]:.4f}" for one in nats if one]
-        made.add_row(row.name, *told, *_answers(row, bench.kept(row), full))
-    return made
+Cells = dict[str, str]
+"""What a row of a table says, by column."""
 
 
-def _answers(row: TaskRow, kept: float | None, full_bytes: int) -> Iterator[str]:
-    yield f"{row.answers.share:.1%} ± {row.answers.error:.1%}"
-    yield "-" if kept is None else f"{kept:.1%}"
-    yield f"{row.answers.questions}"
-    yield "-" if row.attention is None else f"{row.attention.recall:.1%}"
-    yield "-" if row.attention is None else f"{row.attention.mass:.1%}"
-    yield format_size(row.memory.kv_bytes)
-    yield f"{row.memory.kv_bytes / full_bytes:.1%}"
-    yield format_size(row.memory.index_bytes)
-    yield format_size(row.spilled_bytes)
-
-
-def speed_table(bench: TaskBench, context: int) -> Table:
-    """Times of one sequence at a context, and what a step moves."""
-    rows = bench.at(context)
-    links = list(dict.fromkeys(link for row in rows for link in row.moved_bytes))
-    made = plain_table("cache", "2nd token", "a token", *PARTS, "of full", *(f"{link} a step" for link in links))
-    full_ns = bench.stock(context).speed.tpot_ns
-    for row in rows:
-        times = (row.speed.tt2t_ns, row.speed.tpot_ns, *(row.speed.parts_ns[part] for part in PARTS))
-        moved = (format_size(round(row.moved_bytes.get(link, 0))) for link in links)
-        made.add_row(row.name, *map(format_duration, times), f"{row.speed.tpot_ns / full_ns:.2f}x", *moved)
-    return made
+def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
+    """Returns what is told of a row's answers and memory, and of its times and what a step moves."""
+    full, kept, moved = bench.stock(row.context), bench.kept(row), row.moved_bytes
+    nats = {"loss above full": bench.above(row), "divergence": row.divergences and mean_of(row.divergences)}
+    answers = {
+        **{name: f"{one[0]:.4f} ± {one[1]:.4f}" for name, one in nats.items() if one},
+        "right": f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
+        "of full's": "-" if kept is None else f"{kept:.1%}",
+        "questions": f"{row.answers.questions}",
+        "KV in memory": format_size(row.memory.kv_bytes),
+        "of full": f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
+        "index": format_size(row.memory.index_bytes),
+        "spilled": format_size(row.spilled_bytes),
+    }
+    times = {
+        "2nd token": row.speed.tt2t_ns,
+        "a token": row.speed.tpot_ns,
+        **{part: row.speed.parts_ns[part] for part in PARTS},
+    }
+    links = dict.fromkeys(link for other in bench.rows for link in other.moved_bytes)
+    return answers, {
+        **{name: format_duration(taken) for name, taken in times.items()},
+        "of full": f"{row.speed.tpot_ns / full.speed.tpot_ns:.2f}x",
+        **{f"{link} a step": format_size(round(moved.get(link, 0))) for link in links},
+    }
 
 
 def drawn(bench: TaskBench, form: str) -> bytes:
     """Returns `bench` as a file of `form`: png, svg or html."""
     if form == "html":
         return page(bench).encode()
-    return theme.captioned(figure_of(bench), caption(bench), form)
+    return theme.captioned(figure_of(bench, panels_of(bench)), caption(bench), form)
 
 
 def caption(bench: TaskBench) -> str:
@@ -301,13 +248,13 @@ def caption(bench: TaskBench) -> str:
 def page(bench: TaskBench) -> str:
     """Returns `bench` as an HTML page, a picture for each of the paper's figures that it has data for."""
     told, under = alt_text(bench), caption(bench)
-    sections = [Section("Answers, attention, memory", [page_table(bench)])]
+    sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
         title = "Right answers by depth and context (like the paper's figure 6)"
         sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
-    for part in parts_of(bench):
-        title = f"{part.name.capitalize()} (like the paper's {part.like})"
-        sections.append(Section(title, [theme.embedded(part_figure(bench, part), told, under)]))
+    for name in panels_of(bench):
+        title = f"{name.capitalize()} (like the paper's {PANELS[name][0]})"
+        sections.append(Section(title, [theme.embedded(figure_of(bench, [name]), told, under)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
 
@@ -321,18 +268,6 @@ def alt_text(bench: TaskBench) -> str:
 
 def page_table(bench: TaskBench) -> PageTable:
     """Returns all rows as a table of a page."""
-    columns = [
-        "cache", "context", "right (%)", "± (%)", "questions", "top-k found (%)", "attention (%)", "2nd token (ms)",
-        "a token (ms)", *(f"{part} (ms)" for part in PARTS), "KV in memory (KiB)", "index (KiB)",
-    ]  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            row.name, row.context, 100 * row.answers.share, 100 * row.answers.error, row.answers.questions,
-            "-" if row.attention is None else 100 * row.attention.recall,
-            "-" if row.attention is None else 100 * row.attention.mass,
-            row.speed.tt2t_ns / 1e6, row.speed.tpot_ns / 1e6, *(row.speed.parts_ns[part] / 1e6 for part in PARTS),
-            row.memory.kv_bytes / 1024, row.memory.index_bytes / 1024,
-        ]
-        for row in bench.rows
-    ]  # fmt: skip
-    return PageTable(f"Measured, task {bench.task}", columns, rows, digits=2)
+    told = [(row, *cells_of(bench, row)) for row in bench.rows]
+    rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in told]
+    return PageTable(f"Measured, task {bench.task}", ["cache", "context", *told[0][1], *told[0][2]], rows)

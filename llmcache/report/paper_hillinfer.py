@@ -21,23 +21,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from llmcache.kv.bench.results import Bench, read_bench
-from llmcache.kv.planning import (
-    MODELS,
-    PAPER_PC,
-    SYSTEMS,
-    TYPICAL_PC,
-    Hardware,
-    Latency,
-    MemoryUse,
-    ModelShape,
-    System,
-    Workload,
-    hillinfer,
-    latency,
-    memory_use,
-)
-from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, Origin
-from llmcache.kv.planning.placement import KEYS_AND_VALUES, by_beta, by_ssd_share
+from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, PAPER_PC, TYPICAL_PC, Hardware, Origin
+from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
+from llmcache.kv.planning.models import MODELS, ModelShape
+from llmcache.kv.planning.placement import KEYS_AND_VALUES, MemoryUse, Workload, by_beta, by_ssd_share, memory_use
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Ours, Paper, Values, judge, number, read_paper
 from llmcache.report.reproduce import Blocks, Reproduction, Tell, machine_words, measurements, picture

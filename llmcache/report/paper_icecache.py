@@ -190,7 +190,7 @@ def _pictures(bench: TaskBench) -> list[HtmlBlock]:
         return [theme.embedded(depths, f"Right answers by depth. {told}", under)]
     if len(_budgets(bench)) <= 1:
         return []
-    return [theme.embedded(kv_task.part_figure(bench, kv_task.parts_of(bench)[0]), told, under)]
+    return [theme.embedded(kv_task.figure_of(bench, ["accuracy"]), told, under)]
 
 
 def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:

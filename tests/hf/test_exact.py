@@ -109,12 +109,6 @@ def test_several_turns(family: str, kind: str, tmp_path: Path) -> None:
     check_same(*both(tiny(family), KINDS[kind](tmp_path), run))
 
 
-def test_looking_ahead(tmp_path: Path) -> None:
-    for exact in (True, False):
-        caches = whole(path=tmp_path, cpu_pages=4, lookahead=True, exact=exact)
-        check_same(*both(tiny("qwen3"), caches, lambda model, cache: generate(model, cache, prompt())))
-
-
 def test_sequences_are_cut_repeated_and_chosen(tmp_path: Path) -> None:
     def run(model: Any, cache: Any) -> Any:
         with torch.no_grad():

@@ -39,16 +39,10 @@ def full(tokens: int) -> float:
     return accuracy(model(), questions(tokens))
 
 
-def test_a_fifth_of_the_context_is_enough() -> None:
+def test_a_fifth_of_the_context_is_enough_so_are_128_tokens_and_the_newest_alone_are_not(tmp_path: Path) -> None:
     assert min(full(1024), full(4096)) >= 0.99, "the model knows its task"
     assert share("hillinfer", 4096, alpha=0.2) >= full(4096) - 0.01
-
-
-def test_so_are_128_tokens_from_the_ssd(tmp_path: Path) -> None:
     assert share("hillinfer", 1024, token_budget=128, path=tmp_path, cpu_pages=8) >= full(1024) - 0.02
-
-
-def test_the_newest_tokens_alone_are_not() -> None:
     assert share("window", 1024, token_budget=256) <= 0.3
 
 

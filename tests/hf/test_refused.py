@@ -88,13 +88,21 @@ def stopped_step(model: Any, cache: Any) -> None:
     hook.remove()
 
 
-def test_a_step_that_was_broken_off_is_taken_back(llama: Any) -> None:
+@pytest.mark.parametrize("how", ["an interrupt", "a full disk"])
+def test_a_step_that_was_broken_off_is_taken_back(
+    llama: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same step gives the same answer later; with a full disk its tokens are in memory."""
     results = []
     for broken in (False, True):
-        with SpillCache(llama.config, token_budget=64, threads=2) as cache:
-            llama(**single(), past_key_values=cache)
-            if broken:
+        with SpillCache(llama.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
+            llama(**single(159), past_key_values=cache)
+            if broken and how == "an interrupt":
                 stopped_step(llama, cache)
+            elif broken:
+                with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
+                    patch.setattr(cache.store, "append", full_disk(cache.store.append))
+                    llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
             results += [llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
     assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
@@ -122,29 +130,11 @@ def full_disk(append: Any) -> Any:
     return failing
 
 
-def test_a_spill_that_fails_may_be_tried_again(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full for a moment: the tokens are in memory, and the same step gives the same answer later."""
-    results = []
-    for full in (False, True):
-        with SpillCache(llama.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
-            llama(**single(159), past_key_values=cache)
-            if full:
-                with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
-                    patch.setattr(cache.store, "append", full_disk(cache.store.append))
-                    llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
-            results += [llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
-    assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
-
-
-def test_layers_do_not_change_alone() -> None:
-    with SpillCache(tiny("llama").config) as cache:
+def test_what_an_empty_cache_and_its_layers_are_asked() -> None:
+    with SpillCache(tiny("gemma3").config) as cache:
         for change in ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
             with pytest.raises(TypeError, match="layer: "):
-                getattr(cache.layers[0], change)(1)
-
-
-def test_what_an_empty_cache_is_asked() -> None:
-    with SpillCache(tiny("gemma3").config) as cache:
+                getattr(cache.layers[1], change)(1)
         cache.crop(-3)
         cache.batch_repeat_interleave(2)
         assert cache.get_seq_length() == 0

@@ -44,13 +44,10 @@ def test_autocast() -> None:
     check_same(*both(tiny("gemma3"), whole("full"), run))
 
 
-def test_inference_mode(tmp_path: Path) -> None:
+def test_inference_mode_and_no_use_of_the_cache(tmp_path: Path) -> None:
     with torch.inference_mode():
         caches = whole(path=tmp_path, cpu_pages=4)
         check_same(*both(tiny("qwen2"), caches, lambda model, cache: generate(model, cache, prompt())))
-
-
-def test_use_cache_false() -> None:
     check_same(*both(tiny("llama"), whole(), lambda model, cache: generate(model, cache, prompt(), use_cache=False)))
 
 
@@ -134,25 +131,18 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_that_nobody_has_any_more_is_gone(llama: Any, tmp_path: Path) -> None:
-    cache = SpillCache(llama.config, token_budget=64, path=tmp_path, lookahead=True)
-    generate(llama, cache, single())
-    seen = weakref.ref(cache), weakref.ref(cache.conversation)
-    del cache
+def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:
+    model = enable(copy.deepcopy(tiny("qwen2")))
+    cache = SpillCache(model.config, token_budget=64, path=tmp_path, lookahead=True)
+    generate(model, cache, single())
+    seen = weakref.ref(cache), weakref.ref(cache.conversation), weakref.ref(model)
+    del cache, model
     gc.collect()
-    assert [ref() for ref in seen] == [None, None]
+    assert [ref() for ref in seen] == [None, None, None]
     assert not list(tmp_path.iterdir())
     # One that Ctrl-C has met while it began, in a test before, is listed for ever.
     alive = [thread for thread in threading.enumerate() if thread.is_alive()]
     assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
-
-
-def test_an_enabled_model_that_nobody_has_any_more_is_gone() -> None:
-    model = enable(copy.deepcopy(tiny("llama")))
-    seen = weakref.ref(model)
-    del model
-    gc.collect()
-    assert seen() is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -197,22 +187,16 @@ def test_another_prompt_after_a_padded_one_that_was_taken_back(llama: Any, polic
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("layers", [2, 4])
-def test_a_cache_for_another_number_of_layers(llama: Any, layers: int) -> None:
-    config = transformers.LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": layers})
-    with SpillCache(config, "full") as cache, pytest.raises(UsageError, match=f"config: .* {layers} layers, .* has 3"):
-        generate(llama, cache, single())
-
-
-def test_a_model_that_lost_layers_since() -> None:
-    """Else no step would ever be whole, and the model would forget what it has read."""
+def test_a_model_with_other_layers_or_heads(llama: Any) -> None:
+    """One that lost layers would never have a whole step, and would forget what it has read."""
+    for layers in (2, 4):
+        config = transformers.LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": layers})
+        with SpillCache(config, "full") as cache, pytest.raises(UsageError, match=f"config: .* {layers} layers, .* has 3"):
+            generate(llama, cache, single())
     model = enable(copy.deepcopy(tiny("llama")))
     model.model.layers = model.model.layers[:2]
     with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="model: 1 of 3 spilled layers"):
         model(**single(), past_key_values=cache)
-
-
-def test_a_model_with_other_heads(llama: Any) -> None:
     other = enable(copy.deepcopy(tiny("llama-mha")))
     with SpillCache(llama.config, "full") as cache:
         llama(**single(), past_key_values=cache)

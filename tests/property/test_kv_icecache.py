@@ -12,7 +12,7 @@ from llmcache.kv.index.dci import DciSettings
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, Scorer
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
-from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
+from llmcache.kv.policies.indexed import IndexedPolicy
 from llmcache.kv.tiers import KvStore
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Case, Run, running
 
@@ -65,22 +65,6 @@ def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_c
     with running("icecache", replace(BUDGET, full_layers=2, anchor_every=3), CASE, tmp_path / "c") as run:
         anchors = [policy_of(run).anchor_of(layer) for layer in range(10)]
         assert anchors == [0, 1, 2, 2, 2, 5, 5, 5, 8, 8]
-
-
-@pytest.mark.parametrize("settings", [replace(BUDGET, every_steps=3), IndexedSettings(token_budget=144, every_steps=3)])
-def test_a_choice_serves_for_some_steps(settings: PolicySettings, tmp_path: Path) -> None:
-    name = "quest" if isinstance(settings, IndexedSettings) else "icecache"
-    with running(name, settings, replace(CASE, context=305), tmp_path) as run:
-        chosen = [run.step()[0][0].positions for _ in range(3)]
-        for later in chosen[1:]:
-            assert np.array_equal(later, chosen[0][..., -later.shape[2] :])
-        lost = 0 if name == "quest" else 2  # the tail has taken them
-        assert chosen[0].shape[2] - chosen[2].shape[2] == lost
-        anew = run.step()[0][0].positions
-        assert not np.array_equal(anew, chosen[0][..., -anew.shape[2] :])
-        run.reorder([1, 0])
-        again = run.policy.select(0, run.queries(0)).positions
-        assert not np.array_equal(again[::-1], chosen[0])
 
 
 def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -> None:

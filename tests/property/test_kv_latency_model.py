@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.kv.planning import PAPER_PC, SYSTEMS, Hardware, Latency, ModelShape, System, Workload, hillinfer, latency
-from llmcache.kv.planning.hardware import NUMBERS
-from llmcache.kv.planning.models import MixtureMlp
-from llmcache.kv.planning.placement import Placement, by_ssd_share
+from llmcache.kv.planning.hardware import NUMBERS, PAPER_PC, Hardware
+from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
+from llmcache.kv.planning.models import MixtureMlp, ModelShape
+from llmcache.kv.planning.placement import Placement, Workload, by_ssd_share
 from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]
@@ -31,7 +31,7 @@ models = st.builds(
     vocabulary=st.integers(100, 200_000),
     gated=st.booleans(),
     tied=st.booleans(),
-    kv_dtype=st.sampled_from(["float16", "bfloat16", "int8", "float32"]),
+    kv_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     mixture=st.none()
     | st.builds(MixtureMlp, st.just(1), experts=st.integers(8, 256), used=st.integers(1, 8), ffn=st.integers(64, 8192)),
 )
@@ -106,8 +106,7 @@ def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     kv = model.kv_bytes(workload.context, workload.batch)
     assert found.places.total == pytest.approx(kv)
     assert found.places.host <= found.found.host_kv + 1 and found.places.gpu in (0, kv)
-    room_for_weights = found.found.weights_on_gpu + found.found.weights_on_host
-    assert room_for_weights == pytest.approx(model.weight_bytes)
+    assert found.found.weights_on_gpu + found.found.weights_on_host == pytest.approx(model.weight_bytes)
     # Stages that nothing hides, and the sum of all: a step lies between.
     assert max(found.stages.values()) <= found.token_ns * SLACK
     assert found.token_ns <= sum(found.stages.values()) * SLACK

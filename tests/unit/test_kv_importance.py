@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.kv.importance.bkp import cpu_pages_for, moves
-from llmcache.kv.importance.columns import column_sums
-from llmcache.kv.importance.tables import MOST, HitTable, TokenTable
 from llmcache.kv.pipeline import KvEngine
-from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
-from llmcache.kv.spill import KvShape
+from llmcache.kv.policies.base import TokenTable
+from llmcache.kv.policies.h2o import column_sums
+from llmcache.kv.policies.hillinfer import MOST, HillInfer, HillInferSettings, HitTable, moves
 from llmcache.kv.tiers import KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
@@ -57,28 +54,15 @@ def test_hits_are_halved_before_one_overflows_and_keep_their_order() -> None:
         assert counts[5] == MOST // 2 + 1 and counts[1] < counts[5]
 
 
-def test_hits_follow_their_sequences() -> None:
-    table = HitTable(layers=1, batch=2)
-    table.record(0, np.array([[[1, 2]], [[3, 20]]]))
-    table.reorder(np.array([1, 1, 0]))
-    assert [table.rows(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3, 20], [3, 20], [1, 2]]
-    table.record(0, np.array([[[3]], [[4]], [[5]]]))
-    assert table.rows(0, 0, 4)[3] == 2
-    assert table.rows(0, 1, 4)[3] == 1
-    table.crop(4)
-    assert [table.rows(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3], [3], [1, 2]]
-    table.halve(0)
-    assert table.rows(0, 0, 4)[3] == 1 and not table.rows(0, 2, 4).any()
-
-
-def test_a_table_grows_and_keeps_what_it_has() -> None:
-    table = TokenTable(1, 1, (2,), np.float32)
+def test_a_table_grows_and_its_rows_follow_their_sequences() -> None:
+    table = TokenTable(1, 2, (2,), np.float32)
     table.rows(0, 0, 3)[:] = 7
     grown = table.rows(0, 0, 5000)
     assert grown.shape == (5000, 2) and (grown[:3] == 7).all() and not grown[3:].any()
-    hits = HitTable(1, 2)
-    hits.record(0, np.full((2, 1, 1), 100_000 - 1, np.int64))
-    assert 2 * 2 * 100_000 <= hits.size_bytes <= 1.2 * 2 * 2 * 100_000, "two bytes a token, and room for growth"
+    table.reorder(np.array([1, 0, 0]))
+    table.rows(0, 1, 2)[:] = 5
+    table.crop(1)
+    assert [table.rows(0, sequence, 3)[:, 0].tolist() for sequence in range(3)] == [[0, 0, 0], [5, 0, 0], [7, 0, 0]]
 
 
 # Column sums
@@ -103,7 +87,7 @@ def plain_column_sums(queries: Array, keys: Array, start: int, first: int, scale
 )
 def test_column_sums(heads: int, kv_heads: int, rows: int, start: int, first: int) -> None:
     queries, keys = numbers(heads, rows, 32), numbers(kv_heads, start + rows, 32, seed=1)
-    found = column_sums(3 * queries, keys, start, first)
+    found = column_sums(3 * queries, keys, start, first, 32**-0.5)
     np.testing.assert_allclose(found, plain_column_sums(3 * queries, keys, start, first, 32**-0.5), rtol=2e-5, atol=1e-6)
     asking = start + rows - max(start, first)
     np.testing.assert_allclose(found.sum(axis=1), np.full(kv_heads, asking * heads / kv_heads), rtol=1e-4)
@@ -129,7 +113,7 @@ def test_pages_change_places(
     in_cpu: str, hits: list[int], important: int, room: int, recent: int, clearly: int, up: list[int], down: list[int]
 ) -> None:
     found = moves(np.array(list(in_cpu)) == "c", np.array(hits), important, room, recent, clearly)
-    assert (found.up.tolist(), found.down.tolist()) == (up, down)
+    assert [side.tolist() for side in found] == [up, down]
 
 
 def test_moves_keep_to_the_room() -> None:
@@ -141,34 +125,10 @@ def test_moves_keep_to_the_room() -> None:
         in_cpu[random.permutation(pages)[:room]] = True
         hits = random.integers(0, 5, pages)
         important, recent = (int(x) for x in random.integers(0, pages + 2, 2))
-        found = moves(in_cpu, hits, important, room, recent)
-        assert not in_cpu[found.up].any()
-        assert in_cpu[found.down].all()
-        assert int(in_cpu.sum()) + len(found.up) - len(found.down) <= room
-        assert hits[found.up].sum() >= hits[found.down].sum() + len(found.down)
-        assert len(found.up) <= important
-
-
-# Sizes of the pools
-
-SHAPE = KvShape("m", layers=4, kv_heads=2, head_dim=8, dtype="float32")
-PAGE_BYTES = 16 * 2 * 8 * 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("beta", "memory_bytes", "batch", "pages"),
-    [
-        (1.0, None, 1, 500),
-        (3.0, None, 1, 750),
-        (math.inf, None, 1, 1000),
-        (1.0, 10 * PAGE_BYTES * 4 * 2 + 1, 2, 10),  # the memory binds where it is less
-        (None, 1 << 40, 1, 1000),
-    ],
-)
-def test_the_pool_is_the_share_that_beta_and_memory_say(
-    beta: float | None, memory_bytes: int | None, batch: int, pages: int
-) -> None:
-    assert cpu_pages_for(SHAPE, 16_000, beta, memory_bytes, batch) == pages
+        come, go = moves(in_cpu, hits, important, room, recent)
+        assert not in_cpu[come].any() and in_cpu[go].all()
+        assert int(in_cpu.sum()) + len(come) - len(go) <= room
+        assert hits[come].sum() >= hits[go].sum() + len(go) and len(come) <= important
 
 
 # Pools over decode steps
@@ -213,15 +173,10 @@ def test_pools_move_next_to_nothing_in_vain(tmp_path: Path) -> None:
 def test_hits_rise_by_what_comes_up_and_recent_pages_stay(tmp_path: Path) -> None:
     """More of what is chosen is in the pool than when nothing ever comes up but what the window leaves."""
     policy = decoded(tmp_path, HillInferSettings(alpha=0.2), 0.5)
-    found, in_cpu = policy.pools.hits.pages(0, 0, 128, 16), policy.store.in_cpu(0, 0)
+    found, in_cpu = policy.hits.pages(0, 0, 128, 16), policy.store.in_cpu(0, 0)
     still = np.arange(128) >= 128 - 64 + 1  # the pool as the prompt has left it
     assert found[in_cpu[:128]].sum() > 1.2 * found[still].sum()
     assert in_cpu[-int(0.2 * (2048 + STEPS) / 16) :].all()
-
-
-def test_pools_of_sequences_are_their_own(tmp_path: Path) -> None:
-    store = decoded(tmp_path, HillInferSettings(alpha=0.2), 0.4, context=512, batch=2).store
-    assert (store.in_cpu(0, 0) != store.in_cpu(0, 1)).any()
 
 
 def test_sequences_that_share_pages_keep_to_the_bound_in_the_end(tmp_path: Path) -> None:

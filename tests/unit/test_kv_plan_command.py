@@ -12,8 +12,8 @@ import pytest
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.planning import profile
-from llmcache.kv.planning.plan import PlanOptions, plan
-from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, cached_profile, hardware_of, key_of, profile_of
+from llmcache.kv.planning.plan import plan
+from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, hardware_of, key_of, profile_of
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.test_kv_planning import LLAMA_8B, QWEN3_30B_A3B
@@ -102,22 +102,16 @@ def test_a_profile_is_measured_once_and_again_by_force(
     assert "cached; --force measures again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", ["{", '{"schema": "llmcache.kv-profile/0"}', '{"schema": "llmcache.kv-profile/1"}'])
-def test_a_damaged_profile_is_measured_again(tmp_path: Path, cache: Path, measured: list[str], damage: str) -> None:
+def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
+    tmp_path: Path, cache: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = profile_of(tmp_path).file
     assert file is not None and file.parent == cache
-    file.write_text(damage)
-    assert not profile_of(tmp_path).cached and len(measured) == 2
-    assert profile_of(tmp_path).cached
-    assert [path.name for path in cache.iterdir()] == [file.name]
-
-
-def test_a_profile_is_of_one_machine_and_device(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile_of(tmp_path)
+    for damage in ("{", '{"schema": "llmcache.kv-profile/0"}', '{"schema": "llmcache.kv-profile/1"}'):
+        file.write_text(damage)
+        assert not profile_of(tmp_path).cached and profile_of(tmp_path).cached
+    assert [path.name for path in cache.iterdir()] == [file.name] and len(measured) == 4
     monkeypatch.setattr(profile, "_processor", lambda: "another")
-    assert cached_profile(tmp_path) is None
     assert not profile_of(tmp_path).cached and profile_of(tmp_path).profile.key.processor == "another"
     with pytest.raises(UsageError, match="DIR: "):
         key_of(tmp_path / "nowhere")
@@ -130,8 +124,10 @@ def test_memory_is_not_taken_for_storage(
     monkeypatch.setattr(profile, "_filesystem", lambda dev: "tmpfs")
     assert run(["profile", str(tmp_path)]) == 0
     assert "tmpfs is memory" in capsys.readouterr().out
-    assert run(["plan", "--model", config, "--context", "8k", "--ssd", str(tmp_path)]) == 0
-    assert "no speeds of storage" in capsys.readouterr().out
+    assert run(["plan", "--model", config, "--context", "128k", "--gpu", "12G", "--ram", "32G", "--ssd", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    parts = ["no speeds of storage", "131,072 tokens x 1", "(modelled", "emulated", "assumed", "M0", "LeoAM-like", "free"]
+    assert not [words for words in parts if words not in told] and max(map(len, told.splitlines())) < 140
 
 
 def test_storage_that_cannot_be_measured(
@@ -183,26 +179,16 @@ def test_what_fits_where_on_a_typical_pc(config: str, capsys: pytest.CaptureFixt
     assert limit["gpu"] == 0 < limit["gpu_and_ram"] and limit["with_ssd"] is None
 
 
-def test_the_plan_in_words(config: str, tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "--model", f"{config}/config.json", "--context", "128k", "--gpu", "12G", "--ram", "32G", "--ssd"]
-    assert run([*args, str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert told.err == "" and measured == [str(tmp_path)]
-    parts = "131,072 tokens x 1", "(modelled", "measured now", "emulated", "assumed", "M0", "beta", "LeoAM-like", "free"
-    assert not [words for words in parts if words not in told.out]
-    assert max(map(len, told.out.splitlines())) < 140
-
-
 def test_what_the_ssd_has_no_room_for(
     config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB))
-    found = plan(PlanOptions(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path)))
+    found = plan(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path))
     assert found.lacking_bytes == pytest.approx(found.places.ssd - GIB) and not found.latencies
     (limit,) = [one for one in found.limits if one.batch == 1]
     assert limit.gpu is None and limit.with_ssd is not None
     assert limit.with_ssd - limit.gpu_and_ram == pytest.approx(GIB / 131072, abs=1)
-    fits = plan(PlanOptions(config, limit.with_ssd - 200, ram=24 * GIB, ssd=str(tmp_path)))
+    fits = plan(config, limit.with_ssd - 200, ram=24 * GIB, ssd=str(tmp_path))
     assert fits.machine.name == "measured"
 
 
@@ -224,13 +210,12 @@ def test_bad_options_are_named(config: str, words: str, named: str, capsys: pyte
     assert f"error: {named}" in told and "hint: " in told
 
 
-@pytest.mark.parametrize("text", ["[1]", "[" * 100_000])
-def test_a_file_that_is_no_config(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
-    file.write_text(text)
-    assert run(["plan", "--model", str(file), "--context", "8k"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and "--model: " in told.err and "Traceback" not in told.err
+    for text in ("[1]", "[" * 100_000):
+        file.write_text(text)
+        assert run(["plan", "--model", str(file), "--context", "8k"]) == 2
+        assert "--model: " in capsys.readouterr().err
 
 
 def test_a_mixture_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,21 +8,10 @@ from typing import Any
 import pytest
 
 from llmcache.errors import UsageError
-from llmcache.kv.planning import (
-    MACHINES,
-    MODELS,
-    PAPER_PC,
-    SYSTEMS,
-    ModelShape,
-    Workload,
-    hillinfer,
-    latency,
-    memory_use,
-)
-from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
-from llmcache.kv.planning.latency import place
-from llmcache.kv.planning.models import shape_of
-from llmcache.kv.planning.placement import by_ssd_share, largest_context, room, rule_share
+from llmcache.kv.planning.hardware import MACHINES, NUMBERS, ORIGINS, PAPER_PC
+from llmcache.kv.planning.latency import SYSTEMS, hillinfer, latency, place
+from llmcache.kv.planning.models import MODELS, ModelShape, shape_of
+from llmcache.kv.planning.placement import Workload, by_ssd_share, largest_context, memory_use, room, rule_share
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
@@ -30,54 +19,24 @@ GIB = 1 << 30
 # Public models' `config.json`, as far as planning asks for them
 
 LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
-}
-
+}  # fmt: skip
 MIXTRAL_8X7B: dict[str, Any] = LLAMA_8B | {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "num_local_experts": 8,
+    "model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768, "num_local_experts": 8,
     "num_experts_per_tok": 2,
-}
-
+}  # fmt: skip
 QWEN3_30B_A3B: dict[str, Any] = LLAMA_8B | {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-}
-
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+}  # fmt: skip
 GLM_4_5: dict[str, Any] = LLAMA_8B | {
-    "model_type": "glm4_moe",
-    "num_hidden_layers": 92,
-    "hidden_size": 5120,
-    "num_attention_heads": 96,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "vocab_size": 151552,
-}
+    "model_type": "glm4_moe", "num_hidden_layers": 92, "hidden_size": 5120, "num_attention_heads": 96, "head_dim": 128,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 151552,
+}  # fmt: skip
 
 # Machines
 
@@ -85,10 +44,7 @@ GLM_4_5: dict[str, Any] = LLAMA_8B | {
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 def test_every_number_of_a_machine_says_where_it_comes_from(machine: Any) -> None:
     assert set(machine.origins) == set(NUMBERS)
-    assert {origin.kind for origin in machine.origins.values()} <= set(ORIGINS)
-    assert all(origin.text for origin in machine.origins.values())
-    told = machine.to_json()
-    assert told["ssd_bytes_per_s"] == {"value": 7e9, "origin": "assumed", "source": machine.origins["ssd_bytes_per_s"].text}
+    assert all(origin.text and origin.kind in ORIGINS for origin in machine.origins.values())
 
 
 def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
@@ -107,18 +63,14 @@ def test_a_device_scores_from_its_memory_what_fits_there() -> None:
 # Models and memory
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("Qwen-7B", 7.72), ("Llama2-13B", 13.02), ("LongChat-7B", 6.74), ("OPT-6.7B", 6.66)]
-)
-def test_parameters_of_the_papers_models(name: str, billions: float) -> None:
-    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, abs=0.006)
+def test_parameters_of_the_papers_models() -> None:
+    for name, billions in (("Qwen-7B", 7.72), ("Llama2-13B", 13.02), ("LongChat-7B", 6.74), ("OPT-6.7B", 6.66)):
+        assert MODELS[name].parameters / 1e9 == pytest.approx(billions, abs=0.006), name
 
 
-@pytest.mark.parametrize(("name", "gib"), [("Qwen-7B", 30), ("Llama2-13B", 51)])
-def test_figure_2_within_three_percent_in_gib(name: str, gib: float) -> None:
-    use = memory_use(MODELS[name], 4096, 8)
-    assert use.total / GIB == pytest.approx(gib, rel=0.03)
-    assert use.total == use.weights + use.kv + use.activations + use.runtime
+def test_figure_2_within_three_percent_in_gib() -> None:
+    for name, gib in (("Qwen-7B", 30), ("Llama2-13B", 51)):
+        assert memory_use(MODELS[name], 4096, 8).total / GIB == pytest.approx(gib, rel=0.03), name
 
 
 def test_the_largest_context_is_the_last_that_fits() -> None:
@@ -158,18 +110,12 @@ def test_other_names_for_the_same_sizes() -> None:
     assert nested.layers == 32
 
 
-@pytest.mark.parametrize(
-    ("config", "billions", "used"),
-    [(MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32)],
-    ids=["mixtral", "qwen3", "glm"],
-)
-def test_parameters_of_mixtures_are_those_that_their_makers_name(
-    config: dict[str, Any], billions: float, used: float
-) -> None:
+def test_parameters_of_mixtures_are_those_that_their_makers_name() -> None:
     """Of those used their makers count the token embedding, which a token reads a row of."""
-    found = shape_of(config, "x/config.json")
-    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
+    for config, billions, used in ((MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32)):
+        found = shape_of(config, "x/config.json")
+        assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+        assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
 
 
 def test_a_mixture_keeps_all_weights_and_reads_those_of_the_batch() -> None:
@@ -286,10 +232,11 @@ def test_who_evaluates_by_keys_and_values_has_the_values_already() -> None:
 
 
 def test_what_hillinfer_moves() -> None:
+    """Of evaluation a 64th: with d = 128 in half precision a key is 256 bytes and its score 4."""
     moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
     assert moved["ssd to host"] == 0
     assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))
-    assert moved["device to host"] == pytest.approx(KV * 0.125 + 4 * 8 * PLAIN.context / 2)
+    assert moved["device to host"] == pytest.approx(KV * 0.125 + KV / 4 / 64)
 
 
 def test_each_part_of_hillinfer_counts() -> None:
@@ -300,10 +247,3 @@ def test_each_part_of_hillinfer_counts() -> None:
     kept = replace(PLAIN, important_on_ssd=0.5, important_on_ssd_bkp=0.1)
     assert parts("hillinfer", kept)[1] < parts(hillinfer(bkp=False), kept)[1] == parts("hillinfer")[1]
     assert hillinfer(False, False, False).title == "HillInfer without HIE, BKP, APP"
-
-
-def test_evaluation_by_score_blocks_moves_a_64th() -> None:
-    """With d = 128 in half precision a key is 256 bytes and its score 4."""
-    judged = replace(PLAIN, important_on_ssd=0.0)
-    host, device = (latency(policy, FLAT, ONE, judged, HALF).moved for policy in ("prefetch", "hillinfer"))
-    assert host["ssd to host"] / device["device to host"] == pytest.approx(64)

@@ -58,31 +58,30 @@ def check_answers(found: Questions, tokens: int, pairs: int) -> None:
             assert ids[place + 1] == answer
 
 
-@pytest.mark.parametrize(("tokens", "pairs", "questions"), [(129, 64, 8), (100, 16, 16)])
-def test_recall_asks_for_pairs_that_are_there_each_once(tokens: int, pairs: int, questions: int) -> None:
-    found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
-    check_answers(found, tokens, pairs)
-    assert all(len(set(asked)) == questions for asked in found.asked.tolist())
+def test_recall_asks_for_pairs_that_are_there_each_once() -> None:
+    for tokens, pairs, questions in ((129, 64, 8), (100, 16, 16)):
+        found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
+        check_answers(found, tokens, pairs)
+        assert all(len(set(asked)) == questions for asked in found.asked.tolist())
 
 
-@pytest.mark.parametrize(("depth", "place"), [(0, 1), (0.5, 45), (1, 90)])
-def test_a_passkey_lies_at_its_depth(depth: float, place: int) -> None:
-    found = passkey(random(), 2, 100, depth=depth, symbols=5)
-    check_answers(found, 100, 5)
-    assert (found.ids[:, place] == found.asked[:, 0]).all()
+def test_a_passkey_lies_at_its_depth() -> None:
+    for depth, place in ((0, 1), (0.5, 49), (1, 98)):
+        found = passkey(random(), 2, 100, depth=depth)
+        check_answers(found, 100, 1)
+        assert (found.ids[:, place] == found.asked[:, 0]).all()
 
 
-@pytest.mark.parametrize("pairs", [5, 64])
-def test_a_chain_leads_through_all_pairs_and_back(pairs: int) -> None:
-    found = chain(random(), 3, 300, steps=pairs + 2, pairs=pairs)
+def test_a_chain_leads_through_all_pairs_and_back() -> None:
+    found = chain(random(), 3, 300, steps=66)
     keys, asked = found.first, []
-    for step in range(pairs + 2):
+    for step in range(66):
         asked.append(keys)
         keys = found.next_keys(found.answers[:, step])
-    questions = Questions(found.ids, np.stack(asked[:pairs], 1), found.answers[:, :pairs])
-    check_answers(questions, 300, pairs)
-    assert all(len(set(row)) == pairs for row in questions.asked.tolist())
-    assert (asked[pairs] == found.first).all()
+    questions = Questions(found.ids, np.stack(asked[:64], 1), found.answers[:, :64])
+    check_answers(questions, 300, 64)
+    assert all(len(set(row)) == 64 for row in questions.asked.tolist())
+    assert (asked[64] == found.first).all()
     right = found.next_keys(found.answers[:, 0])
     assert (found.next_keys(found.answers[:, 1]) != right).all(), "a wrong answer leads astray"
     assert (found.next_keys(np.full(3, BEGINNING)) == found.first).all()
@@ -107,10 +106,9 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
     assert len(probes) == (20 if task == "passkey" else 1)
     for probe in probes:
         assert probe.ids.shape == (1, 3000) and probe.ids[0, 0] == 0
-        told = "".join(map(chr, probe.ids[0, 1:]))
         for question, answer in zip(probe.asked, probe.answers, strict=True):
-            asked, right = ("".join(map(chr, side[0])) for side in (question, answer))
-            assert right.strip().isdecimal() and right.strip() in told and right not in asked
+            right = said(answer).strip()
+            assert right.isdecimal() and right in said(probe.ids) and right not in said(question)
     assert len(probes[0].asked) == (RECALLED if task == "recall" else 1)
     assert (probes[0].depths is None) == (task == "recall")
 
@@ -119,7 +117,7 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
     ("made", "told"),
     [
         (lambda: recall(random(), 1, 128), "tokens: 128"),
-        (lambda: passkey(random(), 1, 100, depth=1.5), "depth: "),
+        (lambda: passkey(random(), 1, 2, depth=0.5), "tokens: 2"),
         (lambda: symbols("sorting", random(), 100, 1), "the recall model has no 'sorting'"),
         (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: 100 tokens"),
     ],
@@ -129,10 +127,14 @@ def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> 
         made()
 
 
+def said(tokens: Any) -> str:
+    return "".join(map(chr, tokens[0]))
+
+
 def test_variables_are_asked_for_along_their_chain() -> None:
     (probe,) = texts("variables", random(), 3000, 1, letters, [])
-    told, lead, *commas = ("".join(map(chr, side[0])) for side in (probe.ids, *probe.asked))
-    names = ["".join(map(chr, answer[0])).strip() for answer in probe.answers]
+    told, lead, *commas = map(said, (probe.ids, *probe.asked))
+    names = [said(answer).strip() for answer in probe.answers]
     assert len(names) == ASSIGNED and commas == [","] * (ASSIGNED - 1) and probe.ids.shape == (1, 3000)
     of = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\. ", told)
     assert len(of) == 2 * ASSIGNED
@@ -143,8 +145,8 @@ def test_variables_are_asked_for_along_their_chain() -> None:
 @pytest.mark.parametrize("task", ["common", "frequent"])
 def test_the_word_that_is_asked_for_comes_most(task: str) -> None:
     for probe in texts(task, random(), 4000, 3, letters, [0]):
-        words = "".join(map(chr, probe.ids[0])).split("\n")[1].split()[:-1]  # the last may be cut
-        assert probe.ids.shape == (1, 4000) and "".join(map(chr, probe.answers[0][0])).strip() == mode(words)
+        words = said(probe.ids).split("\n")[1].split()[:-1]  # the last may be cut
+        assert probe.ids.shape == (1, 4000) and said(probe.answers[0]).strip() == mode(words)
 
 
 def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are_from(tmp_path: Path) -> None:
@@ -200,8 +202,6 @@ def test_defaults_ask_the_recall_model() -> None:
 def test_what_is_wrong_is_named_before_anything_runs(words: str, field: str) -> None:
     with pytest.raises(LlmcacheError, match=field):
         invoke("bench", "--task", "passkey", *words.split())
-    with pytest.raises(UsageError, match="--budget: '64,128' are several"):
-        invoke("bench", "--budget", "64,128")
 
 
 def invoke(*words: str) -> None:
@@ -227,8 +227,6 @@ def test_shares_and_their_errors() -> None:
 def test_what_is_saved_comes_back_whole() -> None:
     found = of_policies()
     told = json.loads(json.dumps(found.document()))
-    assert told["schema"] == "llmcache.kv-task/1" and told["kind"] == "measured"
-    assert told["rows"][0]["answers"]["share"] == 1.0
     assert read_task(told, "run.json").document() == found.document()
 
 
@@ -251,27 +249,18 @@ def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> No
         read_task(told, "run.json")
 
 
-def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_task_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kv_task.show(of_policies(own=9), False)
     told = capsys.readouterr().out
     assert "measured on this machine" in told and "IceCache 64" in told and "90.0% ± 0.0%" in told
-    kv_task.show(of_policies(), True)
-    assert json.loads(capsys.readouterr().out)["task"] == "passkey"
-
-
-def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
     invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
     page = (tmp_path / "run.html").read_text()
     assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
-    assert "figure 6" in page and "figure 7c" in page and "Measured" in page
+    assert "figure 6" in page and "figures 7b and 7c" in page and "Measured" in page
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):
         invoke("plot", str(run), "-o", str(tmp_path / "other.png"))
-
-
-def test_a_picture_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "there.png").touch()
     with pytest.raises(UsageError, match="--plot"):
-        invoke("bench", "--task", "passkey", "--plot", str(tmp_path / "there.png"))
+        invoke("bench", "--task", "passkey", "--plot", str(tmp_path / "run.html"))

@@ -33,7 +33,7 @@ from llmcache.kv.bench.lengths import LengthRow, stock_at
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.synthetic import Setup, fixed, variants_of
 from llmcache.kv.bench.task import Candidate, TaskSetup
-from llmcache.kv.planning import MODELS
+from llmcache.kv.planning.models import MODELS
 from llmcache.kv.spill import KvShape, PageBuffer, SpillFile
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.kv.workload import StreamSpec

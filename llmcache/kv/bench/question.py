@@ -15,9 +15,10 @@ from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
 from llmcache.kv.bench.synthetic import DESIGNS, Accelerator, Setup, Variant, variants_of
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.csd import PROFILES
-from llmcache.kv.planning import MACHINES, MODELS, PAPER_PC, SYSTEMS, ModelShape, System, Workload, hillinfer, latency
-from llmcache.kv.planning.models import read_config
-from llmcache.kv.planning.placement import Placement, by_beta, room
+from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
+from llmcache.kv.planning.latency import SYSTEMS, System, hillinfer, latency
+from llmcache.kv.planning.models import MODELS, ModelShape, read_config
+from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
 from llmcache.kv.planning.profile import cache_directory
 from llmcache.kv.policies import POLICIES
 from llmcache.kv.tasks.recall import RECALL_MODEL

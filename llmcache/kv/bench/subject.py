@@ -1,4 +1,4 @@
-"""A model under measurement: what it answers, how long it takes, what is chosen, with any cache and all else the same.
+"""A model under measurement: what it answers and how long it takes, with any cache and all else the same.
 
 Answers: hillinfer.txt, section 4.3, figure 8 asks the same of its models on OpenBookQA, RTE, PIQA and COPA. Differs from
 the paper: small models, generated tasks and texts that are on the machine (`llmcache.kv.tasks`). Needs torch and
@@ -30,12 +30,10 @@ from llmcache.kv.bench.synthetic import since
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
-from llmcache.kv.policies.base import KvPolicy
-from llmcache.kv.policies.baselines import all_products, softmax
 from llmcache.kv.tasks import Chain, Questions
 from llmcache.kv.tasks.english import Document
 from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
-from llmcache.kv.tiers import Selection, Traffic
+from llmcache.kv.tiers import Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
 from llmcache.kv.transformers.conversation import Call, Conversation, Output, no_attention
@@ -82,11 +80,16 @@ class Subject:
             hint = "give a GGUF file, or a directory with config.json and weights"
             raise UsageError(f"--model: {path} is not a directory, nor a GGUF file", hint)
         self.model: Any = load_model(path).to("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = None if self.model.config.vocab_size == VOCABULARY else _tokenizer(path)
+        self.tokenizer: Any = None
+        if self.model.config.vocab_size != VOCABULARY:
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(**_place(path))
+            except (OSError, ValueError) as error:
+                hint = "give a directory with tokenizer.json beside the weights"
+                raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without a beginning or an end of text."""
-        assert self.tokenizer is not None
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -102,14 +105,6 @@ class Subject:
         shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads over {heads}"
         kind, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
         return {"family": text.model_type, "shape": shape, "type": kind, "runs on": device}
-
-
-def _tokenizer(path: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(**_place(path))
-    except (OSError, ValueError) as error:
-        hint = "give a directory with tokenizer.json beside the weights"
-        raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
@@ -340,59 +335,3 @@ class Run:
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
         policy = getattr(self.cache.conversation.engine, "policy", None)
         return KvMemory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
-
-
-class Watch:
-    """Stands where a policy stood, and computes exact attention beside each choice (slow: everything is read).
-
-    `recalls` and `masses` are means over the batch and the heads, one for each step and layer where there was a choice:
-    see `Attention`. The newest token, which no choice is about, is not counted.
-    """
-
-    def __init__(self, policy: KvPolicy) -> None:
-        self._policy = policy
-        self.recalls: list[float] = []
-        self.masses: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def prefilled(self, layer: int, queries: Floats, start: int) -> None:
-        """As the policy's own."""
-        self._policy.prefilled(layer, queries, start)
-
-    def select(self, layer: int, queries: Floats) -> Selection:
-        """Returns what the policy selects."""
-        selection = self._policy.select(layer, queries)
-        self._note(layer, queries, selection)
-        return selection
-
-    def _note(self, layer: int, queries: Floats, selection: Selection) -> None:
-        store, size = self._policy.store, self._policy.page_tokens
-        inside = slice(store.middle.start * size, store.middle.stop * size)
-        if selection.count >= inside.stop - inside.start:
-            return
-        weights = softmax(all_products(store, layer, queries, self._policy.scale))
-        chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
-        np.put_along_axis(chosen, selection.positions, True, 2)
-        if selection.count:
-            self.recalls.append(_recalled(weights[..., inside], chosen[..., inside]))
-        chosen[..., : inside.start] = chosen[..., inside.stop :] = True
-        self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
-
-
-def _recalled(weights: Floats, chosen: Flags) -> float:
-    """Share of the tokens with the largest weights, added up by key head, that were chosen: of as many as were."""
-    best_first = np.argsort(-weights.sum(2), axis=-1)
-    are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
-    return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())
-
-
-def watch(cache: SpillCache) -> Watch:
-    """Returns a watch over the policy of `cache`, which has read a prompt, from now on."""
-    engine: Any = cache.conversation.engine
-    if engine is None:
-        raise ValueError("cache: it has no policy before its first token")
-    engine.policy = Watch(engine.policy)
-    found: Watch = engine.policy
-    return found

@@ -9,6 +9,7 @@ stopped: an accelerator has them anyway.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import tempfile
@@ -17,20 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
 from llmcache.kv.csd import PROFILES, CsdProfile, Report
-from llmcache.kv.importance.bkp import cpu_pages_for
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
-from llmcache.kv.planning import Hardware, ModelShape
+from llmcache.kv.planning.hardware import Hardware
+from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
@@ -43,6 +43,8 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 SPARE_SHARE = 0.5
 """Of the memory that is free, what pools of policies that take turns may take together."""
 SPEED_RUNS = 15
+CHUNK_TOKENS = 2048
+"""Of a prompt, so many are made and stored at a time."""
 _NS = 1e9
 
 Progress = Callable[[str], None]
@@ -161,10 +163,20 @@ class Setup:
 
     @property
     def cpu_pages(self) -> int | None:
-        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound."""
-        if self.beta is None and self.memory_bytes is None:
+        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound.
+
+        Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: where M0 binds, that is the size (the paper
+        only says that Mc is below it).
+        """
+        shape = self.spec.shape
+        pages = shape.pages_of(self._length)
+        if self.beta is not None:
+            pages = math.floor(pages * self.beta / (1 + self.beta))
+        elif self.memory_bytes is None:
             return None
-        return cpu_pages_for(self.spec.shape, self._length, self.beta, self.memory_bytes, self.spec.batch)
+        if self.memory_bytes is not None:
+            pages = min(pages, self.memory_bytes // (shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch))
+        return pages
 
     @property
     def pool_bytes(self) -> int:
@@ -195,15 +207,6 @@ class Setup:
         }
 
 
-class Inputs(NamedTuple):
-    """What a layer is given in one step."""
-
-    queries: Floats
-    estimate: Floats
-    keys: NDArray[Any]
-    values: NDArray[Any]
-
-
 class PolicySession:
     """One policy over a store of its own, in a file that is removed at the end; a context manager."""
 
@@ -223,7 +226,7 @@ class PolicySession:
         )  # fmt: skip
         settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens)
         if variant.without:
-            settings = replace(settings, **{part: False for part in variant.without})  # type: ignore[arg-type]
+            settings = replace(settings, **{part: False for part in variant.without if part != "app"})  # type: ignore[arg-type]
         with contextlib.ExitStack() as stack:
             self.store = KvStore(config)
             stack.callback(self.store.discard)
@@ -238,10 +241,11 @@ class PolicySession:
         """Stores the prompt; the policy takes note of its last queries."""
         begin_ns = time.perf_counter_ns()
         spec = self.setup.spec
-        chunks = list(self.stream.chunks())
-        for part in chunks:
+        for first in range(0, spec.context, CHUNK_TOKENS):
+            part = range(first, min(spec.context, first + CHUNK_TOKENS))
+            last = part.stop == spec.context
             for layer in range(spec.layers):
-                asked = self.stream.prompt_queries(layer) if part is chunks[-1] and self.policy.needs_weights else None
+                asked = self.stream.prompt_queries(layer) if last and self.policy.needs_weights else None
                 self.engine.prefill(layer, asked, *self.stream.keys_values(layer, part))
             self._finish(part)
         self._prefill_ns = time.perf_counter_ns() - begin_ns
@@ -250,34 +254,31 @@ class PolicySession:
         ids = np.tile(self.stream.ids(part), (self.setup.spec.batch, 1))
         self.engine.finish_step(ids, np.tile(np.arange(part.start, part.stop), (len(ids), 1)))
 
-    def _inputs(self, step: int) -> list[Inputs]:
-        at = range(self.setup.spec.context + step, self.setup.spec.context + step + 1)
-        return [
-            Inputs(self.stream.queries(layer, step), self.stream.estimate(layer, step), *self.stream.keys_values(layer, at))
-            for layer in range(self.setup.spec.layers)
-        ]
-
     def decode(self, step: int) -> None:
         """Does decode step `step` (from 0, in order), and notes how long it took after the warm-up."""
         if step == self.setup.warm_up:  # what prefill and warm-up have moved does not count
             self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
             self._device = Report() if report is None else replace(report)
             self.timeline.clear()
-        inputs = self._inputs(step)
+        at, layers = self.setup.spec.context + step, range(self.setup.spec.layers)
+        queries = [self.stream.queries(layer, step) for layer in layers]
+        estimates = [self.stream.estimate(layer, step) for layer in layers]
+        rows = [self.stream.keys_values(layer, range(at, at + 1)) for layer in layers]
         held: list[Gathered] = []
         begin_ns = self.timeline.now_ns()
-        for layer, given in enumerate(inputs):
-            held.append(self.engine.step(layer, given.queries, given.keys, given.values))
-            if layer + 1 < len(inputs):
-                self.engine.ahead(layer + 1, inputs[layer + 1].estimate)
+        for layer in layers:
+            held.append(self.engine.step(layer, queries[layer], *rows[layer]))
+            if layer + 1 < len(layers):
+                self.engine.ahead(layer + 1, estimates[layer + 1])
             with self.timeline.span(COMPUTE, ATTEND, layer, self.store.step):
-                self.setup.accelerator.compute(given.queries, held[-1])
+                self.setup.accelerator.compute(queries[layer], held[-1])
             self._attended = int((~repeated(held[-1].positions)).sum(2).mean())
             if not self.policy.needs_weights:
                 held.pop().release()
                 self.engine.attended(layer)
         with self.timeline.paused():
-            weights = [attention(inputs[at].queries, found.keys, found.values)[1] for at, found in enumerate(held)]
+            pairs = zip(queries, held, strict=False)  # none is held for a policy that needs no weights
+            weights = [attention(asked, found.keys, found.values)[1] for asked, found in pairs]
         for layer, own in enumerate(weights):
             self.engine.attended(layer, own)
         self._finish(range(self.store.length, self.store.length + 1))
@@ -286,9 +287,14 @@ class PolicySession:
 
     def row(self) -> Row:
         """Returns what the steps after the warm-up took, medians and means a step."""
-        steps = self.timeline.steps
+        steps, store = self.timeline.steps, self.store
         token_ns = statistics.median(self._steps_ns)
-        moved = since(self._traffic, self.store.traffic)
+        moved = since(self._traffic, store.traffic)
+        pool, pages = self.setup.cpu_pages, self.setup.spec.shape.pages_of(store.length)
+        device, report = None, store.device_report
+        if report is not None:
+            taken = {one.name: getattr(report, one.name) - getattr(self._device, one.name) for one in fields(Report)}
+            device = {"emulated": True, "profile": self.setup.csd.name, **taken}
         return Row(
             policy=self.variant.name,
             title=self.variant.titled(self.policy.title),
@@ -297,35 +303,23 @@ class PolicySession:
             exposed_ns=token_ns - self._median_ns(ATTEND),
             idle_share=1 - sum(self.timeline.busy_ns(step, COMPUTE) for step in steps) / sum(self._steps_ns),
             moved_bytes=per_step(moved, len(steps)),
-            beta=self._beta(),
-            observed=self._observed(moved),
+            beta=None if pool is None or pool >= pages else pool / (pages - pool),  # as it came out, in whole pages
+            observed=Observed(
+                steps_ns=tuple(self._steps_ns),
+                prefill_ns=self._prefill_ns,
+                attended_tokens=self._attended,
+                hit_ratio=moved.hit_ratio,
+                pages_up=moved.pages_up,
+                pages_down=moved.pages_down,
+                ping_pong_pages=moved.ping_pong_pages,
+                ping_pong_share=moved.ping_pong_share,
+                device=device,
+                timeline=self.timeline.last_step().to_json(),
+            ),
         )
 
     def _median_ns(self, stage: str) -> float:
         return statistics.median(self.timeline.busy_ns(step, stage=stage) for step in self.timeline.steps)
-
-    def _beta(self) -> float | None:
-        """Mc / Ms as it came out, in whole pages."""
-        pool, pages = self.setup.cpu_pages, self.setup.spec.shape.pages_of(self.store.length)
-        return None if pool is None or pool >= pages else pool / (pages - pool)
-
-    def _observed(self, moved: Traffic) -> Observed:
-        device, report = None, self.store.device_report
-        if report is not None:
-            taken = {one.name: getattr(report, one.name) - getattr(self._device, one.name) for one in fields(Report)}
-            device = {"emulated": True, "profile": self.setup.csd.name, **taken}
-        return Observed(
-            steps_ns=tuple(self._steps_ns),
-            prefill_ns=self._prefill_ns,
-            attended_tokens=self._attended,
-            hit_ratio=moved.hit_ratio,
-            pages_up=moved.pages_up,
-            pages_down=moved.pages_down,
-            ping_pong_pages=moved.ping_pong_pages,
-            ping_pong_share=moved.ping_pong_share,
-            device=device,
-            timeline=self.timeline.last_step().to_json(),
-        )
 
     def __enter__(self) -> PolicySession:
         return self
@@ -368,14 +362,9 @@ def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, f
         marks = marks_of(here, variant, progress)
         betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
         todo = [replace(here, beta=beta) for beta in betas]
-        rows, notes = _rows([(one, variant) for one in todo if _has_room(one)], progress)
+        pinned = sum(setup.spec.shape.pages_of(tokens) for tokens in (setup.sink_tokens, setup.window_tokens))
+        rows, notes = _rows([(one, variant) for one in todo if (one.cpu_pages or 0) > pinned], progress)
     return Bench(MEASURED, setup.conditions(), tuple(rows), marks, notes)
-
-
-def _has_room(setup: Setup) -> bool:
-    """Whether the pool holds more than sink and window, which are in it in any case."""
-    pinned = setup.spec.shape.pages_of(setup.sink_tokens) + setup.spec.shape.pages_of(setup.window_tokens)
-    return setup.cpu_pages is None or setup.cpu_pages > pinned
 
 
 def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:
@@ -432,9 +421,7 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
 
 @contextlib.contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory below `directory`, which is removed at the end; UsageError if that is none."""
-    if not directory.is_dir():
-        raise UsageError(f"--path: {directory} is not a directory", "give one on the storage that is to be measured")
+    """Yields a fresh directory below `directory`, which is removed at the end."""
     try:
         made = Path(tempfile.mkdtemp(prefix="llmcache-bench-", dir=directory))
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Tasks for a model of transformers with its own cache and with spilled ones: answers, attention, time, bytes, memory.
+"""Tasks for a model of transformers with its own cache and with spilled ones: answers, time, bytes, memory.
 
-Three runs of each cache: one that answers; one that answers the questions of a few contexts while it is watched, for what
-of the attention was chosen; and one sequence that is generated, in turns with all other caches, for times and bytes.
-*Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
+Two runs of each cache: one that answers; and one sequence that is generated, in turns with all other caches, for times and
+bytes. *Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, TaskBench, TaskRow
 from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
@@ -46,8 +45,6 @@ STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
 AT_ONCE_TOKENS = 1 << 16
 """Of all contexts that are read at a time, so that their keys and queries fit in memory."""
-WATCHED = 4
-"""Contexts whose questions are asked once more to see what of the attention was chosen."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +154,11 @@ def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
     texts: list[str] = []
     with torch_threads(threads), workplace(setup.directory) as directory:
         rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, texts, progress)]
-    told = {**conditions(setup), **subject.describe(), **({"texts": texts} if texts else {})}
-    return TaskBench(setup.task, told, tuple(rows))
-
-
-def conditions(setup: TaskSetup) -> dict[str, Any]:
-    """Returns what was set, for tables and JSON."""
-    told = {"model": str(setup.model), "contexts": list(setup.contexts), "budgets": list(setup.budgets)}
-    return told | {"cases": setup.cases, "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory)}
+    conditions = {
+        "model": str(setup.model), "contexts": list(setup.contexts), "budgets": list(setup.budgets), "cases": setup.cases,
+        "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory), **subject.describe(),
+    }  # fmt: skip
+    return TaskBench(setup.task, conditions | ({"texts": texts} if texts else {}), tuple(rows))
 
 
 def _rows(
@@ -173,14 +167,13 @@ def _rows(
     everyone = candidates(setup)
     told = answered(setup, subject, context, directory, everyone, texts, progress)
     first = next(probes(setup, subject, context))
-    attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
 
     def row(one: Candidate, run: Run) -> TaskRow:
         speed, moved = run.speed(), run.moved()
         return TaskRow(
             one.policy, one.title, context, one.budget, told[one].answers(), speed, run.memory(),
-            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio, attention.get(one),
+            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio,
             losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
 
@@ -214,34 +207,6 @@ def answered(
             else:
                 told[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
     return told
-
-
-def _attention(
-    setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
-) -> dict[Candidate, Attention]:
-    """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
-    from llmcache.kv.bench.subject import Prompt, said, watch
-
-    few = _few(asked)
-    read = Prompt(subject.model, few.ids)
-    found: dict[Candidate, Attention] = {}
-    for one in everyone:
-        if one.policy == STOCK:
-            continue
-        with one.cache(subject.model, setup, directory) as cache:
-            read.give(cache)
-            watched = watch(cache)
-            said(subject.model, cache, few)
-        if watched.recalls:
-            found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
-    return found
-
-
-def _few(asked: Asked) -> Asked:
-    """Some of the contexts, from all over the batch."""
-    if isinstance(asked, Chain):
-        return asked.part(slice(WATCHED))
-    return asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
 
 
 def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:

@@ -65,16 +65,6 @@ class Hardware:
     device_latency_ns: float
     origins: Mapping[str, Origin]
 
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name.endswith(("_per_s", "_flops")) and not value > 0:
-                raise ValueError(f"{one.name}: {value}, more than 0 is needed")
-            if one.name.endswith(("_bytes", "_ns")) and value < 0:
-                raise ValueError(f"{one.name}: {value}, at least 0 is needed")
-        if set(self.origins) != set(NUMBERS):
-            raise ValueError(f"origins: {sorted(set(self.origins) ^ set(NUMBERS))} are missing or unknown")
-
     @classmethod
     def of(cls, name: str, title: str, **numbers: Sourced) -> Hardware:
         """Returns a machine of numbers and, beside each, its origin: what kind, and where it is written."""

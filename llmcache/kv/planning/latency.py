@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmcache.kv.planning.hardware import Hardware
@@ -25,8 +25,6 @@ from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, room
 _NS = 1e9
 SCORE_BYTES = 4
 """On the link, per token and key head: offset and score, both of two bytes. Source: section 4.4, "4n bytes"."""
-COMMANDS = 2
-"""Per layer, one after the other: execute and read; those of several sequences are queued together. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +72,6 @@ SYSTEMS: dict[str, System] = {
 """The systems of section 4.2, in its order: baselines, then HillInfer."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """One layer, all sequences: bytes unless noted.
-
-    `scan`: read from the SSD in sequence to be evaluated by the host; `cpu_keys`, `device_keys`: scored there; `scores`:
-    score blocks over the link; `commands`: of the device, counted; `ssd_fetch`: chosen data from the SSD, in reads of
-    `request`; `device_fetch`: the same from the device; `gpu_link`: KV and weights to the GPU; `attended`: KV that
-    attention reads; `flops`: operations; `weights`: read by the computing.
-    """
-
-    scan: float = 0.0
-    cpu_keys: float = 0.0
-    device_keys: float = 0.0
-    scores: float = 0.0
-    commands: int = 0
-    ssd_fetch: float = 0.0
-    request: float = 1.0
-    device_fetch: float = 0.0
-    gpu_link: float = 0.0
-    attended: float = 0.0
-    weights: float = 0.0
-    flops: float = 0.0
-
-
 def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
     """Returns where `system` keeps the KV cache; `cached` as for `rule_share`.
 
@@ -110,60 +84,13 @@ def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cach
     return Placement(0.0, host, kv_bytes - host)
 
 
-def layer_work(
-    system: System, hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room
-) -> Work:
-    """Returns the work of `system` for one layer of a decode step."""
-    share = workload.alpha if system.sparse else 1.0
-    host, ssd = places.host / model.layers, places.ssd / model.layers
-    attended = share * places.total / model.layers
-    evaluation = _evaluation(system, model, workload, host, ssd)
-    on_ssd = attended * _important_on_ssd(system, workload, places) if system.sparse else ssd
-    if evaluation.scan and not system.abstracts and workload.host_evaluates != KEYS:
-        on_ssd = 0.0  # with its values it has been read already
-    # Neighbouring tokens, keys and values apart; the full cache is read in sequence.
-    tokens = workload.chunk_tokens if system.abstracts else workload.fetch_tokens
-    crosses = places.gpu == 0 and hardware.has_gpu
-    weights = model.crossing_bytes(found.weights_on_host, workload.batch)
-    attention_flops = 4.0 * model.heads * model.head_dim * share * workload.context * workload.batch
-    return replace(
-        evaluation,
-        commands=COMMANDS if system.in_storage and ssd else 0,
-        request=tokens * model.key_bytes if system.sparse else float(1 << 20),
-        device_fetch=on_ssd if system.in_storage else 0.0,
-        ssd_fetch=0.0 if system.in_storage else on_ssd,
-        gpu_link=(attended if crosses else 0.0) + (weights / model.layers if hardware.has_gpu else 0.0),
-        attended=attended,
-        weights=model.layer_weight_bytes(workload.batch),
-        flops=2.0 * model.layer_parameters * workload.batch + attention_flops,
-    )
-
-
-def _evaluation(system: System, model: ModelShape, workload: Workload, host: float, ssd: float) -> Work:
-    """What judging the tokens takes; the keys are half of `host` and of `ssd` (bytes of KV of one layer)."""
-    if not system.evaluates or not host + ssd:
-        return Work()
-    if system.in_storage:
-        tokens = ssd / (2 * model.key_bytes)
-        return Work(cpu_keys=host / 2, device_keys=ssd / 2, scores=SCORE_BYTES * model.kv_heads * tokens)
-    part = min(1.0, 2 / workload.chunk_tokens) if system.abstracts else 1.0
-    values = 2.0 if workload.host_evaluates != KEYS and not system.abstracts else 1.0
-    return Work(scan=part * values * ssd / 2, cpu_keys=part * (host + ssd) / 2)
-
-
-def _important_on_ssd(system: System, workload: Workload, places: Placement) -> float:
-    """The share of the important tokens that lie on the SSD."""
-    told = workload.important_on_ssd_bkp if system.keeps else None
-    told = workload.important_on_ssd if told is None else told
-    return places.ssd_share if told is None else (told if places.ssd else 0.0)
-
-
 @dataclass(frozen=True)
 class Latency:
     """*Modelled* times (ns) of one decode step: one token of every sequence of the batch.
 
     `stages`: evaluate, fetch, compute, each as if alone; `exposed`: what of evaluate and fetch nothing hides. `busy`: by
-    resource. `moved`: bytes by link. `prefill_ns`: of the whole context, once.
+    resource, in the words of the pipeline's timeline; the link is that of the storage. `moved`: bytes by link, `device
+    internal` never leaves the device. `prefill_ns`: of the whole context, once.
     """
 
     system: System
@@ -211,22 +138,62 @@ def latency(
     `places`: where the KV cache lies; None: as the system places it. KeyError: no such policy.
     """
     system = SYSTEMS[policy] if isinstance(policy, str) else policy
-    found = room(hardware, model, workload, workload.alpha if system.sparse else 1.0)
+    share = workload.alpha if system.sparse else 1.0
+    found = room(hardware, model, workload, share)
     kv_bytes = model.kv_bytes(workload.context, workload.batch)
     places = place(system, found, kv_bytes, hardware, workload.device_caches) if places is None else places
-    work = layer_work(system, hardware, model, workload, places, found)
+    layers, batch = model.layers, workload.batch
+    host, ssd = places.host / layers, places.ssd / layers
+
+    # Bytes of one layer, all sequences. Judging the tokens: the keys are half of what lies in each pool.
+    scan = cpu_keys = device_keys = scores = 0.0
+    if system.in_storage:
+        cpu_keys, device_keys = host / 2, ssd / 2
+        scores = SCORE_BYTES * model.kv_heads * (ssd / (2 * model.key_bytes))
+    elif system.evaluates:
+        part = min(1.0, 2 / workload.chunk_tokens) if system.abstracts else 1.0
+        values = 2.0 if workload.host_evaluates != KEYS and not system.abstracts else 1.0
+        scan, cpu_keys = part * values * ssd / 2, part * (host + ssd) / 2
+    # Fetching what was chosen: neighbouring tokens, keys and values apart; the full cache is read in sequence.
+    attended = share * places.total / layers
+    fetched = attended * _important_on_ssd(system, workload, places) if system.sparse else ssd
+    if scan and not system.abstracts and workload.host_evaluates != KEYS:
+        fetched = 0.0  # with its values it has been read already
+    tokens = workload.chunk_tokens if system.abstracts else workload.fetch_tokens
+    request = tokens * model.key_bytes if system.sparse else float(1 << 20)
+    from_device, from_ssd = (fetched, 0.0) if system.in_storage else (0.0, fetched)
+    gpu_link = 0.0
+    if hardware.has_gpu:
+        crossing = model.crossing_bytes(found.weights_on_host, batch) / layers
+        gpu_link = (attended if places.gpu == 0 else 0.0) + crossing
+    flops = 4.0 * model.heads * model.head_dim * share * workload.context * batch + 2.0 * model.layer_parameters * batch
+
+    # Seconds of each activity of one layer, as if it were alone. Assumed: a command to execute and one to read, one after
+    # the other; those of several sequences are queued together.
+    wait = hardware.device_latency_ns / _NS if system.in_storage and ssd else 0.0
     scoring = hardware.device_score_rate(places.ssd / 2, workload.device_caches)
-    busy = _busy(work, hardware, scoring)
+    scan_s, cpu_s = scan / hardware.ssd_bytes_per_s, cpu_keys / hardware.score_bytes_per_s
+    device_s, scores_s = device_keys / scoring + wait, scores / hardware.device_link_bytes_per_s
+    device_fetch_s = from_device / min(hardware.device_link_bytes_per_s, hardware.device_bytes_per_s) + wait
+    fetch_s, gpu_link_s = from_ssd / hardware.ssd_rate(request), gpu_link / hardware.gpu_link_bytes_per_s
+    reading = (model.layer_weight_bytes(batch) + attended) / hardware.gpu_bytes_per_s
+    compute = max(reading, flops / hardware.gpu_flops)
+
     # Until all tokens are judged; until what was chosen is attended: what lies on the SSD goes the longer way.
     together: Callable[[float, float], float] = max if system.piped else operator.add
-    in_storage = max(busy["cpu"], busy["device"], busy["scores"])
-    evaluate = in_storage if system.in_storage else together(busy["scan"], busy["cpu"])
-    fetch = together(busy["ssd"] + busy["device fetch"], busy["gpu link"])
-    compute = busy["compute"]
+    evaluate = max(cpu_s, device_s, scores_s) if system.in_storage else together(scan_s, cpu_s)
+    fetch = together(fetch_s + device_fetch_s, gpu_link_s)
     layer_s = max(compute, evaluate + fetch) if system.ahead else evaluate + fetch + compute
-    output_flops = 2.0 * model.vocabulary * model.hidden * workload.batch
+    output_flops = 2.0 * model.vocabulary * model.hidden * batch
     output_s = max(model.output_weight_bytes / hardware.gpu_bytes_per_s, output_flops / hardware.gpu_flops)
-    layers = model.layers
+    link_s = scan_s + scores_s + fetch_s + device_fetch_s
+    busy = {"compute": compute, "cpu": cpu_s, "device": device_s, "link": link_s, "gpu link": gpu_link_s}
+    moved = {
+        "ssd to host": scan + from_ssd,
+        "device to host": scores + from_device,
+        "device internal": device_keys + from_device,
+        "host to gpu": gpu_link,
+    }
     return Latency(
         system=system,
         machine=hardware.name,
@@ -238,27 +205,18 @@ def latency(
             "compute": _NS * (layers * compute + output_s),
         },
         exposed_ns=_NS * layers * (layer_s - compute),
-        busy=_by_resource(busy, layers),
-        moved=_moved(work, layers),
+        busy={name: _NS * layers * seconds for name, seconds in busy.items()},
+        moved={name: layers * size for name, size in moved.items()},
         places=places,
         found=found,
     )
 
 
-def _busy(work: Work, hardware: Hardware, scoring: float) -> dict[str, float]:
-    """Seconds of each activity of one layer, as if it were alone; the device scores `scoring` bytes/s."""
-    device_rate = min(hardware.device_link_bytes_per_s, hardware.device_bytes_per_s)
-    wait = hardware.device_latency_ns / _NS * (work.commands / 2)
-    return {
-        "scan": work.scan / hardware.ssd_bytes_per_s,
-        "cpu": work.cpu_keys / hardware.score_bytes_per_s,
-        "device": work.device_keys / scoring + wait,
-        "scores": work.scores / hardware.device_link_bytes_per_s,
-        "ssd": work.ssd_fetch / hardware.ssd_rate(work.request),
-        "device fetch": work.device_fetch / device_rate + wait,
-        "gpu link": work.gpu_link / hardware.gpu_link_bytes_per_s,
-        "compute": max((work.weights + work.attended) / hardware.gpu_bytes_per_s, work.flops / hardware.gpu_flops),
-    }
+def _important_on_ssd(system: System, workload: Workload, places: Placement) -> float:
+    """The share of the important tokens that lie on the SSD."""
+    told = workload.important_on_ssd_bkp if system.keeps else None
+    told = workload.important_on_ssd if told is None else told
+    return places.ssd_share if told is None else (told if places.ssd else 0.0)
 
 
 def _prefill_s(hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room) -> float:
@@ -275,26 +233,3 @@ def _prefill_s(hardware: Hardware, model: ModelShape, workload: Workload, places
         crossing / hardware.gpu_link_bytes_per_s,
         places.ssd / hardware.device_link_bytes_per_s,
     )
-
-
-def _by_resource(busy: Mapping[str, float], layers: int) -> dict[str, float]:
-    """Busy ns of a step by resource, in the words of the pipeline's timeline; the link is that of the storage."""
-    seconds = {
-        "compute": busy["compute"],
-        "cpu": busy["cpu"],
-        "device": busy["device"],
-        "link": busy["scan"] + busy["scores"] + busy["ssd"] + busy["device fetch"],
-        "gpu link": busy["gpu link"],
-    }
-    return {name: _NS * layers * value for name, value in seconds.items()}
-
-
-def _moved(work: Work, layers: int) -> dict[str, float]:
-    """Bytes of a step by link; `device internal` never leaves the device."""
-    moved = {
-        "ssd to host": work.scan + work.ssd_fetch,
-        "device to host": work.scores + work.device_fetch,
-        "device internal": work.device_keys + work.device_fetch,
-        "host to gpu": work.gpu_link,
-    }
-    return {name: layers * size for name, size in moved.items()}

@@ -18,9 +18,8 @@ from typing import Any
 from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.errors import UsageError
 
-KV_BYTES: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes of a number of the KV cache, by type; int8 carries a scale of 4 bytes per row besides."""
-SCALE_BYTES = 4
+KV_BYTES: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number of the KV cache, by type."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,6 @@ class MixtureMlp:
     def __post_init__(self) -> None:
         if not 1 <= self.used <= self.experts:
             raise ValueError(f"used: {self.used}, at least 1 and at most the experts ({self.experts}) are needed")
-        if self.layers < 1 or self.ffn < 1 or self.shared_ffn < 0:
-            raise ValueError(f"layers: {self.layers}, ffn: {self.ffn}, shared_ffn: {self.shared_ffn}, sizes are needed")
 
     def read_share(self, tokens: int) -> float:
         """Of the experts, the share that `tokens` tokens use together, in the mean, each with any: 0 .. 1.
@@ -78,17 +75,12 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-                raise ValueError(f"{name}: {value!r}, a whole number of at least 1 is needed")
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)}, at least 1 is needed")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads}, heads ({self.heads}) must be a multiple of it")
-        if self.kv_dtype not in KV_BYTES:
-            raise ValueError(f"kv_dtype: '{self.kv_dtype}', known are {', '.join(KV_BYTES)}")
         if not 0 < self.weight_bits <= 64:
             raise ValueError(f"weight_bits: {self.weight_bits}, more than 0 and at most 64 is needed")
-        if self.mixture is not None and self.mixture.layers > self.layers:
-            raise ValueError(f"mixture: {self.mixture.layers} layers of {self.layers}")
 
     @property
     def expert_parameters(self) -> int:
@@ -166,8 +158,7 @@ class ModelShape:
     @property
     def key_bytes(self) -> float:
         """Bytes of the keys of one token in one layer; its values take as many."""
-        scale = SCALE_BYTES if self.kv_dtype == "int8" else 0
-        return self.kv_heads * (self.head_dim * KV_BYTES[self.kv_dtype] + scale)
+        return self.kv_heads * self.head_dim * KV_BYTES[self.kv_dtype]
 
     @property
     def token_bytes(self) -> float:

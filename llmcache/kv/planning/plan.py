@@ -28,25 +28,9 @@ from llmcache.kv.planning.placement import (
 from llmcache.kv.planning.profile import KnownProfile, hardware_of, profile_of
 from llmcache.units import format_size
 
-PROFILES = (*MACHINES, MEASURED)
 BATCHES = (1, 2, 4, 8)
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What is asked: tokens, sequences, bytes; None where an option was not given."""
-
-    model: str
-    context: int
-    batch: int = 1
-    gpu: int | None = None
-    ram: int | None = None
-    ssd: str | None = None
-    alpha: float = 0.2
-    profile: str | None = None
-    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,30 +72,55 @@ class KvPlan:
         return by_name[policy] / by_name["hillinfer"]
 
 
-def plan(options: PlanOptions, progress: Progress = lambda _: None) -> KvPlan:
-    """Returns the plan that `options` ask for. UsageError names the option that is wrong, or that asks the impossible."""
-    workload = Workload(options.context, batch=options.batch, alpha=options.alpha)
-    model = read_config(options.model)
-    if options.kv_dtype is not None:
-        if options.kv_dtype not in KV_BYTES:
-            known = f"one of: {', '.join(KV_BYTES)}"
-            raise UsageError(f"--kv-dtype: '{options.kv_dtype}' is not a type of KV data", known)
-        model = replace(model, kv_dtype=options.kv_dtype)
-    machine, profile = _machine(options, progress)
-    found = room(machine, model, workload, workload.alpha)
+def plan(
+    model: str,
+    context: int,
+    *,
+    batch: int = 1,
+    gpu: int | None = None,
+    ram: int | None = None,
+    ssd: str | None = None,
+    alpha: float = 0.2,
+    profile: str | None = None,
+    kv_dtype: str | None = None,
+    progress: Progress = lambda _: None,
+) -> KvPlan:
+    """Returns the plan for the model whose config.json, or directory with one, is `model`; tokens, sequences, bytes.
+
+    `ssd`: the directory of the spill file; `profile`: whose speeds (None: those measured if there is `ssd`, else a typical
+    PC's). UsageError names the option that is wrong, or that asks the impossible.
+    """
+    shape, workload = read_config(model), Workload(context, batch=batch, alpha=alpha)
+    if kv_dtype is not None:
+        if kv_dtype not in KV_BYTES:
+            raise UsageError(f"--kv-dtype: '{kv_dtype}' is not a type of KV data", f"one of: {', '.join(KV_BYTES)}")
+        shape = replace(shape, kv_dtype=kv_dtype)
+    if ssd is not None and not os.path.isdir(ssd):
+        raise UsageError(f"--ssd: {ssd} is not a directory", "give the directory that the spill file goes to")
+    name, known = profile or (MEASURED if ssd is not None else "typical"), None
+    if name in MACHINES:
+        machine = MACHINES[name].with_sizes(gpu, ram)
+    elif name != MEASURED:
+        raise UsageError(f"--profile: there is no profile '{name}'", f"one of: {', '.join((*MACHINES, MEASURED))}")
+    elif ssd is None:
+        raise UsageError("--profile: measured needs the storage that is meant", "give --ssd DIR")
+    else:
+        known = profile_of(ssd, progress=progress)
+        machine = hardware_of(known.profile, gpu or 0).with_sizes(host_bytes=ram)
+    found = room(machine, shape, workload, alpha)
     if found.lacking:
         there = machine.gpu_bytes + machine.host_bytes - machine.gpu_reserved_bytes - machine.host_reserved_bytes
         raise UsageError(
-            f"--gpu, --ram: the weights of {model.name} alone take {format_size(model.weight_bytes)}, "
+            f"--gpu, --ram: the weights of {shape.name} alone take {format_size(shape.weight_bytes)}, "
             f"{format_size(max(0, there))} are there ({format_size(machine.host_reserved_bytes)} stay with the system)",
             "give more memory, or a model with fewer or smaller weights",
         )
-    use = memory_use(model, workload.context, workload.batch)
+    use = memory_use(shape, context, batch)
     places = place(SYSTEMS["hillinfer"], found, use.kv, machine)
-    free = None if options.ssd is None else shutil.disk_usage(options.ssd).free
+    free = None if ssd is None else shutil.disk_usage(ssd).free
     lacking = 0.0 if free is None else max(0.0, places.ssd - free)
     return KvPlan(
-        model=model,
+        model=shape,
         machine=machine,
         workload=workload,
         use=use,
@@ -120,11 +129,11 @@ def plan(options: PlanOptions, progress: Progress = lambda _: None) -> KvPlan:
         beta_rule=machine.score_bytes_per_s / machine.device_bytes_per_s,
         m0_binds=not found.gpu_kv and found.host_kv < rule_share(machine) * use.kv,
         lacking_bytes=lacking,
-        latencies=() if lacking else tuple(latency(name, machine, model, workload) for name in SYSTEMS),
-        limits=tuple(_limit(model, machine, batch, free) for batch in sorted({*BATCHES, workload.batch})),
-        ssd=options.ssd,
+        latencies=() if lacking else tuple(latency(name, machine, shape, workload) for name in SYSTEMS),
+        limits=tuple(_limit(shape, machine, sequences, free) for sequences in sorted({*BATCHES, batch})),
+        ssd=ssd,
         ssd_bytes=free,
-        profile=profile,
+        profile=known,
     )
 
 
@@ -140,18 +149,3 @@ def _limit(model: ModelShape, machine: Hardware, batch: int, free: int | None) -
     # The SSD holds KV only: weights and activations have to fit before it.
     with_ssd = None if free is None else (most(both + free) if most(both) else 0)
     return Limit(batch, most(gpu) if machine.has_gpu else None, most(both), with_ssd)
-
-
-def _machine(options: PlanOptions, progress: Progress) -> tuple[Hardware, KnownProfile | None]:
-    """The machine to plan for: a named one or this one, with memory of the sizes that are given."""
-    name = options.profile or (MEASURED if options.ssd is not None else "typical")
-    if name not in PROFILES:
-        raise UsageError(f"--profile: there is no profile '{name}'", f"one of: {', '.join(PROFILES)}")
-    if options.ssd is not None and not os.path.isdir(options.ssd):
-        raise UsageError(f"--ssd: {options.ssd} is not a directory", "give the directory that the spill file goes to")
-    if name != MEASURED:
-        return MACHINES[name].with_sizes(options.gpu, options.ram), None
-    if options.ssd is None:
-        raise UsageError("--profile: measured needs the storage that is meant", "give --ssd DIR")
-    known = profile_of(options.ssd, progress=progress)
-    return hardware_of(known.profile, options.gpu or 0).with_sizes(host_bytes=options.ram), known

@@ -9,6 +9,7 @@ is removed however it ends (a killed process leaves it, as it leaves any tempora
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -97,11 +98,6 @@ class ProfileKey:
         """True if there is no storage below: what is measured then is memory."""
         return self.filesystem in ("tmpfs", "ramfs")
 
-    @property
-    def name(self) -> str:
-        """The name of the profile's file."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:24] + ".json"
-
 
 @dataclass(frozen=True)
 class MachineProfile:
@@ -161,17 +157,6 @@ def key_of(directory: str | Path) -> ProfileKey:
     return ProfileKey(_processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", _filesystem(dev))
 
 
-def cached_profile(directory: str | Path) -> KnownProfile | None:
-    """Returns the profile of the device of `directory` if there is one that can be read, None otherwise."""
-    key = key_of(directory)
-    file = cache_directory() / "kv-profile" / key.name
-    try:
-        profile = MachineProfile.from_json(json.loads(file.read_bytes()))
-    except (OSError, KeyError, TypeError, ValueError, RecursionError):
-        return None  # not there or damaged: it is measured again
-    return KnownProfile(profile, True, max(0.0, time.time() - profile.measured_at), file) if profile.key == key else None
-
-
 def profile_of(
     directory: str | Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> KnownProfile:
@@ -179,17 +164,20 @@ def profile_of(
 
     `progress` is told in words what begins. Errors as `key_of` and `measure_storage`.
     """
-    found = None if force else cached_profile(directory)
-    if found is not None:
-        return found
     key, begin = key_of(directory), time.monotonic()
+    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
+    file = cache_directory() / "kv-profile" / f"{digest[:24]}.json"
+    # Not there or damaged: it is measured again.
+    with contextlib.suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
+        profile = MachineProfile.from_json(json.loads(file.read_bytes()))
+        if profile.key == key and not force:
+            return KnownProfile(profile, True, max(0.0, time.time() - profile.measured_at), file)
     progress("measuring the storage, with an emulated device")
     storage = measure_storage(directory)
     progress("measuring memory and processors")
     host = measure_host()
     told, memory = str(Path(directory).absolute()), psutil.virtual_memory().total
     profile = MachineProfile(key, told, time.time(), time.monotonic() - begin, memory, host, storage)
-    file = cache_directory() / "kv-profile" / key.name
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as stream:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 POLICIES: dict[str, str] = {
     "full": "baselines:Full",
     "window": "baselines:Window",
-    "h2o": "baselines:H2O",
+    "h2o": "h2o:H2O",
     "prefetch": "baselines:Prefetch",
     "leoam": "baselines:LeoAM",
     "hillinfer": "hillinfer:HillInfer",

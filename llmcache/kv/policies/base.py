@@ -10,9 +10,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
@@ -24,6 +25,10 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
 PAPER_ALPHA = 0.2
 """hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""
+SLACK = 1024
+"""Tokens that a table grows by at least: growing is a copy."""
+
+Kind = TypeVar("Kind", bound=np.generic)
 
 
 def setting(default: Any, holds: Callable[[Any], bool], hint: str) -> Any:
@@ -34,11 +39,6 @@ def setting(default: Any, holds: Callable[[Any], bool], hint: str) -> Any:
 def one_of(default: str, names: Collection[str]) -> Any:
     """Returns a field of settings that takes one of `names`."""
     return setting(default, lambda value: value in names, f"one of: {', '.join(names)}")
-
-
-def at_least(default: float, least: float, hint: str) -> Any:
-    """Returns a field of settings that takes numbers of `least` or more."""
-    return setting(default, lambda value: value >= least, hint)
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,6 @@ class PolicySettings:
         share = PAPER_ALPHA if self.alpha is None else self.alpha
         return min(length, math.ceil(share * length - 1e-9))  # 0.1 * 30 is 3.0000000000000004
 
-    def middle_tokens(self, length: int, pinned: int) -> int:
-        """Returns how many tokens of the middle may be chosen, when `pinned` of `length` are attended in any case.
-
-        0 where these are more than the budget: a tail of less than a page may be, and alpha of a short context is.
-        """
-        return max(0, self.attended(length) - pinned)
-
 
 class Remembered(Protocol):
     """Something kept for each token, which has to follow when a store is cropped or its sequences change."""
@@ -95,6 +88,37 @@ class Remembered(Protocol):
 
     def reorder(self, index: Int64s) -> None:
         """Gives sequence i what was of sequence `index[i]`."""
+
+
+class TokenTable(Generic[Kind]):
+    """Rows of `shape` for each token (or page: whatever is counted); zero until they are written.
+
+    One thread at a time uses the tables of one layer.
+    """
+
+    def __init__(self, layers: int, batch: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
+        empty: NDArray[Any] = np.zeros((0, *shape), dtype)
+        self._tables = [[empty] * batch for _ in range(layers)]
+
+    def rows(self, layer: int, sequence: int, count: int) -> NDArray[Kind]:
+        """Returns the first `count` rows [count, *shape]; a view to read and to write."""
+        table = self._tables[layer][sequence]
+        if len(table) < count:
+            grown = np.zeros((count + max(SLACK, count // 8), *table.shape[1:]), table.dtype)
+            grown[: len(table)] = table
+            self._tables[layer][sequence] = table = grown
+        found: NDArray[Kind] = table[:count]
+        return found
+
+    def crop(self, count: int) -> None:
+        """Sets all rows from number `count` on to zero."""
+        for tables in self._tables:
+            for table in tables:
+                table[count:] = 0
+
+    def reorder(self, index: Int64s) -> None:
+        """Gives sequence i the rows of what was sequence `index[i]`."""
+        self._tables = [[tables[old].copy() for old in index] for tables in self._tables]
 
 
 class KvPolicy(ABC):
@@ -128,10 +152,8 @@ class KvPolicy(ABC):
 
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         self.store, self.timeline = store, timeline
+        self.kv_heads, self.page_tokens = store.shape.kv_heads, store.shape.page_tokens
         self.settings = self.settings_class() if settings is None else settings
-        if not isinstance(self.settings, self.settings_class):
-            hint = f"{self.settings_class.__name__} is needed"
-            raise UsageError(f"settings: {type(self.settings).__name__} is not for the policy {self.name!r}", hint)
         self.settings.check_store(store.config)
         self.first: Int64s = np.zeros(store.batch, np.int64)
         self.remembered: list[Remembered] = []
@@ -171,7 +193,6 @@ class KvPolicy(ABC):
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to besides sink, window and tail, for `queries` [batch, heads, head_dim] float32."""
-        self._check(queries)
         tokens = self.tokens
         if tokens == 0:
             return Selection.none(self.store.batch, self.kv_heads)
@@ -179,25 +200,7 @@ class KvPolicy(ABC):
             return self.store.everything
         return self.choose(layer, queries, tokens)
 
-    def _check(self, queries: Floats) -> None:
-        batch, dim = self.store.batch, self.store.shape.head_dim
-        heads = queries.shape[1] if queries.ndim == 3 else 0
-        fits = heads and queries.shape == (batch, heads, dim) and heads % self.kv_heads == 0
-        if not fits or queries.dtype != np.float32:
-            wanted = f"float32 [{batch}, a multiple of {self.kv_heads}, {dim}]"
-            raise ValueError(f"queries: {queries.dtype} {queries.shape}, {wanted} is needed")
-
     # What policies ask
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of a page."""
-        return self.store.shape.page_tokens
-
-    @property
-    def kv_heads(self) -> int:
-        """Key heads."""
-        return self.store.shape.kv_heads
 
     @property
     def inside(self) -> slice:
@@ -211,36 +214,19 @@ class KvPolicy(ABC):
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the middle are chosen now; whole pages where the policy needs them."""
-        inside = len(self.store.middle) * self.page_tokens
-        wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
-        return wanted - wanted % self.page_tokens if self.whole_pages else wanted
+        """How many tokens of the middle are chosen now; whole pages where the policy needs them.
 
-    def weights_by_head(self, positions: Int64s, weights: Floats | None) -> Floats:
-        """Returns `weights` [batch, heads, k] of `positions` [batch, kv_heads, k], added up by key head (GQA).
-
-        ValueError if there are none, or of another shape.
+        0 where those attended in any case are more than the budget: with a tail, or alpha of a short context.
         """
-        wanted = (len(positions), positions.shape[2])
-        if weights is None or weights.ndim != 3 or (weights.shape[0], weights.shape[2]) != wanted:
-            found = None if weights is None else weights.shape
-            raise ValueError(f"weights: {found}, [{wanted[0]}, heads, {wanted[1]}] is needed")
-        grouped = weights.reshape(len(positions), self.kv_heads, -1, wanted[1])
-        added: Floats = grouped.sum(axis=2)
-        return added
-
-    def saved(self) -> None:  # noqa: B027 - not all keep anything
-        """Follows `KvStore.save`, between steps: keeps beside the spill file what takes long to make again."""
-
-    def restored(self) -> None:  # noqa: B027 - not all keep anything
-        """Takes back what `saved` has kept, before the first step over a store that was restored; after `pad`."""
+        inside = len(self.store.middle) * self.page_tokens
+        pinned = self.store.length - inside
+        wanted = min(inside, max(0, self.settings.attended(self.store.length) - pinned))
+        return wanted - wanted % self.page_tokens if self.whole_pages else wanted
 
     # What happens to the sequences
 
     def pad(self, first: Int64s) -> None:
         """Says that the tokens of sequence i before number `first[i]` are padding: they are chosen last of all."""
-        if first.shape != (self.store.batch,) or (first < 0).any():
-            raise ValueError(f"first: {first}, {self.store.batch} numbers of at least 0 are needed")
         self.first = first.astype(np.int64)
 
     def cropped(self, tokens: int) -> None:

@@ -44,10 +44,10 @@ class IceCache(IndexedPolicy):
     settings: IceCacheSettings
 
     def begin(self) -> None:
-        """Makes what it keeps; `KvPolicy.begin`."""
+        """See `KvPolicy.begin`."""
         asked, made = self.settings, SCORERS[self.settings.scorer]
-        self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
-        self._use(lambda first: made(self.store.shape, first, self.knobs))
+        knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
+        self._use(lambda first: made(self.store.shape, first, knobs))
 
     @property
     def whys(self) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import KeyIndexes, Scorer
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, setting
 from llmcache.kv.tiers import Selection, side_by_side
 
 
@@ -18,12 +18,10 @@ class IndexedSettings(PolicySettings):
     """`full_layers`: how many of the first layers attend to everything (the papers: 2), whatever the budget.
 
     `anchor_every`: every so many layers one chooses, and those behind it take its choice (IceCache's `reuse`: 3).
-    `every_steps`: every so many steps a choice is made anew, else that of the last step serves again.
     """
 
-    full_layers: int = at_least(0, 0, "it is a number of layers: 0 or above")
-    anchor_every: int = at_least(1, 1, "1: every layer chooses for itself")
-    every_steps: int = at_least(1, 1, "1: every step chooses anew")
+    full_layers: int = setting(0, lambda layers: layers >= 0, "it is a number of layers: 0 or above")
+    anchor_every: int = setting(1, lambda layers: layers >= 1, "1: every layer chooses for itself")
 
 
 class IndexedPolicy(KvPolicy):
@@ -38,7 +36,7 @@ class IndexedPolicy(KvPolicy):
         """Takes the scorers that `make` returns, for tokens from a given number on."""
         self.indexes = KeyIndexes(self.store, make)
         self.remembered.append(self.indexes)
-        self._choices: dict[int, tuple[int, Int64s]] = {}  # what a layer chose, at which step
+        self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
 
     def anchor_of(self, layer: int) -> int:
         """Returns the layer whose choice `layer` takes; itself if it chooses."""
@@ -73,32 +71,18 @@ class IndexedPolicy(KvPolicy):
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
-        if layer >= self.settings.full_layers:
-            return super().select(layer, queries)
-        self._check(queries)
-        return self.store.everything
+        return self.store.everything if layer < self.settings.full_layers else super().select(layer, queries)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns what the layer's scorers find, or what was chosen before where that serves again."""
-        found = self._served(layer, tokens)
-        if found is None:
-            self.indexes.feed(layer, self._starts)
-            parts = [self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
-            found = side_by_side(parts)
-            self._choices[layer] = self.store.step, found
-        return Selection(found)
-
-    def _served(self, layer: int, tokens: int) -> Int64s | None:
-        """What the anchor chose at this step, or this layer not long ago, if that was enough tokens."""
+        """Returns what the layer's scorers find, or what its anchor chose at this step."""
         anchor = self.anchor_of(layer)
-        step, positions = self._choices.get(anchor, (0, None))
-        if positions is None or positions.shape[2] < tokens:
-            return None
-        age = self.store.step - step
-        # An anchor is asked before the layers behind it: within a step its choice is new.
-        fresh = age == 0 if anchor != layer and self.settings.every_steps == 1 else age < self.settings.every_steps
-        # Of a budget the tail takes a token more at each step: the first of the choice make room.
-        return positions[..., -tokens:] if fresh and (anchor != layer or age > 0) else None
+        step, chosen = self._choices.get(anchor, (-1, None))
+        if anchor != layer and chosen is not None and step == self.store.step:
+            return Selection(chosen)
+        self.indexes.feed(layer, self._starts)
+        found = side_by_side([self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)])
+        self._choices[layer] = self.store.step, found
+        return Selection(found)
 
     def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
         """`tokens` tokens of the middle [kv_heads, tokens], ascending, or more where heads share.

@@ -9,11 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from llmcache.arrays import Flags, Floats, Int64s
-from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.kernels import top
-from llmcache.kv.pipeline.timeline import CPU, EVALUATE
-from llmcache.kv.policies.base import PolicySettings, one_of
-from llmcache.kv.policies.baselines import H2O
+from llmcache.kv.policies.base import PolicySettings, TokenTable, one_of
+from llmcache.kv.policies.h2o import H2O
 from llmcache.kv.tiers import Selection
 
 
@@ -60,7 +58,7 @@ class Kelle(H2O):
     settings: KelleSettings
 
     def begin(self) -> None:
-        """Makes what it keeps; `KvPolicy.begin`."""
+        """See `KvPolicy.begin`."""
         super().begin()
         self._dropped = TokenTable(self.store.shape.layers, self.store.batch, (self.kv_heads,), np.bool_)
         self.remembered.append(self._dropped)
@@ -72,18 +70,17 @@ class Kelle(H2O):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens to keep, whatever the queries are; dropped ones only if nothing else is left (after a crop)."""
-        with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
-            start, stop = self.inside.start, self.inside.stop
-            newest_first = []
-            for sequence in range(len(queries)):
-                sums = self._sums.rows(layer, sequence, stop)[start:]
-                dropped = self._dropped.rows(layer, sequence, stop)[start:]
-                newest_first.append(np.where(dropped, -np.inf, sums)[::-1].T.astype(np.float32))
-            # Of equal sums `top` takes the first, which is the newest here.
-            return Selection(stop - 1 - top(np.stack(newest_first), tokens)[:, :, ::-1])
+        start, stop = self.inside.start, self.inside.stop
+        newest_first = []
+        for sequence in range(len(queries)):
+            sums = self._sums.rows(layer, sequence, stop)[start:]
+            dropped = self._dropped.rows(layer, sequence, stop)[start:]
+            newest_first.append(np.where(dropped, -np.inf, sums)[::-1].T.astype(np.float32))
+        # Of equal sums `top` takes the first, which is the newest here.
+        return Selection(stop - 1 - top(np.stack(newest_first), tokens)[:, :, ::-1])
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
+        """Drops what was not attended to, and adds up the attention of a step."""
         super().attended(layer, selection, weights)
         if self.settings.evicted == "lost":
             for sequence, by_head in enumerate(selection.positions):

@@ -14,8 +14,6 @@ from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import Selection
 
-ALLOCATIONS = ("layer", "head")
-
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
@@ -25,7 +23,7 @@ class MassSettings(IndexedSettings):
     """
 
     scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
-    allocation: str = one_of("layer", ALLOCATIONS)
+    allocation: str = one_of("layer", ("layer", "head"))
 
 
 class Mass(IndexedPolicy):
@@ -38,7 +36,7 @@ class Mass(IndexedPolicy):
     A head that looks at few tokens gets them, as its weights are large there, and one that looks at everything alike
     gives way: by the largest product (IceCache, HillInfer) the head with the longest queries chooses for all. Key heads
     share the layer's budget alike: one that looks at few tokens leaves its own to those that look at many. Where a choice
-    serves more than one step or layer, each has its own. Neither sink nor window is kept for its own sake: what matters
+    serves more than one layer, each has its own. Neither sink nor window is kept for its own sake: what matters
     of them is chosen (see `sink_tokens`, `window_tokens`).
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
@@ -56,13 +54,13 @@ class Mass(IndexedPolicy):
     settings: MassSettings
 
     def begin(self) -> None:
-        """Makes what it keeps; `KvPolicy.begin`."""
+        """See `KvPolicy.begin`."""
         knobs, made = ScorerSettings(threads=self.store.config.threads), SCORERS[self.settings.scorer]
         self._use(lambda first: made(self.store.shape, first, knobs))
         self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the tokens with the largest mass, or what was chosen before where that serves again."""
+        """Returns the tokens with the largest mass, or what the anchor chose."""
         keys, positions = self.store.pinned_keys(layer)
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
@@ -74,5 +72,5 @@ class Mass(IndexedPolicy):
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         mass = weights(scorer.products(queries), self._pinned[sequence], self.scale)
-        shared = self.settings.allocation == "layer" and self.settings.anchor_every == self.settings.every_steps == 1
+        shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
         return (top_shared if shared else top)(mass, count, self.store.config.threads) + scorer.first

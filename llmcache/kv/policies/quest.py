@@ -23,6 +23,6 @@ class Quest(IndexedPolicy):
     whole_pages = True
 
     def begin(self) -> None:
-        """Makes what it keeps; `KvPolicy.begin`."""
+        """See `KvPolicy.begin`."""
         knobs = ScorerSettings(combine=self.settings.combine, threads=self.store.config.threads)
         self._use(lambda first: QuestScorer(self.store.shape, first, knobs))

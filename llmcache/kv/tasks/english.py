@@ -58,102 +58,100 @@ def texts(
 
     UsageError: the task is not one in English, or `tokens` are too few for it.
     """
+    writer = _Writer(rng, tokens, encode, first)
+    tasks: dict[str, Callable[[], Probe]] = {
+        "recall": lambda: writer.numbers(single=False),
+        "needle": lambda: writer.numbers(single=True),
+        "variables": writer.variables,
+        "common": lambda: writer.words(made_up=False),
+        "frequent": lambda: writer.words(made_up=True),
+    }
     if task == "passkey":
         for depth in DEPTHS:
             for _ in range(cases):
                 number = str(rng.integers(10000, 100000))
                 needle = f"The pass key is {number}. Remember it. {number} is the pass key. "
                 asked = "\nWhat is the pass key? The pass key is"
-                yield _probe(rng, tokens, encode, first, [(needle, depth)], [(asked, number)], depth)
-    elif task in ("recall", "needle"):
+                yield writer.probe([(needle, depth)], [(asked, number)], depth)
+    elif task in tasks:
         for _ in range(cases):
-            yield _numbers(rng, tokens, encode, first, task == "needle")
-    elif task == "variables":
-        for _ in range(cases):
-            yield _variables(rng, tokens, encode, first)
-    elif task in ("common", "frequent"):
-        for _ in range(cases):
-            yield _words(rng, tokens, encode, first, made_up=task == "frequent")
+            yield tasks[task]()
     else:
         raise UsageError(f"--task: '{task}' is not a task in English", "leave --model out for the model that recalls")
 
 
-def _numbers(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], single: bool) -> Probe:
-    kinds = rng.permutation(KINDS)[:RECALLED]
-    numbers = [str(number) for number in rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
-    depths = np.sort(rng.random(RECALLED))
-    needles = [
-        (f"One of the special magic numbers for {kind} is: {number}. ", float(depth))
-        for kind, number, depth in zip(kinds, numbers, depths, strict=True)
-    ]
-    wanted = rng.permutation(RECALLED)[: 1 if single else RECALLED]
-    asked = [(f"\nThe special magic number for {kinds[one]} is:", numbers[one]) for one in wanted]
-    depth = int(BINS * depths[wanted[0]]) / BINS if single else None
-    return _probe(rng, tokens, encode, first, needles, asked, depth)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes contexts of `tokens`, which begin with `first`."""
 
+    rng: np.random.Generator
+    tokens: int
+    encode: Encode
+    first: Sequence[int]
 
-def _variables(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int]) -> Probe:
-    """Two chains of assignments, of which one is asked for, variable by variable."""
-    names = ["".join(rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
-    values = rng.choice(np.arange(10000, 100000), 2, replace=False)
-    needles = []
-    for chain, value in zip((names[:ASSIGNED], names[ASSIGNED:]), values, strict=True):
-        told = [str(value), *(f"VAR {name}" for name in chain[:-1])]
-        depths = np.sort(rng.random(ASSIGNED))
-        needles += [(f"VAR {name} = {of}. ", float(at)) for name, of, at in zip(chain, told, depths, strict=True)]
-    needles.sort(key=lambda needle: needle[1])
-    lead = f"\nQuestion: Find all variables that are assigned the value {values[0]}.\nAnswer: They are:"
-    asked = [(lead if number == 0 else ",", name) for number, name in enumerate(names[:ASSIGNED])]
-    return _probe(rng, tokens, encode, first, needles, asked, None)
+    def numbers(self, single: bool) -> Probe:
+        """Numbers of different kinds, of which a `single` one or all are asked for."""
+        kinds = self.rng.permutation(KINDS)[:RECALLED]
+        numbers = [str(number) for number in self.rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
+        depths = np.sort(self.rng.random(RECALLED))
+        needles = [
+            (f"One of the special magic numbers for {kind} is: {number}. ", float(depth))
+            for kind, number, depth in zip(kinds, numbers, depths, strict=True)
+        ]
+        wanted = self.rng.permutation(RECALLED)[: 1 if single else RECALLED]
+        asked = [(f"\nThe special magic number for {kinds[one]} is:", numbers[one]) for one in wanted]
+        return self.probe(needles, asked, int(BINS * depths[wanted[0]]) / BINS if single else None)
 
+    def variables(self) -> Probe:
+        """Two chains of assignments, of which one is asked for, variable by variable."""
+        names = ["".join(self.rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
+        values = self.rng.choice(np.arange(10000, 100000), 2, replace=False)
+        needles = []
+        for chain, value in zip((names[:ASSIGNED], names[ASSIGNED:]), values, strict=True):
+            told = [str(value), *(f"VAR {name}" for name in chain[:-1])]
+            depths = np.sort(self.rng.random(ASSIGNED))
+            needles += [(f"VAR {name} = {of}. ", float(at)) for name, of, at in zip(chain, told, depths, strict=True)]
+        needles.sort(key=lambda needle: needle[1])
+        lead = f"\nQuestion: Find all variables that are assigned the value {values[0]}.\nAnswer: They are:"
+        return self.probe(needles, [(lead if number == 0 else ",", name) for number, name in enumerate(names[:ASSIGNED])])
 
-def _words(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], made_up: bool) -> Probe:
-    """A list of words by chance, one of which comes most."""
-    if made_up:
-        known = ["".join(rng.choice(ALPHABET, 6)) for _ in KINDS]
-        weights = np.arange(1, len(known) + 1) ** -ZIPF
-    else:
-        known = [str(kind) for kind in rng.permutation(KINDS)]
-        weights = np.array([OFTEN] + [SELDOM] * (len(known) - 1), float)
-    head = [*first, *encode("Read the following list of words and memorize those that appear most often.\n")]
-    if len(head) + OFTEN > tokens:
-        raise UsageError(f"--context: {tokens} tokens, the words need {len(head) + OFTEN}", "give more")
-    words = rng.choice(known, tokens, p=weights / weights.sum())  # of a token at least
-    ids = [*head, *encode(" ".join(words))][:tokens]
-    asked = _row(encode("\nThe word that appears most often in the list is:"))
-    return Probe(_row(ids), [asked], [_row(encode(f" {known[0]}"))])
+    def words(self, made_up: bool) -> Probe:
+        """A list of words by chance, one of which comes most."""
+        if made_up:
+            known = ["".join(self.rng.choice(ALPHABET, 6)) for _ in KINDS]
+            weights = np.arange(1, len(known) + 1) ** -ZIPF
+        else:
+            known = [str(kind) for kind in self.rng.permutation(KINDS)]
+            weights = np.array([OFTEN] + [SELDOM] * (len(known) - 1), float)
+        lead = "Read the following list of words and memorize those that appear most often.\n"
+        head = [*self.first, *self.encode(lead)]
+        if len(head) + OFTEN > self.tokens:
+            raise UsageError(f"--context: {self.tokens} tokens, the words need {len(head) + OFTEN}", "give more")
+        words = self.rng.choice(known, self.tokens, p=weights / weights.sum())  # of a token at least
+        ids = [*head, *self.encode(" ".join(words))][: self.tokens]
+        asked = _row(self.encode("\nThe word that appears most often in the list is:"))
+        return Probe(_row(ids), [asked], [_row(self.encode(f" {known[0]}"))])
 
-
-def _probe(
-    rng: np.random.Generator,
-    tokens: int,
-    encode: Encode,
-    first: Sequence[int],
-    needles: Sequence[tuple[str, float]],
-    asked: Sequence[tuple[str, str]],
-    depth: float | None,
-) -> Probe:
-    """A context with `needles` (text, depth) in noise, and questions with their answers."""
-    head = [*first, *encode(INTRODUCTION)]
-    parts = [list(encode(text)) for text, _ in needles]
-    room = tokens - len(head) - sum(map(len, parts))
-    if room < 0:
-        raise UsageError(f"--context: {tokens} tokens, what is hidden alone takes {tokens - room}", "give more")
-    noise = _noise(int(rng.integers(len(NOISE))), room, encode)
-    ids, done = head, 0
-    for part, (_, at) in zip(parts, needles, strict=True):
-        ids = [*ids, *noise[done : round(at * room)], *part]
-        done = round(at * room)
-    ids = [*ids, *noise[done:]]
-    questions = [_row(encode(question)) for question, _ in asked]
-    answers = [_row(encode(f" {answer}")) for _, answer in asked]
-    return Probe(_row(ids), questions, answers, None if depth is None else [depth])
-
-
-def _noise(start: int, count: int, encode: Encode) -> list[int]:
-    sentence = list(encode(NOISE))
-    turns = -(-(start % len(sentence) + count) // len(sentence))
-    return (sentence * turns)[start % len(sentence) :][:count]
+    def probe(
+        self, needles: Sequence[tuple[str, float]], asked: Sequence[tuple[str, str]], depth: float | None = None
+    ) -> Probe:
+        """A context with `needles` (text, depth) in noise, and questions with their answers."""
+        ids = [*self.first, *self.encode(INTRODUCTION)]
+        parts = [list(self.encode(text)) for text, _ in needles]
+        room = self.tokens - len(ids) - sum(map(len, parts))
+        if room < 0:
+            hidden = f"what is hidden alone takes {self.tokens - room}"
+            raise UsageError(f"--context: {self.tokens} tokens, {hidden}", "give more")
+        sentence, done = list(self.encode(NOISE)), 0
+        start = int(self.rng.integers(len(NOISE))) % len(sentence)
+        noise = (sentence * (1 + (start + room) // len(sentence)))[start : start + room]
+        for part, (_, at) in zip(parts, needles, strict=True):
+            ids = [*ids, *noise[done : round(at * room)], *part]
+            done = round(at * room)
+        ids = [*ids, *noise[done:]]
+        questions = [_row(self.encode(question)) for question, _ in asked]
+        answers = [_row(self.encode(f" {answer}")) for _, answer in asked]
+        return Probe(_row(ids), questions, answers, None if depth is None else [depth])
 
 
 def _row(ids: Sequence[int]) -> Int64s:

@@ -28,16 +28,8 @@ FIRST_NOISE = FIRST_VALUE + VALUES
 VOCABULARY = FIRST_NOISE + NOISE
 RECALL_MODEL = Path(__file__).with_name("models") / "recall"
 """Directory of a model that was trained to answer these; PROVENANCE.md in it says how."""
-TASKS = {
-    "passkey": "one passkey in noise, at every depth (figure 6)",
-    "recall": "many pairs of key and value, half of which are asked for",
-    "needle": "one of many pairs is asked for",
-    "variables": "of variables that were assigned one from the other, all with a value are asked for (in English)",
-    "common": "the word that a list names most often is asked for (in English)",
-    "frequent": "the made-up word that a text has most often is asked for (in English)",
-    "loss": "how a text goes on, from the documentation on this machine: loss above the full cache's",
-    "chain": "a long generation, in which every answer decides the next question",
-}
+TASKS = ("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain")
+"""Variables, common and frequent words, and the loss on texts of this machine, are for models that know English."""
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
 """Where passkeys lie, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % by 5 %."""
 BINS = 10
@@ -66,28 +58,23 @@ def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64
     return Questions(ids, np.take_along_axis(keys, order, 1), np.take_along_axis(values, order, 1))
 
 
-def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float, symbols: int = 1) -> Questions:
-    """Returns contexts of noise and one passkey, `symbols` pairs side by side, after the share `depth` (0..1) of tokens.
+def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float) -> Questions:
+    """Returns contexts of noise and one pair, the passkey, after the share `depth` (0..1) of tokens.
 
-    It counts as found only if every symbol of it is. UsageError if it does not fit.
+    UsageError if it does not fit.
     """
-    if not 0 <= depth <= 1:
-        raise UsageError(f"depth: {depth}, a share from 0 to 1 is needed")
-    body = tokens - 1 - 2 * symbols
-    if body < 0:
-        raise UsageError(f"tokens: {tokens}, a passkey of {symbols} symbols needs {1 + 2 * symbols}")
-    keys, values = _pairs(rng, batch, symbols)
+    if tokens < 3:
+        raise UsageError(f"tokens: {tokens}, a passkey needs 3")
+    keys, values = _pairs(rng, batch, 1)
     ids = rng.integers(FIRST_NOISE, VOCABULARY, (batch, tokens))
     ids[:, 0] = BEGINNING
-    at = 1 + round(depth * body)
-    ids[:, at : at + 2 * symbols] = np.stack([keys, values], 2).reshape(batch, -1)
+    at = 1 + round(depth * (tokens - 3))
+    ids[:, at : at + 2] = np.concatenate([keys, values], 1)
     return Questions(ids, keys, values)
 
 
 def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Int64s, Int64s]:
     """Keys, all different within a context, and values [batch, pairs]."""
-    if not 1 <= pairs <= KEYS:
-        raise UsageError(f"pairs: {pairs}, the language has {KEYS} keys")
     keys = np.stack([rng.choice(KEYS, pairs, replace=False) for _ in range(batch)])
     return FIRST_KEY + keys, FIRST_VALUE + rng.integers(0, VALUES, (batch, pairs))
 
@@ -128,12 +115,11 @@ class Chain:
         return found
 
 
-def chain(rng: np.random.Generator, batch: int, tokens: int, *, steps: int, pairs: int = VALUES) -> Chain:
-    """Returns contexts with `pairs`, all of different values: each names the next pair, in one ring of them all."""
-    if not 2 <= pairs <= VALUES:
-        raise UsageError(f"pairs: {pairs}, a chain has from 2 to {VALUES}, one for each value")
+def chain(rng: np.random.Generator, batch: int, tokens: int, *, steps: int) -> Chain:
+    """Returns contexts with a pair for each value: each names the next pair, in one ring of them all."""
+    pairs = VALUES
     keys, _ = _pairs(rng, batch, pairs)
-    values = FIRST_VALUE + np.stack([rng.permutation(VALUES)[:pairs] for _ in range(batch)])
+    values = FIRST_VALUE + np.stack([rng.permutation(VALUES) for _ in range(batch)])
     ids = _contexts(rng, keys, values, tokens)
     ring = np.stack([rng.permutation(pairs) for _ in range(batch)])
     ringed_keys, ringed_values = np.take_along_axis(keys, ring, 1), np.take_along_axis(values, ring, 1)

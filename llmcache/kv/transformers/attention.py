@@ -81,7 +81,8 @@ def enable(model: Any) -> Any:
         hooks = [inner.register_forward_pre_hook(_note_tokens, with_kwargs=True)]
         hooks.append(inner.register_forward_hook(_check_step, with_kwargs=True))
         for layer, behind in itertools.pairwise(getattr(inner, "layers", [])):
-            hooks.append(layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True))
+            if _can_be_estimated(layer, behind):
+                hooks.append(layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True))
         setattr(model, _ENABLED, (hooks, before))
     return model
 
@@ -129,13 +130,13 @@ def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any],
 def look_ahead(behind: Any) -> Hook:
     """Returns what is to be called before a decoder layer: it starts evaluating the one `behind` it.
 
-    Nothing happens with another cache, while a prompt is read, or where the layer behind has a rotary embedding other
-    than this one's (Gemma 3, where global layers follow local ones).
+    Nothing happens with another cache, or while a prompt is read.
     """
 
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        spilled = _spilled(behind, options.get("past_key_values"))
-        if spilled is None or not spilled.conversation.looks_ahead or not _same_kind(layer, behind):
+        layers, index = getattr(options.get("past_key_values"), "layers", []), behind.self_attn.layer_idx
+        spilled = layers[index] if index < len(layers) else None
+        if not isinstance(spilled, SpillLayer) or not spilled.conversation.looks_ahead:
             return
         engine = spilled.conversation.engine
         hidden = options.get("hidden_states", arguments[0] if arguments else None)
@@ -164,17 +165,12 @@ def estimated(layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, to
     return queries * cosines + torch.cat([-second, first], -1) * sines
 
 
-def _spilled(behind: Any, cache: Any) -> SpillLayer | None:
-    """The layer of `cache` that belongs to the decoder layer `behind`, if it is spilled and can be estimated."""
-    attention: Any = getattr(behind, "self_attn", None)
-    if not hasattr(attention, "q_proj") or not hasattr(behind, "input_layernorm"):
-        return None
-    layers = getattr(cache, "layers", [])
-    index = attention.layer_idx
-    found = layers[index] if index < len(layers) else None
-    return found if isinstance(found, SpillLayer) else None
+def _can_be_estimated(layer: Any, behind: Any) -> bool:
+    """Whether the layer behind has the parts that `estimated` needs, and the rotary embedding that this one has.
 
-
-def _same_kind(layer: Any, behind: Any) -> bool:
+    In Gemma 3, where global layers follow local ones, it has another.
+    """
+    if not hasattr(getattr(behind, "self_attn", None), "q_proj") or not hasattr(behind, "input_layernorm"):
+        return False
     kinds = (getattr(part, "attention_type", getattr(part.self_attn, "layer_type", None)) for part in (layer, behind))
     return next(kinds) == next(kinds)

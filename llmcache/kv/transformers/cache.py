@@ -279,7 +279,14 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     what of the model is not supported.
     """
     text = config.get_text_config(decoder=True)
-    _check(config, text)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
+    for name, what in _REFUSED.items():
+        if getattr(text, name, None):
+            raise UsageError(f"{name}: {what} not supported", _HINT)
+    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
     layers: list[Any] = DynamicCache(config=config).layers
     spilled = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for index, layer in enumerate(layers):
@@ -294,17 +301,6 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)
     return layers
-
-
-def _check(config: Any, text: Any) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
-    for name, what in _REFUSED.items():
-        if getattr(text, name, None):
-            raise UsageError(f"{name}: {what} not supported", _HINT)
-    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
 
 
 def model_name(config: Any) -> str:

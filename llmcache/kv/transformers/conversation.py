@@ -359,19 +359,15 @@ class Conversation:
         self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
         self._is_measured = settings.full_tokens is not None
         if self._stays_full(call):
-            self._dense = self._taken_out(call)
+            dense, store = DenseLayers(self.layers), self.store
+            if store.length:  # what a file had that was restored
+                for layer in range(self.layers):
+                    gathered = store.gather(layer, store.everything)
+                    dense.append(layer, *_tensors(gathered, call))
+                    gathered.release()
+                dense.commit(store.ids, store.positions)
+            self._dense = dense
         return self.engine
-
-    def _taken_out(self, call: Call) -> DenseLayers:
-        """What a file had that was restored, or nothing."""
-        dense, store = DenseLayers(self.layers), self.store
-        if store.length:
-            for layer in range(self.layers):
-                gathered = store.gather(layer, store.everything)
-                dense.append(layer, *_tensors(gathered, call))
-                gathered.release()
-            dense.commit(store.ids, store.positions)
-        return dense
 
     def _file(self) -> Path | None:
         """The spill file: one of its own where the path is a directory."""

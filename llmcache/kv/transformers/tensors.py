@@ -96,8 +96,6 @@ class TorchFastTier:
     """
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        if pages < 1:
-            raise ValueError(f"pages: {pages}, at least 1 is needed")
         self.dtype, self.device, self.moved_bytes = dtype, device, 0
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(pages))
