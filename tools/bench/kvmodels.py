@@ -206,9 +206,7 @@ def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[st
         for task, cases in CASES.items():
             for context in scope.chosen(CONTEXTS):
                 setup = scope.setup(task, model, context, cases)
-                told = answered(setup, subject, context, None, _everyone(), [], _tell)
-                if told[Candidate(STOCK, None)].answers().share >= MOST:
-                    told = answered(setup, subject, context, None, _everyone(OWN), [], _tell)
+                told = answered(setup, subject, context, None, _everyone(OWN), [], _tell, MOST)
                 run = {"model": model, "task": task, "context": context}
                 yield told, {**run, "rows": [_row(one, told) for one in told]}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,16 +28,6 @@ class Disk:
     def read_ahead_file(self) -> Path:
         """Return where the KiB stand that the kernel reads ahead."""
         return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
-
-    @contextmanager
-    def read_ahead(self, kb: int) -> Iterator[None]:
-        """Have the kernel read ahead `kb` KiB in files that are opened meanwhile; what was set before is put back."""
-        before = self.read_ahead_file.read_text()
-        try:
-            self.read_ahead_file.write_text(f"{kb}\n")
-            yield
-        finally:
-            self.read_ahead_file.write_text(before)
 
 
 def disk_of(path: Path) -> Disk:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.fs.client.operation import fetch
 from llmcache.mountinfo import mounts
 
@@ -59,8 +59,22 @@ class Plain:
     @contextmanager
     def open(self, _group: Cgroup, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[OpenedSide]:
         """Yield the source itself."""
-        with nullcontext() if self.read_ahead_kb is None else disk_of(source).read_ahead(self.read_ahead_kb):
+        with nullcontext() if self.read_ahead_kb is None else read_ahead(source, self.read_ahead_kb):
             yield OpenedSide(source)
+
+
+@contextmanager
+def read_ahead(directory: Path, kb: int) -> Iterator[None]:
+    """Have the kernel read ahead `kb` KiB in files that are opened meanwhile.
+
+    What was set before is put back by the last of all processes, mounts too, that want another on that storage.
+    """
+    setting = ReadAhead(str(directory), kb << 10)
+    setting.set()
+    try:
+        yield
+    finally:
+        setting.restore()
 
 
 def kernels(source: Path) -> tuple[Plain, ...]:
