@@ -6,7 +6,8 @@ Each is called after the file of its results, `tools/bench NAME`, and has
     options(parser)           adds its options; --json is there already, `--dir` also names the disk that is told
     measure(args, console)    yields all that was measured, JSON-ready; before that what there is, with "complete": False
     bars(told)                returns the bars, from what was written; or `BARS`, those of the parts: sense and limit by name
-    tables(told)              returns what people see of it beside the bars, if anything
+    table(told)               returns what people see of it, here and in docs, in Markdown; without it a table of its bars,
+                              under `HEAD`
 
 and a docstring, which is its help. An interrupt has it clean up; what it has written until then stays.
 """
@@ -20,17 +21,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bar_table, exit_code, rounded, with_bars, write
+from .results import Bar, Document, bar_table, bars_table, exit_code, rounded, with_bars, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,10 +45,9 @@ def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
     return [Bar(name, parts[name]["what"], parts[name]["figure"], *bar) for name, bar in bench.BARS.items() if name in parts]
 
 
-def tables_of(bench: ModuleType, told: Document) -> Iterable[RenderableType]:
-    """Return what people see of it, beside the bars."""
-    shown: Iterable[RenderableType] = bench.tables(told) if hasattr(bench, "tables") else ()
-    return shown
+def shown(bench: ModuleType, told: Document) -> str:
+    """Return what people see of it, in Markdown."""
+    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "what"))
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
@@ -72,8 +73,10 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
         if told is None:
             return 1
     assert told is not None
+    if hasattr(bench, "table"):
+        console.print(Markdown(shown(bench, told)))
     judged = bars_of(bench, told)
-    console.print(*tables_of(bench, told), bar_table(judged))
+    console.print(bar_table(judged))
     return exit_code(judged) if told.get("complete", True) else 1
 
 

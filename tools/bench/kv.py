@@ -14,12 +14,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.kernels import score, top
 
 from .harness import measured_apart, workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kv/2"
 TOKENS, DIM, HEADS = 65536, 128, 8
@@ -169,28 +168,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("memory", tokens, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
         Bar("link", link, device["figure"], "<=", LINK_BAR, "emulated"),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    rows = []
-    for row in told["cases"]:
-        times = [1e3 * second for second in row["seconds"]]
-        speed = "" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.1f}"
-        spread = f"{min(times):.2f}..{max(times):.2f}"
-        of = row["means"].rsplit(" of ", 1)[1]
-        rows.append((row["case"], f"{statistics.median(times):.2f}", spread, speed, f"{row['figure']:.2f}", of))
-    title = f"kernels: {told['heads']} heads of {told['tokens']} keys of {told['dim']}, one core (measured)"
-    yield table_of(title, "case<|ms|min..max|GB/s|figure|of<", rows)
-    spill = told["spill"]
-    written, fetch, memory, device = (spill[key] for key in ("write", "fetch", "memory", "device"))
-    found = [
-        ("write and flush", f"{written['kv_bytes'] / written['seconds'] / 1e9:.2f} GB/s"),
-        ("restore", f"{spill['restore']['seconds'] * 1e3:.0f} ms"),
-        (f"fetch of {fetch['request_bytes'] >> 10} KiB pages", f"{fetch['figure']:.2f} of the disk"),
-        ("memory of the host", f"{memory['peak_bytes'] / MIB:.0f} MiB"),
-        ("link, emulated device", f"1/{1 / device['figure']:.1f} of the keys"),
-        ("scoring, emulated device, wall", f"{statistics.median(device['wall_ns']) / 1e6:.0f} ms"),
-        ("scoring, emulated device, modelled", f"{device['modelled_ns'] / 1e6:.0f} ms"),
-    ]
-    title = f"spill file: {spill['tokens']:,} tokens of one layer, 8 heads of 128 halves"
-    yield table_of(title, "what<|measured", found)

@@ -30,6 +30,7 @@ from llmcache.kv.tasks.english import Document, documents
 
 from .cgroup import Cgroup
 from .harness import measured_apart, workplace
+from .results import bars_table, markdown
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
@@ -441,3 +442,35 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
                 contexts = args.context or CONTEXTS
                 parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick, args.kvpress, contexts))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
+
+
+def table(told: Document) -> str:
+    """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
+    parts = told["parts"]
+    runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}
+    rows = []
+    for run in runs.get("loss", ()):
+        above: dict[str, dict[int, tuple[float, float]]] = {}
+        for one in run["rows"]:
+            if one["budget"] is not None:
+                above.setdefault(one["policy"], {})[one["budget"]] = one["above"]
+        for policy, by_budget in above.items():
+            cells = ["{:.3f} ± {:.3f}".format(*by_budget[budget]) if budget in by_budget else "" for budget in BUDGETS]
+            rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
+    head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
+    tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    for run in runs.get("tasks", ()):
+        full, *others = run["rows"]
+        if sum(full["right"]) < MOST * sum(full["asked"]):
+            continue  # what the full cache does not know says nothing
+        kept = {one["budget"]: sum(one["kept"]) for one in others if one["policy"] == OWN}
+        found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
+        answers.setdefault((run["model"], run["task"]), []).append(found)
+    if answers:
+        head = ["model, task", "asked", "right with the full cache", *(f"of these at {budget}" for budget in BUDGETS)]
+        totals = [
+            [f"{model}, {task}", *map(str, map(sum, zip(*each, strict=True)))] for (model, task), each in answers.items()
+        ]
+        tables.append(markdown(head, totals))
+    return "\n".join(tables)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.bench.synthetic import Setup, Variant, compare, fixed, marks_of, sweep
@@ -24,7 +23,7 @@ from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
 from .harness import workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document, bars_table, figure
 
 SCHEMA = "llmcache-bench-kvpipeline/2"
 IDLE_BAR = 0.10  # of the time of decode steps in which the accelerator waits
@@ -178,11 +177,11 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"quick": args.quick, "seed": args.seed, "parts": parts}
 
 
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the figures, with and without the means that is measured."""
-    rows = [
-        (name, f"{one['figure']:.4g}", f"{one['without']:.3f}" if "without" in one else "", one["what"])
-        for name, one in told["parts"].items()
-    ]
-    title = "KV pipeline (measured; stream synthetic, accelerator and computational SSD emulated)"
-    yield table_of(title, "part<|figure|without|what<", rows)
+def table(told: Document) -> str:
+    """What looking ahead, the pools and near-data scoring of the KV manager do, from `tools/bench kvpipeline`."""
+    parts = told["parts"]
+
+    def without(bar: Bar) -> str:
+        return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
+
+    return bars_table(told, "measured; stream synthetic, accelerator and computational SSD emulated", without)

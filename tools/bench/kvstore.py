@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.errors import DataError
 from llmcache.kv.spill.layout import aligned
@@ -24,7 +23,7 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from .clients.spill_file import CHUNK, FETCH_PAGES, SHAPE, THREADS, plain_s
 from .harness import workplace
 from .machine import peak_bytes
-from .results import Bar, Document, table_of
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kvstore/2"
 MIB = 1 << 20
@@ -106,18 +105,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("gather", gathered, told["fetch"]["figure"], ">=", FETCH_BAR),
         Bar("memory", memory, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the figures."""
-    written, found = told["prefill"], told["fetch"]
-    rows = [
-        ("prefill, written through and saved", f"{written['kv_bytes'] / written['seconds'] / 1e9:.2f} GB/s"),
-        ("restore", f"{told['restore']['seconds'] * 1e3:.0f} ms"),
-        (
-            f"gather of {found['request_bytes'] >> 10} KiB pages",
-            f"{found['bytes'] / statistics.median(found['seconds']) / 1e9:.2f} GB/s",
-        ),
-    ]
-    title = f"KV store: {told['tokens']:,} tokens of one layer, 8 heads of 128 halves (measured)"
-    yield table_of(title, "what<|measured", rows)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.lengths import LengthRow
@@ -21,9 +20,10 @@ from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate
 
 from .harness import workplace
-from .results import Document, table_of
+from .results import Document
 
 SCHEMA = "llmcache-bench-kvtransformers/2"
+HEAD = "measured, in transformers"
 BUDGET = 256
 BARS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
 """Of faster, tokens: there is such a length."""
@@ -87,12 +87,3 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
         parts = against_stock(by_length(scratch, args.quick, args.threads))
     about = {"quick": args.quick, "threads": args.threads, "torch": torch.__version__}
     yield {**about, "shape": lengths.SMALL if args.quick else lengths.SHAPE, "parts": parts}
-
-
-def tables(told: Document) -> Iterator[Table]:
-    rows = []
-    for row in told["parts"]["faster"]["rows"]:
-        times, shares = (row["tpot_ns"] / 1e6, row["times_stock"]), (row["kv_share"], row["share_with_index"])
-        figures = (f"{times[0]:.1f}", f"{times[1]:.2f}", *(f"{share:.1%}" for share in shares))
-        rows.append((f"{row['tokens']:,}", row["policy"], *figures))
-    yield table_of("Against DynamicCache by length", "tokens|cache<|ms a token|times stock|KV in memory|with index", rows)

@@ -12,13 +12,12 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.layout.tensors import Experts
@@ -27,7 +26,7 @@ from tools.make_model import BYTES_PER_VALUE, MixtureShape, Shape, choose_shape,
 from . import routing
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
-from .results import Bar, Document, figure, table_of
+from .results import Bar, Document, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
@@ -456,38 +455,60 @@ JUDGES: dict[str, Callable[[Result, str, str], Iterator[Judged]]] = {
 }
 
 
-def tables(told: Document) -> Iterator[Table | str]:
-    """Yield the comparison, a row per experiment and side, and what went wrong."""
-    results: list[Result] = told["results"]
-    made = table_of(
-        "kernel page cache and llmcachefs: same total memory, same storage limit",
-        "case<|side<|s/step|min..max|MB/step|bound s|/bound|/kernel|CPU s/GB|memory MB",
-        (),
-        "s/step, min..max and MB read are measured (medians over all runs); "
-        "bound is modelled: max(compute, (N-S)/BW); kernel is the better of the page cache's sides; "
-        "memory is resident + daemon, and of resident what lies beyond the budget",
+LABELS = {
+    "a": "larger than memory",
+    "b": "everything fits",
+    "c": "one cold pass",
+    "d": "readers",
+    "e": "loop size",
+    "f": "no limit",
+}
+
+
+def table(told: Document) -> str:
+    """The results of `tools/bench mount`, with the machine they were measured on."""
+    machine = told["machine"]
+    versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
+    about = (
+        f"Machine: {machine['cpu']}, {machine['cpus']} processors, {machine['memory_bytes'] / 1e9:.0f} GB, "
+        f"Linux {machine['kernel']}, device {machine['device']['name']}; {versions}.\n\n"
     )
+    results = [result for result in told["results"] if result["case"] != "g"]
+    sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
+    named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
+    columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
+    head = ["case", "loop / cache MB", *columns, "bound s", "times"]
+    rows = [_row(result, sides) for result in results]
+    return f"{about}{markdown(head, rows)}\n{_mixtures_table(told)}"
+
+
+def _row(result: Document, sides: Sequence[str]) -> list[str]:
+    """One line of the mount's table: the page cache at its best and `sides`, and how many times faster the first is."""
+    all_sides = [kernel(result), *sides]
+    times = [seconds(result, side) for side in all_sides]
+    return [
+        f"{LABELS[result['case']]}: {result['name']}",
+        f"{result['loop_bytes'] / 1e6:.0f} / {result['cache_bytes'] / 1e6:.0f}",
+        *(f"{one:.3f}" for one in times),
+        *(f"{storage_bytes(result, side) / 1e6:.0f}" for side in all_sides),
+        f"{result['bound_s']:.3f}" if result["case"] in "ade" else "",
+        f"{times[0] / times[1]:.2f}",
+    ]
+
+
+def _mixtures_table(told: Document) -> str:
+    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
+    the same room would have missed.
+    """
+    results = [result for result in told["results"] if result["case"] == "g"]
+    head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
+    head += ["exact LRU MB", "popularities known", "Belady"]
+    rows = []
     for result in results:
-        for side in result["sides"]:
-            made.add_row(f"({result['case']}) {result['name']}" if side == result["sides"][0] else "", *_row(result, side))
-        made.add_section()
-    yield made
-    for one in results:
-        for side in mounts(one):
-            yield from (f"problem over the mount: {one['name']}, {side}: {problem}" for problem in one["problems"][side])
-
-
-def _row(result: Result, side: str) -> list[str]:
-    times, median = steps(result, side), seconds(result, side)
-    spread = f"{min(times):.4f}..{max(times):.4f}" if times else "-"
-    bound = result["bound_s"]
-    # nothing is kept or computed in one cold pass, and what storage without a limit gives is not known: no bound
-    bounds = ["-", "-"] if result["case"] in "cfg" else [f"{bound:.4f}", f"{median / bound:.2f}"]
-    against = f"{median / seconds(result, kernel(result)):.2f}"
-    mode = mode_of(result, side)
-    label = side if mode == side else f"{side}: {mode}"
-    row = [label, f"{median:.4f}", spread, f"{storage_bytes(result, side) / 1e6:.1f}", *bounds, against]
-    if side not in mounts(result):
-        return [*row, "", ""]
-    resident, beyond, daemon = (figure(each / 1e6) for each in memory(result, side).values())
-    return [*row, figure(cpu_s_per_gb(result, side)), f"{resident}+{daemon}, {beyond}"]
+        sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
+        times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
+        read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
+        told = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
+        rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in told)])
+    about = "Means of a token, what it read from storage, and what it would have, by replays of its routing (modelled):"
+    return f"{about}\n\n{markdown(head, rows)}"

@@ -35,6 +35,7 @@ from .runner import client, forget
 from .sides import environment
 
 SCHEMA = "llmcache-bench-prefix/1"
+HEAD = "measured, llama.cpp"
 SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
 SMOLLM2 = Path.home() / ".cache" / "llmcache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 BARS = {
@@ -206,10 +207,3 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         parts["compression"] = {"rows": compression(scratch / "ours")}
     about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
     yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}
-
-
-def tables(told: Document) -> Iterator[str]:
-    """Yield what codecs would do to the stored blocks."""
-    for row in told["parts"]["compression"]["rows"]:
-        speeds = f"{row['packing_bytes_per_s'] / 1e6:,.0f} MB/s in, {row['unpacking_bytes_per_s'] / 1e6:,.0f} MB/s out"
-        yield f"{row['codec']}: to 1/{row['ratio']:.2f}, {speeds}"

@@ -159,3 +159,25 @@ def read(path: Path) -> Document:
     """Return what a benchmark wrote."""
     document: Document = json.loads(path.read_text())
     return document
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,)) -> str:
+    """Returns a table; the columns in `texts` stand left, all others are numbers and stand right."""
+    rule = "".join("---|" if place in texts else "---:|" for place in range(len(head)))
+    lines = ["| " + " | ".join(head) + " |", "|" + rule, *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def wanted(bar: Bar) -> str:
+    """The limit of a bar, and whether it is missed."""
+    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+
+
+def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
+    """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
+    more = [] if without is None else ["without"]
+    rows = []
+    for bar in bars_of(document):
+        kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
+        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
+    return markdown([what, "figure", "bar", *more], rows)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
@@ -20,7 +19,7 @@ from llmcache.units import BLOCK_BYTES
 
 from .clients.simulator import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
 from .harness import measured_apart, workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
 LARGE = 1_000_000_000
@@ -134,11 +133,13 @@ def bars(told: Document) -> list[Bar]:
     return found
 
 
-def tables(told: Document) -> Iterator[Table]:
+def table(told: Document) -> str:
+    """The speeds and the memory of `tools/bench simulate`."""
     rows = []
     for one in told["speeds"]:
-        rates = [one["blocks"] / seconds / 1e6 for seconds in one["seconds"]]
-        spread = f"{min(rates):.1f}..{max(rates):.1f}"
-        rows.append((one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", spread))
-    title = "simulator: from a Parquet file to the row, one thread for the policy (measured)"
-    yield table_of(title, "trace<|policy<|M blocks/s|min..max", rows)
+        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
+    for one in told["memory"]:
+        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
+    return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))

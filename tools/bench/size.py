@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
@@ -35,7 +34,7 @@ from llmcache.units import BLOCK_BYTES
 
 from .cgroup import Cgroup
 from .harness import workplace
-from .results import Bar, Document, table_of, verdict
+from .results import Bar, Document, markdown
 from .runner import MIB, client, forget, loop_file, run_client
 from .sides import Mounted, environment
 
@@ -91,32 +90,6 @@ def bars(told: Document) -> list[Bar]:
         *(Bar(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
         *(Bar(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield formula against simulator, a row per case and policy, and against the mount, a row per mode."""
-    if told["simulator"]:
-        keys = ("policy", "loop_blocks", "formula_blocks", "expected_blocks", "simulated_blocks")
-        rows = [(one["case"]["name"], *(one[key] for key in keys), *_difference(one)) for one in told["simulator"]]
-        title = "where stalls begin: formula (1) and simulator (modelled), blocks of 4 KiB"
-        caption = "expected: the formula's S; for llmcache the --cache that `llmcache size` advises, window included"
-        yield table_of(title, "case<|policy<|loop N|formula S|expected|simulator|difference|<", rows, caption)
-    mounted = []
-    for one in told["mount"]:
-        sweep, seen, model = one["sweep"], one["measured"], one["modelled"]
-        sizes = (model["stalls_begin_bytes"], model["llmcachefs_cache_bytes"], seen["stalls_begin_bytes"])
-        speeds = (f"{seen['bandwidth_bytes_per_s'] / 1e6:.1f}", f"{seen['period_s']:.4f}")
-        first = (sweep["name"], sweep["mode"], f"{sweep['loop_bytes'] / 1e6:.1f}", *speeds)
-        mounted.append((*first, *(f"{size / 1e6:.1f}" for size in sizes), *_difference(one)))
-    if mounted:
-        title = "where stalls begin: formula (1) (modelled) and a real mount (measured)"
-        caption = "BW and T are measured, T without a throttle; the mount's S is where passes stop getting shorter"
-        head = "loop<|mode<|loop MB|BW MB/s|T s|formula S MB|advised --cache MB|mount S MB|difference|<"
-        yield table_of(title, head, mounted, caption)
-
-
-def _difference(one: Document) -> tuple[str, str]:
-    return f"{one['difference']:+.2%}", verdict(abs(one["difference"]) <= AGREE)
 
 
 # By the simulator: a loop replayed through a policy, at the smallest cache that keeps up
@@ -367,3 +340,14 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
     at_zero_s = statistics.median(seconds - slope * size for size, seconds in line)
     level_s = statistics.median(seconds for _, seconds in plateau)
     return Knee((level_s - at_zero_s) / slope, level_s, at_zero_s, slope)
+
+
+def table(told: Document) -> str:
+    """Where stalls begin on a throttled mount, from `tools/bench size`."""
+    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    rows = []
+    for one in told["mount"]:
+        first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
+        sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
+        rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])
+    return markdown(head, rows)

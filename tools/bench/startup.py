@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cli import app
 from tools.make_man import walk
 
 from .harness import ROOT
-from .results import Bar, Document, table_of
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-startup/1"
 START_BAR_S = 0.3
@@ -67,12 +66,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("help", what, medians[slowest], "<", START_BAR_S, unit="s"),
         Bar("size", answer, size, "<", START_BAR_S, unit="s"),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the times, slowest first."""
-    rows = []
-    for row in sorted(told["commands"], key=lambda row: -statistics.median(row["seconds"])):
-        runs = [1e3 * one for one in row["seconds"]]
-        rows.append((row["command"], f"{statistics.median(runs):.0f}", f"{min(runs):.0f}..{max(runs):.0f}"))
-    yield table_of("start of every command (measured)", "command<|ms|min..max", rows)

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import Trace
 
 from .harness import workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 from .runner import CLIENTS
 from .sides import environment
 
@@ -247,19 +246,6 @@ def bars(told: Document) -> list[Bar]:
     return found
 
 
-def tables(told: Document) -> Iterator[Table | str]:
-    """Yields the overheads, and what is recorded as fast as it can be read."""
-    rows = []
-    for row in told["overheads"]:
-        runs, size = row["ns_per_read"], "4 KiB" if row["read_bytes"] == SIZES[0] else "1 MiB"
-        spread = f"{min(runs):.0f}..{max(runs):.0f}"
-        rows.append((row["tracer"], size, f"{statistics.median(runs):.0f}", spread, f"{row['ratio']:.2f}x"))
-    title = "what tracing costs a process that reads cached blocks (measured)"
-    yield table_of(title, "tracer<|read|ns per read|min..max|ratio", rows)
-    fastest = told["rate"][1]
-    yield f"as fast as it can: {fastest['events_per_s']:,.0f} events/s, lost {fastest['lost']:,}"
-
-
 def _clear(scratch: Path) -> None:
     for left in scratch.glob("out*"):
         left.unlink()
@@ -285,3 +271,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         pairs = [paired(client, scratch, size, args.pairs) for size in SIZES]
         rates = [rate(client, scratch, max(10.0, args.seconds), limit) for limit in (LEAST_RATE * 11 // 10, 0)]
         yield {"overheads": rows, "pairs": pairs, "rate": rates, "start_s": start(client, scratch, args.rounds)}
+
+
+def table(told: Document) -> str:
+    """What tracers cost, from `tools/bench trace`: times as long as without one."""
+    sizes = sorted({one["read_bytes"] for one in told["overheads"]})
+    tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
+    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
+    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])
