@@ -22,14 +22,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
-from llmcache.units import format_rate, format_size, parse_rate
+from llmcache.units import format_rate, format_size, parse_rate, parse_size
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape
+from tools.make_model import make_model as generate
 
 from . import machine, mount, routing
 from .experiment import Comparison, Experiment, Rig, Routed
-from .harness import ROOT, one_interrupt, report
+from .harness import one_interrupt, report
 from .results import table_of
 from .runner import ROOM_BYTES, client, loop_bytes, record
 from .sides import Mounted, Plain, environment, kernels
@@ -59,13 +61,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
     """Return the generated model; it is kept between runs."""
-    model = directory / (f"demo-{size}-{experts}x{used}.gguf" if experts else f"demo-{size}.gguf")
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", size]
-    command += ["--experts", str(experts), "--used", str(used)] if experts else []
-    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if result.returncode != 0:
-        raise EnvironmentProblem(f"cannot make the model: {result.stderr.strip()[-600:]}")
+    mixture = MixtureShape(experts, used, 500_000) if experts else None
+    shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, mixture)
+    (model,) = generate(directory / f"demo-{size}{f'-{experts}x{used}' if experts else ''}.gguf", shape, "gguf", 1, 0)
     return model
 
 
@@ -132,10 +130,7 @@ def show(outcome: Comparison, console: Console) -> bool:
         f"llmcachefs: {kernel / median:.1f} x as fast as the page cache{bound}; "
         f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
-    problems = [f"{side}: {text}" for side in outcome.sides for text in outcome.problems(side)]
-    for problem in problems:
-        console.print(f"problem: {problem}")
-    return same and not problems
+    return same and not any(outcome.problems(side) for side in outcome.sides)
 
 
 def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:

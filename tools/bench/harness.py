@@ -21,7 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -102,6 +102,20 @@ def measured_apart(client: str, *words: object, packages: Path | None = None) ->
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     told: Document = json.loads(done.stdout)
     return told
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:
+    """Return the seconds that each says `repeat` runs of it take, after one that compiles and fills the page cache.
+
+    They take turns, so that what else the machine does falls on all alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(repeat + 1):
+        for name, run_once in runs.items():
+            took = run_once()
+            seconds[name] += [took] if number else []
+        console.print(f"run {number} of {repeat}" if number else "warm", soft_wrap=True)
+    return seconds
 
 
 @contextmanager

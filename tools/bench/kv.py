@@ -6,9 +6,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from llmcache.kv.kernels import score, top
 
-from .harness import measured_apart, workplace
+from .harness import in_turns, measured_apart, workplace
 from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kv/2"
@@ -43,26 +43,19 @@ def _sum(words):  # type: ignore[no-untyped-def]
     return total
 
 
-@dataclass
-class Timing:
+class Kernel(NamedTuple):
     """One measured loop over all heads; `bar`: what its figure must reach, if anything."""
 
     name: str
     run: Callable[[], object]
     key_bytes: int
     bar: float | None = None
-    seconds: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
-        """Run it once."""
+    def seconds(self) -> float:
+        """Return what one run takes."""
         start = time.perf_counter()
         self.run()
-        self.seconds.append(time.perf_counter() - start)
-
-    @property
-    def median_s(self) -> float:
-        """Return the median time."""
-        return statistics.median(self.seconds)
+        return time.perf_counter() - start
 
 
 def heads(dtype: str, tokens: int) -> list[Keys]:
@@ -80,54 +73,44 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
     return found
 
 
-def _reading(keys: list[Keys]) -> Callable[[], object]:
-    return lambda: [_sum(head.view(np.uint64).reshape(-1)) for head in keys]
-
-
-def _scoring(keys: list[Keys], queries: int) -> Callable[[], object]:
-    asked = np.random.default_rng(1).standard_normal((1, queries, DIM), dtype=np.float32)
-    ones = np.ones(keys[0].shape[:3], np.float32)
-    scales = ones if keys[0].dtype == np.int8 else None
-    return lambda: [score(asked, head, scales, threads=1) for head in keys]
-
-
-def _choosing(keys: list[Keys], k: int) -> Callable[[], object]:
-    asked = np.random.default_rng(1).standard_normal((1, 1, DIM), dtype=np.float32)
-    scores = [score(asked, head, threads=1) for head in keys]
-    return lambda: [top(one, k, threads=1) for one in scores]
-
-
-def cases(tokens: int) -> list[Timing]:
-    """Return what is measured."""
-    found = []
+def kernels(tokens: int) -> Iterator[Kernel]:
+    """Yield what is measured."""
+    random = np.random.default_rng(1)
+    asked = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
         keys = heads(dtype, tokens)
+        words = [head.view(np.uint64).reshape(-1) for head in keys]
+        scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
         size = sum(head.nbytes for head in keys)
-        found.append(Timing(f"read {dtype}", _reading(keys), size))
-        for queries in (1, 4):
+        yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
+        for queries, query in asked.items():
             bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
-            found.append(Timing(f"score {dtype}, {queries} a head", _scoring(keys, queries), size, bar))
+            scoring = partial(score, query, scales=scales, threads=1)
+            yield Kernel(f"score {dtype}, {queries} a head", partial(_each, scoring, keys), size, bar)
         if dtype == "float16":
-            found.append(Timing("top 256", _choosing(keys, 256), size, TOP_BAR))
-            found.append(Timing(f"top {ALPHA:.0%}", _choosing(keys, int(ALPHA * tokens)), size, TOP_BAR))
-    return found
+            scores = [score(asked[1], head, threads=1) for head in keys]
+            for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
+                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_BAR)
 
 
-def document(found: list[Timing], tokens: int) -> Document:
+def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
+    for head in heads:
+        run(head)
+
+
+def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
     """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
-    times = {case.name: case.median_s for case in found}
+    times = {name: statistics.median(runs) for name, runs in seconds.items()}
     rows = []
     for case in found:
-        choosing = case.name.startswith("top")
+        took, choosing = times[case.name], case.name.startswith("top")
         dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
         against = times[f"score {dtype}, 1 a head"] if choosing else times[f"read {dtype}"]
-        row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": case.seconds}
-        row["bytes_per_s"] = None if choosing else case.key_bytes / case.median_s
-        row["figure"] = case.median_s / against if choosing else against / case.median_s
+        row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
+        row["bytes_per_s"] = None if choosing else case.key_bytes / took
+        row["figure"] = took / against if choosing else against / took
         row["means"] = "share of the time of scoring" if choosing else "share of the bandwidth of reading"
-        if case.bar is not None:
-            row["bar"] = case.bar
-        rows.append(row)
+        rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
@@ -140,16 +123,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     """Yield all cases, run in turns `repeat` times after one that compiles; then the spill file."""
     tokens, spilled = (TOKENS // 16, SPILLED // 16) if args.quick else (TOKENS, SPILLED)
-    found = cases(tokens)
-    for number in range(args.repeat + 1):
-        for case in found:
-            case.measure()
-            if number == 0:
-                case.seconds.clear()
-        if number % 5 == 0:
-            console.print(f"kernels: run {number} of {args.repeat}", soft_wrap=True)
+    found = list(kernels(tokens))
+    seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)
     with workplace(args.dir) as scratch:
-        yield {**document(found, tokens), "spill": measured_apart("spill_file", scratch, spilled, args.repeat)}
+        yield {**document(found, seconds, tokens), "spill": measured_apart("spill_file", scratch, spilled, args.repeat)}
 
 
 def bars(told: Document) -> list[Bar]:

@@ -444,7 +444,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
 
 
-def table(told: Document) -> str:
+def table(told: dict[str, Any]) -> str:
     """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
     parts = told["parts"]
     runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}

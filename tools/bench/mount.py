@@ -10,7 +10,6 @@ import argparse
 import math
 import os
 import re
-import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,16 +73,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
     modes = "--mode of llmcachefs; given several times, each is a side of its own"
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
-    parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
 
 
 def sides(args: argparse.Namespace, source: Path) -> tuple[Plain | Mounted, ...]:
     """Return the page cache, and llmcachefs in each mode that was asked for."""
-    command = tuple(args.program) if args.program else Mounted().command
     ahead = ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")  # as most machines have it: there it changes nothing
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
-    modes = [Mounted(command, each, mode) for mode, each in words.items()]
-    return (*kernels(source), *(modes or [Mounted(command)]))
+    modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
+    return (*kernels(source), *(modes or [Mounted()]))
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -508,7 +505,7 @@ def _mixtures_table(told: Document) -> str:
         sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
         times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
         read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
-        told = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
-        rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in told)])
+        replayed = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
+        rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in replayed)])
     about = "Means of a token, what it read from storage, and what it would have, by replays of its routing (modelled):"
     return f"{about}\n\n{markdown(head, rows)}"

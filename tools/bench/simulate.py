@@ -6,7 +6,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from llmcache.trace.record import BlockSpace, TraceReader
 from llmcache.units import BLOCK_BYTES
 
 from .clients.simulator import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
-from .harness import measured_apart, workplace
+from .harness import in_turns, measured_apart, workplace
 from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
@@ -39,7 +40,6 @@ class Throughput:
     cache_blocks: int
     bar: float = 0
     alone: bool = False
-    seconds: list[float] = field(default_factory=list)
     blocks: int = 0
 
     @property
@@ -47,35 +47,30 @@ class Throughput:
         """Return what the results call the policy."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
-    def run(self, path: Path) -> None:
-        """Simulate once, with one thread for the policy: from the Parquet file to the row, or the policy alone."""
-        if self.alone:
-            self._replay(path)
-            return
+    def run(self, path: Path) -> float:
+        """Return the seconds of one run, with one thread: from the Parquet file to the row, or of the policy alone."""
+        if self.alone and self.policy is not None:
+            with TraceReader(path) as reader:
+                space = BlockSpace.of(reader.batches())
+                parts = list(parts_of(reader.batches(), space))
+            policy = policy_class(self.policy)(self.cache_blocks, space.blocks)
+            start = time.perf_counter()
+            for part in parts:
+                policy.replay(part.first, part.count)
+            seconds = time.perf_counter() - start
+            self.blocks = sum(int(part.count.sum()) for part in parts)
+            return seconds
         policies = () if self.policy is None else (self.policy,)
         plan = Plan(policies, (self.cache_blocks * BLOCK_BYTES,), curves=self.policy is None)
         start = time.perf_counter()
-        done = simulate_all([str(path)], plan, jobs=1)
-        self.seconds.append(time.perf_counter() - start)
-        self.blocks = done.traces[0].accesses
+        self.blocks = simulate_all([str(path)], plan, jobs=1).traces[0].accesses
+        return time.perf_counter() - start
 
-    def _replay(self, path: Path) -> None:
-        assert self.policy is not None
-        with TraceReader(path) as reader:
-            space = BlockSpace.of(reader.batches())
-            parts = list(parts_of(reader.batches(), space))
-        policy = policy_class(self.policy)(self.cache_blocks, space.blocks)
-        start = time.perf_counter()
-        for part in parts:
-            policy.replay(part.first, part.count)
-        self.seconds.append(time.perf_counter() - start)
-        self.blocks = sum(int(part.count.sum()) for part in parts)
-
-    def to_json(self) -> Document:
+    def to_json(self, seconds: list[float]) -> Document:
         """Return it as plain data; the rate is that of the median."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
-        rate = self.blocks / statistics.median(self.seconds)
-        return {**values, "seconds": self.seconds, "blocks_per_s": rate, "bar": self.bar or None}
+        rate = self.blocks / statistics.median(seconds)
+        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.bar or None}
 
 
 def speeds() -> list[Throughput]:
@@ -105,19 +100,15 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         paths = {name: scratch / f"{name.replace(' ', '-')}.parquet" for name in ("loop in runs", "random blocks")}
         write(paths["loop in runs"], loop(passes))
         write(paths["random blocks"], single(references))
-        found = speeds()
-        for number in range(args.repeat + 1):
-            for one in found:
-                one.run(paths[one.trace])
-                if number == 0:
-                    one.seconds.clear()
-            console.print(f"speeds: {'warm' if number == 0 else f'run {number} of {args.repeat}'}", soft_wrap=True)
+        found = {f"{one.trace}, {one.name}": one for one in speeds()}
+        runs = {name: partial(one.run, paths[one.trace]) for name, one in found.items()}
+        seconds = in_turns(runs, args.repeat, console)
         memory = []
         for step in ("write", "simulate"):
             told = measured_apart("simulator", step, scratch / "large.parquet", blocks)
             memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
             console.print(f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, {told['peak_bytes'] / 1e6:.0f} MB at most")
-    yield {"speeds": [one.to_json() for one in found], "memory": memory}
+    yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
 
 
 def bars(told: Document) -> list[Bar]:

@@ -11,23 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console
 
 from llmcache.cli import app
 from tools.make_man import walk
 
-from .harness import ROOT
+from .harness import ROOT, in_turns
 from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-startup/1"
 START_BAR_S = 0.3
 SIZE = ("size", "--bw", "100", "--loop", "70M")
-
-
-def commands() -> list[tuple[str, ...]]:
-    """Return the words after `llmcache` of every command and group, the program itself (none) first."""
-    return [(), *(tuple(words.split()[1:]) for words, _ in walk(app, "llmcache"))]
 
 
 def run(words: tuple[str, ...]) -> float:
@@ -43,16 +39,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield every run of every command, after one that fills the page cache."""
-    asked, repeat = [*((*path, "--help") for path in commands()), SIZE], 1 if args.quick else args.repeat
-    seconds: dict[tuple[str, ...], list[float]] = {words: [] for words in asked}
-    for number in range(repeat + 1):
-        for words, runs in seconds.items():
-            runs.append(run(words))
-            if number == 0:
-                runs.clear()
-        console.print(f"{len(asked)} commands: {'warm' if number == 0 else f'run {number} of {repeat}'}", soft_wrap=True)
-    yield {"commands": [{"command": " ".join(("llmcache", *words)), "seconds": runs} for words, runs in seconds.items()]}
+    """Yield every run of every command and group, the program itself first."""
+    commands = ["llmcache", *(words for words, _ in walk(app, "llmcache"))]
+    asked = [*((*words.split()[1:], "--help") for words in commands), SIZE]
+    runs = {" ".join(("llmcache", *words)): partial(run, words) for words in asked}
+    seconds = in_turns(runs, 1 if args.quick else args.repeat, console)
+    yield {"commands": [{"command": command, "seconds": times} for command, times in seconds.items()]}
 
 
 def bars(told: Document) -> list[Bar]:

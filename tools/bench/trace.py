@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +42,21 @@ PAIR_S = 0.5
 LEAST_RATE = 500_000
 MOST_START_S = 0.5
 ATTACH_S = 20.0
-Attached = Callable[[int], bool]
-"""Whether a process is being traced now, by the looks of it."""
 
 
 @dataclass(frozen=True)
 class Tracer:
-    """`command` with PID and OUT in place of the process and of where the output goes; empty: none."""
+    """`command` with PID and OUT in place of the process and of where the output goes; empty: none.
+
+    `said`: what it says on stderr when it has begun; without that it is waited until a debugger has the process (`ptraces`),
+    or for `settle_s`.
+    """
 
     name: str
     command: Sequence[str] = ()
-    said: str = ""  # what it says on stderr when it has begun
-    attached: Attached | None = None
+    said: str = ""
+    ptraces: bool = False
+    settle_s: float = 0.0
 
     @contextmanager
     def on(self, pid: int, out: Path) -> Iterator[None]:
@@ -78,8 +81,9 @@ class Tracer:
                 process.communicate()
 
     def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
+        time.sleep(self.settle_s)
         deadline = time.monotonic() + ATTACH_S
-        while not (self.said in log.read_text() if self.attached is None else self.attached(pid)):
+        while not (self.said in log.read_text() and (not self.ptraces or ptraced(pid))):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
             time.sleep(0.01)
@@ -107,25 +111,11 @@ def tracers() -> list[Tracer]:
     ]
     if shutil.which("strace"):
         command = ["strace", "-f", "-q", "-ttt", "-e", "trace=desc", "-o", "OUT.strace", "-p", "PID"]
-        found.append(Tracer("strace", command, attached=ptraced))
+        found.append(Tracer("strace", command, ptraces=True))
     if shutil.which("perf"):
-        found.append(
-            Tracer("perf trace", ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"], attached=_slept())
-        )
-    if shutil.which("bpftrace"):
-        program = 'tracepoint:syscalls:sys_enter_pread64 /pid == PID/ { printf("%d %d\\n", args->pos, args->count); }'
-        found.append(Tracer("bpftrace", ["bpftrace", "-o", "OUT.bpftrace", "-e", program], said="Attaching"))
+        command = ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"]
+        found.append(Tracer("perf trace", command, settle_s=2.0))  # it says nothing
     return found
-
-
-def _slept() -> Attached:
-    """perf says nothing: it is given two seconds."""
-    begun: dict[int, float] = {}
-
-    def attached(pid: int) -> bool:
-        return time.monotonic() - begun.setdefault(pid, time.monotonic()) > 2
-
-    return attached
 
 
 def run_client(client: Path, file: Path, seconds: float, size: int, tracer: Tracer, out: Path, rate: int = 0) -> float:

@@ -10,14 +10,14 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes
+from llmcache.arrays import Int64s
 from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader
@@ -41,12 +41,8 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
             file.append_tokens(0, ids, ids)
         file.flush()
         size, direct = file.size_bytes, file.direct
-    return {
-        "seconds": time.perf_counter() - start,
-        "file_bytes": size,
-        "kv_bytes": tokens * SHAPE.token_bytes,
-        "direct": direct,
-    }
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "file_bytes": size, "kv_bytes": tokens * SHAPE.token_bytes, "direct": direct}
 
 
 def restore(path: Path, tokens: int) -> dict[str, Any]:
@@ -59,40 +55,42 @@ def restore(path: Path, tokens: int) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def plain_s(fd: int, offsets: NDArray[np.int64], buffers: Bytes) -> float:
-    """Seconds of reading a page at each offset with as many threads, without anything else."""
+def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: Callable[[Int64s], float]) -> dict[str, Any]:
+    """Return what that `fetch` says scattered ones of `pages` take, in turns with as many plain reads of their size."""
+    random, size = np.random.default_rng(1), SHAPE.key_slot_bytes
+    buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 
     def read(index: int) -> None:
         os.preadv(fd, [buffers[index].data], int(offsets[index]))
 
-    start = time.perf_counter()
-    run_all([partial(read, index) for index in range(len(offsets))], THREADS)
-    return time.perf_counter() - start
+    fetched, plain = [], []
+    for _ in range(rounds + 1):
+        fetched.append(fetch(random.choice(pages, FETCH_PAGES, replace=False)))
+        offsets = np.sort(random.choice(path.stat().st_size // size - 1, len(buffers), replace=False)) * size
+        start = time.perf_counter()
+        run_all([partial(read, index) for index in range(len(buffers))], THREADS)
+        plain.append(time.perf_counter() - start)
+    os.close(fd)
+    ratio = statistics.median(b / a for a, b in zip(fetched[1:], plain[1:], strict=True))
+    return {
+        "request_bytes": size, "bytes": buffers.nbytes, "threads": THREADS, "seconds": fetched[1:],
+        "plain_seconds": plain[1:], "figure": ratio,
+    }  # fmt: skip
 
 
 def fetch(path: Path, rounds: int) -> dict[str, Any]:
-    """Fetch scattered pages and read as many blocks of that size plainly, in turns; returns the seconds of both."""
-    random = np.random.default_rng(1)
-    size = SHAPE.key_slot_bytes
-    fetched, plain = [], []
+    """Fetch scattered pages, in turns with plain reads."""
     room = PageBuffer(SHAPE, FETCH_PAGES)
-    buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
     with SpillReader.open(path, SHAPE) as file:
-        fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if file.direct else 0))
-        for _ in range(rounds + 1):
-            pages = np.sort(random.choice(file.pages(0, 0), FETCH_PAGES, replace=False))
+
+        def fetched_s(pages: Int64s) -> float:
+            pages.sort()
             start = time.perf_counter()
             file.read(0, 0, pages, room, threads=THREADS)
-            fetched.append(time.perf_counter() - start)
-            offsets = np.sort(random.choice(file.size_bytes // size - 1, 2 * FETCH_PAGES, replace=False)) * size
-            plain.append(plain_s(fd, offsets, buffers))
-        os.close(fd)
-    ratio = statistics.median(b / a for a, b in zip(fetched[1:], plain[1:], strict=True))
-    moved = 2 * FETCH_PAGES * size
-    return {
-        "request_bytes": size, "bytes": moved, "threads": THREADS, "seconds": fetched[1:], "plain_seconds": plain[1:],
-        "figure": ratio,
-    }  # fmt: skip
+            return time.perf_counter() - start
+
+        return against_plain(path, file.direct, np.arange(file.pages(0, 0)), rounds, fetched_s)
 
 
 def execute(path: Path, rounds: int) -> dict[str, Any]:
@@ -107,11 +105,10 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
             wall.append(report.wall_ns)
     assert report is not None
     moved = report.link_to_host_bytes + report.link_to_device_bytes
-    share = moved / report.internal_read_bytes
     return {
         "emulated": True, "profile": "smartssd", "scored_keys": report.scored_keys, "link_bytes": moved,
         "host_scoring_bytes": report.internal_read_bytes, "modelled_ns": report.modelled_ns, "wall_ns": wall[1:],
-        "figure": share,
+        "figure": moved / report.internal_read_bytes,
     }  # fmt: skip
 
 
