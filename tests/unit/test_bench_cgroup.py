@@ -59,7 +59,7 @@ def test_the_hierarchy_is_the_one_that_has_the_controller(
 USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
 
 
-def check_files(group: cgroup.V1 | cgroup.V2, limits: dict[str, str], counters: dict[str, str]) -> None:
+def check_files(group: cgroup.Controllers, limits: dict[str, str], counters: dict[str, str]) -> None:
     """What a group writes for limits of 1000 bytes and 5 bytes/s, and what it reads from counters."""
     group.set_memory(1000)
     group.set_read_bps("8:0", 5)
@@ -75,7 +75,7 @@ def test_v1_files(tmp_path: Path) -> None:
     counters |= {"memory.usage_in_bytes": "5\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}
     counters |= {"memory.stat": "cache 1\nrss 2\ntotal_cache 3\ntotal_rss 4\n"}
     limits = {"memory.limit_in_bytes": "1000", "blkio.throttle.read_bps_device": "8:0 5"}
-    check_files(group := cgroup.V1(tmp_path), limits, counters)
+    check_files(group := cgroup.Controllers(1, tmp_path), limits, counters)
     group.set_read_bps("8:0", None)
     assert int((tmp_path / "blkio.throttle.read_bps_device").read_text().split()[1]) > 10**12
 
@@ -83,7 +83,7 @@ def test_v1_files(tmp_path: Path) -> None:
 def test_v2_files(tmp_path: Path) -> None:
     counters = {"io.stat": "8:16 rbytes=1 wbytes=2\n8:0 rbytes=10 wbytes=3 rios=1\n", "memory.current": "5\n"}
     counters |= {"memory.events": "low 0\nmax 2\noom 1\noom_kill 1\n", "memory.stat": "anon 4\nfile 3\n"}
-    check_files(group := cgroup.V2(tmp_path), {"memory.max": "1000", "io.max": "8:0 rbps=5"}, counters)
+    check_files(group := cgroup.Controllers(2, tmp_path), {"memory.max": "1000", "io.max": "8:0 rbps=5"}, counters)
     group.set_memory(None)
     group.set_read_bps("8:0", None)
     assert (tmp_path / "memory.max").read_text() == "max" and (tmp_path / "io.max").read_text() == "8:0 rbps=max"

@@ -284,7 +284,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
     every = f"run these: {', '.join(NAMES)} (testtime only if named here)"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
-    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], metavar="NAME,…", help="run all but these")
     parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
     parser.add_argument("-o", dest="out", type=Path, help="where the JSON and the page go [build/bench; with --from, there]")
     parser.add_argument("--force", action="store_true", help="replace results that are there")
@@ -293,13 +292,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=again)
     args = parser.parse_args(argv)
     args.out = args.out or args.source or ROOT / "build" / "bench"
-    for name in (*args.only, *args.skip):
+    for name in args.only:
         if name not in NAMES:
             raise UsageError(f"there is no benchmark {name!r}", f"there are {', '.join(NAMES)}")
-    if args.source and (args.only or args.skip or args.resume or args.quick):
-        raise UsageError("--from runs nothing", "leave --only, --skip, --quick and --resume out")
-    if args.only and args.skip:
-        raise UsageError("--only and --skip exclude each other", "name with --only what is to run")
+    if args.source and (args.only or args.resume or args.quick):
+        raise UsageError("--from runs nothing", "leave --only, --quick and --resume out")
     if args.resume and args.quick:
         raise UsageError("--quick and --resume exclude each other", "a quick look is run again")
     if args.quick and args.out.resolve() == results.DIRECTORY:
@@ -316,8 +313,7 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
         started = str(results.read(out / "all.json")["started"])
         runs = {name: document.get("run", {}) for name, document in read(out).items()}
         done = {name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")}
-    wanted = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.asked)]
-    wanted = [one for one in wanted if one.name not in args.skip and one.name not in done]
+    wanted = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.asked) and one.name not in done]
     benchmarks = [one for one in wanted if one.quick is not None or not args.quick]
     there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
     if there and not (args.force or args.resume):

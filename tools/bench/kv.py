@@ -121,7 +121,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield all cases, run in turns `repeat` times after one that compiles; then the spill file."""
     tokens, spilled = (TOKENS // 16, SPILLED // 16) if args.quick else (TOKENS, SPILLED)
     found = list(kernels(tokens))
     seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)

@@ -224,7 +224,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def table(told: Document) -> str:
-    """Trees of keys against a scan of all, one thread each, from `tools/bench kvindex`."""
     head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
     rows = []
     for one in told["rows"]:

@@ -178,7 +178,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def table(told: Document) -> str:
-    """What looking ahead, the pools and near-data scoring of the KV manager do, from `tools/bench kvpipeline`."""
     parts = told["parts"]
 
     def without(bar: Bar) -> str:

@@ -82,7 +82,6 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars of the store: how fast pages are gathered, and the memory of a million tokens."""
     gathered = f"KvStore.gather of scattered pages of {told['fetch']['request_bytes'] >> 10} KiB: of the disk's bandwidth"
     memory = f"{told['tokens']:,} tokens in a KV store on disk: memory"
     peak = told["memory"]["peak_bytes"] / MIB

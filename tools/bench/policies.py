@@ -59,7 +59,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yields the ratios by trace and by group."""
     ratios = ratios_of(args.policy.split(","))
     yield {"ratios": ratios, "groups": groups(ratios), "mixtures": list(mixtures())}
 
@@ -108,7 +107,6 @@ def _words(name: str) -> str:
 
 
 def table(told: Document) -> str:
-    """The mean hit ratios of `tools/bench policies` by group of traces, and the misses of experts by the room for them."""
     groups = told["groups"]
     policies = list(groups["on_device"])
     rows = []

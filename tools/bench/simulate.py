@@ -94,7 +94,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield all speeds, run in turns `repeat` times after one that compiles; then memory and time of a large trace."""
     with workplace(args.dir) as scratch:
         passes, references, blocks = (20, 500_000, LARGE // 50) if args.quick else (400, 10_000_000, LARGE)
         paths = {name: scratch / f"{name.replace(' ', '-')}.parquet" for name in ("loop in runs", "random blocks")}
@@ -125,7 +124,6 @@ def bars(told: Document) -> list[Bar]:
 
 
 def table(told: Document) -> str:
-    """The speeds and the memory of `tools/bench simulate`."""
     rows = []
     for one in told["speeds"]:
         bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""

@@ -68,7 +68,6 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield where stalls begin by the simulator, and on the mount, after each sweep."""
     begins = [stalls_begin(policy, case) for case in CASES for policy in filter(None, args.policies.split(","))]
     swept: list[Document] = []
     with workplace(args.dir) as place:
@@ -343,7 +342,6 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
 
 
 def table(told: Document) -> str:
-    """Where stalls begin on a throttled mount, from `tools/bench size`."""
     head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
     rows = []
     for one in told["mount"]:

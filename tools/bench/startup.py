@@ -48,7 +48,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars: the slowest help of all commands, and `llmcache size`, by medians."""
     medians = {row["command"]: statistics.median(row["seconds"]) for row in told["commands"]}
     size = medians.pop(" ".join(("llmcache", *SIZE)))
     slowest = max(medians, key=lambda command: medians[command])

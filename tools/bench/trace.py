@@ -249,7 +249,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yields every run, of a client that is compiled first."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise EnvironmentProblem("there is no C compiler", "install gcc or clang")
@@ -264,7 +263,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def table(told: Document) -> str:
-    """What tracers cost, from `tools/bench trace`: times as long as without one."""
     sizes = sorted({one["read_bytes"] for one in told["overheads"]})
     tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
     ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
