@@ -22,7 +22,7 @@ from tools.bench import all as suite
 from tools.bench import harness, kvmodels, kvstore, mount, results, testtime
 from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry
-from tools.bench.clients.spill_file import SHAPE
+from tools.bench.kv import SHAPE
 from tools.bench.results import Bar, bars_of, exit_code, of_json, with_bars
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")

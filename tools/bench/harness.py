@@ -91,12 +91,12 @@ def report(name: str, error: LlmcacheError) -> None:
     print(f"{name}: error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
 
 
-def measured_apart(client: str, *words: object, packages: Path | None = None) -> Document:
-    """Return what a program of `clients/` prints as JSON: a process of its own, whose memory is measured.
+def measured_apart(module: str, *words: object, packages: Path | None = None) -> Document:
+    """Return what a module run as a program prints as JSON: a process of its own, whose memory is measured.
 
     `packages`: a directory of those that it takes before the environment's.
     """
-    command = [sys.executable, "-m", f"tools.bench.clients.{client}", *map(str, words)]
+    command = [sys.executable, "-m", f"tools.bench.{module}", *map(str, words)]
     paths = [str(one) for one in (packages, os.environ.get("PYTHONPATH")) if one]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,9 +1,14 @@
-"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory."""
+"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory; the spill
+file, and an emulated device that scores it, in a process of their own, whose memory is measured.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,9 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from llmcache.arrays import Int64s
+from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels import score, top
+from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader
+from llmcache.kv.spill.layout import aligned
 
 from .harness import in_turns, measured_apart, workplace
+from .machine import peak_bytes
 from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kv/2"
@@ -30,6 +41,10 @@ FETCH_BAR = 0.8  # of what the same reads take without a spill file
 MEMORY_BAR = 1 << 30
 LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
 MIB = 1 << 20
+SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
+CHUNK = 4096
+FETCH_PAGES = 1024
+THREADS = 8
 
 Keys = NDArray[Any]
 
@@ -114,6 +129,102 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
+# The spill file
+
+
+def write(path: Path, tokens: int) -> dict[str, Any]:
+    """Spill `tokens` of noise; returns how fast."""
+    noise = np.random.default_rng(0).standard_normal((8, CHUNK, 128), dtype=np.float32).astype(np.float16)
+    start = time.perf_counter()
+    with SpillFile.create(path, SHAPE) as file:
+        for first in range(0, tokens, CHUNK):
+            ids = np.arange(first, first + CHUNK)
+            file.append(0, 0, noise, noise)
+            file.append_tokens(0, ids, ids)
+        file.flush()
+        size, direct = file.size_bytes, file.direct
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "file_bytes": size, "kv_bytes": tokens * SHAPE.token_bytes, "direct": direct}
+
+
+def restore(path: Path, tokens: int) -> dict[str, Any]:
+    """Open the file; returns how long that took."""
+    start = time.perf_counter()
+    with SpillReader.open(path, SHAPE) as file:
+        seconds = time.perf_counter() - start
+        if file.length(0) != tokens:
+            raise SystemExit(f"{path}: {file.length(0)} tokens restored, {tokens} were written")
+    return {"seconds": seconds}
+
+
+def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: Callable[[Int64s], float]) -> dict[str, Any]:
+    """Return what that `fetch` says scattered ones of `pages` take, in turns with as many plain reads of their size."""
+    random, size = np.random.default_rng(1), SHAPE.key_slot_bytes
+    buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+    def read(index: int) -> None:
+        os.preadv(fd, [buffers[index].data], int(offsets[index]))
+
+    fetched, plain = [], []
+    for _ in range(rounds + 1):
+        fetched.append(fetch(random.choice(pages, FETCH_PAGES, replace=False)))
+        offsets = np.sort(random.choice(path.stat().st_size // size - 1, len(buffers), replace=False)) * size
+        start = time.perf_counter()
+        run_all([partial(read, index) for index in range(len(buffers))], THREADS)
+        plain.append(time.perf_counter() - start)
+    os.close(fd)
+    ratio = statistics.median(b / a for a, b in zip(fetched[1:], plain[1:], strict=True))
+    return {
+        "request_bytes": size, "bytes": buffers.nbytes, "threads": THREADS, "seconds": fetched[1:],
+        "plain_seconds": plain[1:], "figure": ratio,
+    }  # fmt: skip
+
+
+def fetch(path: Path, rounds: int) -> dict[str, Any]:
+    """Fetch scattered pages, in turns with plain reads."""
+    room = PageBuffer(SHAPE, FETCH_PAGES)
+    with SpillReader.open(path, SHAPE) as file:
+
+        def fetched_s(pages: Int64s) -> float:
+            pages.sort()
+            start = time.perf_counter()
+            file.read(0, 0, pages, room, threads=THREADS)
+            return time.perf_counter() - start
+
+        return against_plain(path, file.direct, np.arange(file.pages(0, 0)), rounds, fetched_s)
+
+
+def execute(path: Path, rounds: int) -> dict[str, Any]:
+    """Score everything in the emulated device; returns what crossed its link, modelled and wall time apart."""
+    queries = np.random.default_rng(2).standard_normal((8, 128), dtype=np.float32)
+    wall, report = [], None
+    with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
+        index = device.load()
+        device.activate(index)
+        for _ in range(rounds + 1):
+            report = device.execute(index, queries, 0, 0).drain()
+            wall.append(report.wall_ns)
+    assert report is not None
+    moved = report.link_to_host_bytes + report.link_to_device_bytes
+    return {
+        "emulated": True, "profile": "smartssd", "scored_keys": report.scored_keys, "link_bytes": moved,
+        "host_scoring_bytes": report.internal_read_bytes, "modelled_ns": report.modelled_ns, "wall_ns": wall[1:],
+        "figure": moved / report.internal_read_bytes,
+    }  # fmt: skip
+
+
+def spill(directory: Path, tokens: int, rounds: int) -> Document:
+    """Return what all steps took in a directory."""
+    path = directory / "bench.kv"
+    told = {"tokens": tokens, "write": write(path, tokens), "restore": restore(path, tokens), "fetch": fetch(path, rounds)}
+    told["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
+    return {**told, "device": execute(path, min(rounds, 3))}
+
+
+# The benchmark
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
     parser.add_argument("--repeat", type=int, default=20, help="runs of each case, in turns")
@@ -125,7 +236,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     found = list(kernels(tokens))
     seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)
     with workplace(args.dir) as scratch:
-        yield {**document(found, seconds, tokens), "spill": measured_apart("spill_file", scratch, spilled, args.repeat)}
+        yield {**document(found, seconds, tokens), "spill": measured_apart("kv", scratch, spilled, args.repeat)}
 
 
 def bars(told: Document) -> list[Bar]:
@@ -144,3 +255,7 @@ def bars(told: Document) -> list[Bar]:
         Bar("memory", tokens, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
         Bar("link", link, device["figure"], "<=", LINK_BAR, "emulated"),
     ]
+
+
+if __name__ == "__main__":  # as harness.measured_apart runs it
+    print(json.dumps(spill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

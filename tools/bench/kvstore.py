@@ -18,8 +18,8 @@ from llmcache.arrays import Int64s
 from llmcache.errors import DataError
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
-from .clients.spill_file import CHUNK, SHAPE, against_plain
 from .harness import workplace
+from .kv import CHUNK, SHAPE, against_plain
 from .machine import peak_bytes
 from .results import Bar, Document
 

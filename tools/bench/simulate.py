@@ -3,29 +3,88 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
+from llmcache.arrays import Int64s
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import parts_of, simulate_all
-from llmcache.trace.record import BlockSpace, TraceReader
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile, TraceReader, TraceWriter
 from llmcache.units import BLOCK_BYTES
 
-from .clients.simulator import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
 from .harness import in_turns, measured_apart, workplace
+from .machine import peak_bytes
 from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
+LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
+LOOP_RUN = 256  # 1 MiB reads
+RANDOM_BLOCKS = 1_000_000
+LARGE_BLOCKS = 1 << 22  # 16 GiB of weights
+LARGE_RUN = 64
+HOT_BLOCKS = 1 << 14
+BATCH = 1 << 16
 LARGE = 1_000_000_000
 MEMORY_BAR = 1 << 30
 MIB = 1 << 20
+
+
+# The traces, written batch by batch
+
+Runs = tuple[Int64s, Int64s]
+
+
+def loop(passes: int) -> Iterator[Runs]:
+    """Yield the runs of a loop over `LOOP_BLOCKS`, a pass at a time."""
+    first = np.arange(0, LOOP_BLOCKS, LOOP_RUN)
+    for _ in range(passes):
+        yield first, np.full(len(first), LOOP_RUN)
+
+
+def single(references: int) -> Iterator[Runs]:
+    """Yield single blocks, uniformly random: the worst case of caches, of the processor's too."""
+    random = np.random.default_rng(1)
+    for start in range(0, references, BATCH):
+        rows = min(BATCH, references - start)
+        yield random.integers(0, RANDOM_BLOCKS, rows), np.ones(rows, np.int64)
+
+
+def large(blocks: int) -> Iterator[Runs]:
+    """Yield at least `blocks` in all: a loop over `LARGE_BLOCKS`, each tenth run a block of a hot set of 64 MiB."""
+    random = np.random.default_rng(2)
+    place, done = 0, 0
+    while done < blocks:
+        hot = random.random(BATCH) < 0.1
+        steps = np.cumsum(~hot) * LARGE_RUN
+        first = np.where(hot, LARGE_BLOCKS + random.integers(0, HOT_BLOCKS, BATCH), (place + steps) % LARGE_BLOCKS)
+        place = int(place + steps[-1]) % LARGE_BLOCKS
+        count = np.where(hot, 1, LARGE_RUN)
+        done += int(count.sum())
+        yield first, count
+
+
+def write(path: Path, runs: Iterator[Runs]) -> None:
+    """Write `runs` as a trace, a microsecond apart."""
+    provenance = Provenance("synthetic", command="tools/bench simulate")
+    rows = 0
+    with TraceWriter(path, [TraceFile(0, "/model", 1, 1, 0, 0)], provenance) as writer:
+        for first, count in runs:
+            t_ns = np.arange(rows, rows + len(first), dtype=np.uint64) * np.uint64(1000)
+            writer.append({"t_ns": t_ns, "file": 0, "first": first, "count": count})
+            rows += len(first)
+
+
+# What is measured
 
 
 @dataclass
@@ -104,7 +163,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         seconds = in_turns(runs, args.repeat, console)
         memory = []
         for step in ("write", "simulate"):
-            told = measured_apart("simulator", step, scratch / "large.parquet", blocks)
+            told = measured_apart("simulate", step, scratch / "large.parquet", blocks)
             memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
             console.print(f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, {told['peak_bytes'] / 1e6:.0f} MB at most")
     yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
@@ -132,3 +191,19 @@ def table(told: Document) -> str:
         what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
         rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
     return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))
+
+
+def apart(step: str, path: Path, blocks: int) -> Document:
+    """Return what it takes to write the large trace, or to simulate LRU on it, with stalls and the curve."""
+    start = time.perf_counter()
+    if step == "write":
+        write(path, large(blocks))
+    else:
+        plan = Plan(("lru",), (LARGE_BLOCKS // 2 * BLOCK_BYTES,), period_ns=10**8, curves=True)
+        if (found := simulate_all([str(path)], plan).traces[0].accesses) < blocks:
+            raise SystemExit(f"{path} has {found} blocks, less than {blocks}")
+    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
+
+
+if __name__ == "__main__":  # as harness.measured_apart runs it
+    print(json.dumps(apart(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
