@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
@@ -32,7 +32,7 @@ from tools.make_model import make_model as generate
 from . import machine, mount, routing
 from .experiment import Comparison, Experiment, Rig, Routed
 from .harness import one_interrupt, report
-from .results import table_of
+from .results import markdown
 from .runner import ROOM_BYTES, client, loop_bytes, record
 from .sides import Mounted, Plain, environment, kernels
 
@@ -88,8 +88,8 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     )
 
 
-def result_table(outcome: Comparison, told: mount.Result) -> Table:
-    """Return the comparison as a table; modelled and measured figures stand in different rows."""
+def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
+    """Return what was compared, and how it came out in Markdown; modelled and measured figures stand in different rows."""
     each = outcome.experiment
     asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
@@ -107,9 +107,7 @@ def result_table(outcome: Comparison, told: mount.Result) -> Table:
     others = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
     for label, kind, seconds, read_bytes in (*others, ("all in memory", "measured", outcome.compute_s, 0)):
         rows.append((label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}"))
-    made = table_of(title, "<|<|s/token|min..max|MB read/token|tokens/s", rows)
-    made.title_justify = "left"
-    return made
+    return title, markdown(["", "", "s/token", "min..max", "MB read/token", "tokens/s"], rows, texts=(0, 1))
 
 
 def same_answers(outcome: Comparison) -> bool:
@@ -122,7 +120,8 @@ def same_answers(outcome: Comparison) -> bool:
 def show(outcome: Comparison, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
     told = outcome.to_json()
-    console.print(result_table(outcome, told))
+    title, made = result_table(outcome, told)
+    console.print(title, Markdown(made))
     median, kernel = mount.seconds(told, "mount"), mount.seconds(told, mount.kernel(told))
     same = same_answers(outcome)
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"

@@ -32,7 +32,7 @@ from rich.markdown import Markdown
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bar_table, bars_table, exit_code, rounded, with_bars, write
+from .results import Bar, Document, bars_table, exit_code, rounded, with_bars, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,11 +73,9 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
         if told is None:
             return 1
     assert told is not None
-    if hasattr(bench, "table"):
-        console.print(Markdown(shown(bench, told)))
-    judged = bars_of(bench, told)
-    console.print(bar_table(judged))
-    return exit_code(judged) if told.get("complete", True) else 1
+    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "what")))):
+        console.print(Markdown(text))
+    return exit_code(bars_of(bench, told)) if told.get("complete", True) else 1
 
 
 def document(bench: ModuleType, directory: Path, measured: Document) -> Document:

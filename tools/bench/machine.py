@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from llmcache.errors import EnvironmentProblem
 from llmcache.mountinfo import mounts
 
@@ -32,14 +34,10 @@ class Disk:
 
 def disk_of(path: Path) -> Disk:
     """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
-    return disk_from_number(os.stat(path).st_dev, path)
-
-
-def disk_from_number(device: int, path: Path) -> Disk:
-    """Return the whole disk of a device (`st_dev`); btrfs and others with anonymous ones go through the mount table."""
+    device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
-    if not entry.exists():
+    if not entry.exists():  # btrfs and others have anonymous ones
         mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
             said = f"device {number} of {path} is not in {SYSFS}/dev/block"
@@ -66,7 +64,7 @@ def describe(directory: Path) -> dict[str, Any]:
     return {
         "cpu": _first("cpuinfo", "model name"),
         "cpus": os.cpu_count(),
-        "memory_bytes": int(_first("meminfo", "MemTotal").split()[0]) * 1024,
+        "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "device": {
             "name": disk.name,

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from llmcache.files import replacing
 
 DIRECTORY = Path(__file__).resolve().parent / "results"
@@ -105,27 +103,6 @@ def with_bars(document: Document, bars: Iterable[Bar]) -> Document:
 def exit_code(bars: Iterable[Bar]) -> int:
     """Return 0 if every bar is reached, 1 if not."""
     return 0 if all(bar.passed for bar in bars) else 1
-
-
-def table_of(title: str, head: str, rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
-    """Return a table for terminals; columns of `head` (between |) stand right, those that end with a < stand left."""
-    made = Table(title=title, caption=caption)
-    for name in head.split("|"):
-        made.add_column(name.rstrip("<"), justify="left" if name.endswith("<") else "right")
-    for row in rows:
-        made.add_row(*map(str, row))
-    return made
-
-
-def bar_table(bars: Iterable[Bar]) -> Table:
-    """Return every bar with pass or FAIL."""
-    rows = [(bar.what, bar.shown, bar.wanted, bar.kind, verdict(bar.passed)) for bar in bars]
-    return table_of("bars", "bar<|value|limit|kind<|<", rows)
-
-
-def verdict(passed: bool) -> str:
-    """Return pass or FAIL, for rich."""
-    return "[green]pass[/green]" if passed else "[red]FAIL[/red]"
 
 
 def rounded(value: Any) -> Any:
