@@ -89,17 +89,13 @@ def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     setup = setup_of(directory, 2048 if quick else 16384, 2, 4 if quick else 8, seed)
     variant = [Variant("hillinfer")]
     device, host = (compare(replace(setup, device=kind), variant).rows[0] for kind in ("csd", "file"))
-    moved = [_scoring_bytes(row) for row in (device, host)]
+    links = ("ssd to cpu, score", "cpu to ssd, score")
+    moved = [sum(row.moved_bytes.get(name, 0) for name in links) for row in (device, host)]
     return {
         "what": "bytes that scoring moves between host and SSD, emulated device to host scoring",
         "device_bytes": moved[0], "host_bytes": moved[1],
         "figure": moved[0] / moved[1],
     }  # fmt: skip
-
-
-def _scoring_bytes(row: Row) -> float:
-    links = {"ssd to cpu, score", "cpu to ssd, score"}
-    return sum(size for name, size in row.moved_bytes.items() if name in links)
 
 
 def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:

@@ -137,22 +137,18 @@ def formula_bytes(loop_bytes: int, bandwidth: int, period_ns: int) -> int:
     return need(loop_bytes, SizingParameters(bandwidth, period_ns, 0)).loop_cache_bytes
 
 
-def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
-    """Return the blocks that a pass over the loop misses, once the policy has settled."""
-    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, loop_blocks, np.int64)
-    hits = policy_class(policy)(capacity, loop_blocks).replay(first, count)
-    return float(loop_blocks - hits[WARMUP:].mean())
-
-
 def stalls_begin(policy: str, case: LoopCase) -> Document:
     """Return the smallest cache with which what a pass misses is read within T, beside what is expected (modelled).
 
     More cache never misses more; `difference` is a share of what is expected.
     """
     low, high = 1, case.loop_blocks
+    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, case.loop_blocks, np.int64)
     while low < high:
         middle = (low + high) // 2
-        if missed_blocks(policy, middle, case.loop_blocks) * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
+        hits = policy_class(policy)(middle, case.loop_blocks).replay(first, count)
+        missed_blocks = float(case.loop_blocks - hits[WARMUP:].mean())
+        if missed_blocks * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
             high = middle
         else:
             low = middle + 1

@@ -83,7 +83,8 @@ class Tracer:
     def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
         time.sleep(self.settle_s)
         deadline = time.monotonic() + ATTACH_S
-        while not (self.said in log.read_text() and (not self.ptraces or ptraced(pid))):
+        status = Path(f"/proc/{pid}/status")
+        while self.said not in log.read_text() or (self.ptraces and "\nTracerPid:\t0\n" in status.read_text()):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
             time.sleep(0.01)
@@ -93,12 +94,6 @@ def llmcache(name: str, *options: str) -> Tracer:
     """Returns the recorder of this project with some options."""
     command = [sys.executable, "-m", "llmcache", "trace", "PID", "-o", "OUT.parquet", "--force", *options]
     return Tracer(name, command, said="recording")
-
-
-def ptraced(pid: int) -> bool:
-    """Whether a debugger has the process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
 def tracers() -> list[Tracer]:
