@@ -446,7 +446,8 @@ def table(told: Document) -> str:
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "times"]
     rows = [_row(result, sides) for result in results]
-    return f"{about}{markdown(head, rows)}\n{_mixtures_table(told)}"
+    mixed = [result for result in told["results"] if result["case"] == "g"]
+    return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
 
 
 def _row(result: Document, sides: Sequence[str]) -> list[str]:
@@ -463,11 +464,10 @@ def _row(result: Document, sides: Sequence[str]) -> list[str]:
     ]
 
 
-def _mixtures_table(told: Document) -> str:
+def _mixtures_table(results: list[Result]) -> str:
     """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
     the same room would have missed.
     """
-    results = [result for result in told["results"] if result["case"] == "g"]
     head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
     head += ["exact LRU MB", "popularities known", "Belady"]
     rows = []
