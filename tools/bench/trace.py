@@ -82,12 +82,12 @@ class Tracer:
 
     def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
         time.sleep(self.settle_s)
-        deadline = time.monotonic() + ATTACH_S
-        status = Path(f"/proc/{pid}/status")
-        while self.said not in log.read_text() or (self.ptraces and "\nTracerPid:\t0\n" in status.read_text()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
+        deadline, status = time.monotonic() + ATTACH_S, Path(f"/proc/{pid}/status")
+        while process.poll() is None and time.monotonic() < deadline:
+            if self.said in log.read_text() and not (self.ptraces and "\nTracerPid:\t0\n" in status.read_text()):
+                return
             time.sleep(0.01)
+        raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
 
 
 def llmcache(name: str, *options: str) -> Tracer:
