@@ -26,11 +26,10 @@ from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, 
 
 from . import results
 from .demo import make_model
-from .harness import ROOT, one_interrupt, report
+from .harness import MODELS, ROOT, one_interrupt, report
 from .results import Bar, Document, bars_of, exit_code, markdown, of_json
 
 SCHEMA = "llmcache-bench-all/2"
-MODELS = Path.home() / ".cache" / "llmcache" / "models"
 MODEL_SIZE = "700M"
 FAILED = 3
 MODEL = "MODEL"

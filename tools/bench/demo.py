@@ -31,7 +31,7 @@ from tools.make_model import make_model as generate
 
 from . import machine, mount, routing
 from .experiment import Comparison, Experiment, Rig, Routed
-from .harness import one_interrupt, report
+from .harness import MODELS, one_interrupt, report
 from .results import markdown
 from .runner import ROOM_BYTES, client, loop_bytes, record
 from .sides import Mounted, Plain, environment, kernels
@@ -43,9 +43,8 @@ _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=cache, help="where the model is kept (a real disk)")
+    parser.add_argument("--dir", type=Path, default=MODELS, help="where the model is kept (a real disk)")
     parser.add_argument("--size", default="700M", help="size of the generated model")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second")
     parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")

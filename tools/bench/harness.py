@@ -35,6 +35,8 @@ from . import machine
 from .results import Bar, Document, bars_table, exit_code, rounded, with_bars, write
 
 ROOT = Path(__file__).resolve().parents[2]
+MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+"""Where models are kept between runs."""
 
 
 def bars_of(bench: ModuleType, told: Document) -> list[Bar]:

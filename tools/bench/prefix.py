@@ -27,7 +27,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.units import parse_rate
 
 from .cgroup import Cgroup
-from .harness import workplace
+from .harness import MODELS, workplace
 from .results import Document
 from .runner import client, forget
 from .sides import environment
@@ -35,7 +35,6 @@ from .sides import environment
 SCHEMA = "llmcache-bench-prefix/1"
 HEAD = "measured, llama.cpp"
 SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
-SMOLLM2 = Path.home() / ".cache" / "llmcache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 BARS = {
     "restored": ("<=", 0.03), "question": ("<=", 0.06), "conversations": ("<=", 0.2), "generating": ("<=", 0.03),
     "disk_time": ("<", 1.0), "disk_bytes": ("<", 1.0), "shared": ("<=", 0.2),
@@ -158,7 +157,12 @@ def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a GGUF file [SmolLM2, which tools/test fetches]")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        help="a GGUF file [SmolLM2, which tools/test fetches]",
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none")
