@@ -38,16 +38,6 @@ def examples(count: int) -> int:
     return max(1, count // 2) if settings().derandomize else count
 
 
-def _mount_problem() -> str | None:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse cannot be opened"
-    if ctypes.util.find_library("fuse3") is None:
-        return "libfuse 3 is not installed"
-    if shutil.which("fusermount3") is None:
-        return "fusermount3 is not installed"
-    return None if importlib.util.find_spec("mfusepy") else "mfusepy is not installed"
-
-
 MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
@@ -84,13 +74,16 @@ def _bpf_problem() -> str | None:
     return FilemapSource.probe()
 
 
-def _lacking(*modules: str, programs: Sequence[str] = (), files: Sequence[Path] = ()) -> Callable[[], str | None]:
-    """What says which Python modules, programs or files are not there."""
+def _lacking(
+    *modules: str, programs: Sequence[str] = (), libraries: Sequence[str] = (), files: Sequence[Path] = ()
+) -> Callable[[], str | None]:
+    """What says which Python modules, programs, libraries or files are not there."""
 
     @functools.cache
     def problem() -> str | None:
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         missing += [program for program in programs if shutil.which(program) is None]
+        missing += [library for library in libraries if ctypes.util.find_library(library) is None]
         told = [f"not installed: {', '.join(missing)}"] if missing else []
         return "; ".join([*told, *(f"{file} is not there" for file in files if not file.exists())]) or None
 
@@ -102,7 +95,10 @@ SERVER = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_
 TORCH = ("torch", "transformers")
 INSTALLED = "tools/test installs it"
 TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
-    "mount": (functools.cache(_mount_problem), "apt-get install fuse3"),
+    "mount": (
+        _lacking("mfusepy", programs=["fusermount3"], libraries=["fuse3"], files=[Path("/dev/fuse")]),
+        "apt-get install fuse3",
+    ),
     "llama": (_lacking(*LLAMA), INSTALLED),
     "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
     "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),

@@ -11,7 +11,6 @@ import argparse
 import faulthandler
 import hashlib
 import importlib
-import json
 import signal
 import sys
 import threading
@@ -21,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 # Run as a script, Python looks for modules in tools/ and not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from llmcache.errors import UsageError, run_cli
 from tests.fuzz.target import Machine, Target
@@ -66,6 +65,10 @@ class Hang(AssertionError):
     """An input takes longer than any may."""
 
 
+def _hang(_number: int, _frame: FrameType | None) -> None:
+    raise Hang(f"more than {HANG_S} s")
+
+
 def targets() -> dict[str, Target | Machine]:
     """All targets by name."""
     modules = [importlib.import_module(name) for name in MODULES]
@@ -82,27 +85,29 @@ class FuzzRun:
     seconds: float
     failure: tuple[Path, str] | None = None
 
-
-def written(value: Any) -> bytes:
-    """An input as it is kept in a file."""
-    return value if isinstance(value, bytes) else json.dumps(value).encode()
+    def __str__(self) -> str:
+        told = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
+        if self.failure is None:
+            return f"{told}, all taken as they must be"
+        file, again = self.failure
+        return f"{told}; FAILED: {file}\n    {again}"
 
 
 def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> FuzzRun:
     """Tries new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
     began, tried = time.monotonic(), 0
     current = out / f"fuzz-{target.name}.current"
-    last: list[Any] = []
+    last = b""
 
-    def attempt(value: Any) -> None:
-        nonlocal tried
+    def attempt(data: bytes) -> None:
+        nonlocal tried, last
         _check_ended()
         tried += 1
-        last[:] = [value]
-        current.write_bytes(written(value))
+        last = data
+        current.write_bytes(data)
         signal.setitimer(signal.ITIMER_REAL, HANG_S)
         try:
-            target.check(value)
+            target.check(data)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -112,7 +117,7 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Fu
             try:
                 seed(number)(_settings(ROUND)(given(target.inputs)(attempt)))()
             except Exception:  # noqa: BLE001 - whatever a parser raises is what is looked for
-                file = _keep(out, target.name, written(last[0]), traceback.format_exc())
+                file = _keep(out, target.name, last, traceback.format_exc())
                 again = f"tools/fuzz {target.name} --input {file}"
                 return FuzzRun(target.name, tried, time.monotonic() - began, (file, again))
             number += 1
@@ -132,24 +137,22 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
         while number == first_seed or time.monotonic() - began < seconds:
             try:
                 limits = settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
-                run_state_machine_as_test(cast("type[RuleBasedStateMachine]", seed(number)(begin)), settings=limits)
+                run_state_machine_as_test(seed(number)(begin), settings=limits)  # type: ignore[arg-type]  # it is called
             except Exception:  # noqa: BLE001 - as above
                 told = f"seed {number}\n\n{traceback.format_exc()}"
                 file = _keep(out, machine.name, told.encode(), told)
                 again = f"tools/fuzz {machine.name} --seed {number}"
-                return FuzzRun(
-                    machine.name, (number - first_seed + 1) * MACHINE_ROUND, time.monotonic() - began, (file, again)
-                )
+                tried = (number - first_seed + 1) * MACHINE_ROUND
+                return FuzzRun(machine.name, tried, time.monotonic() - began, (file, again))
             number += 1
     return FuzzRun(machine.name, (number - first_seed) * MACHINE_ROUND, time.monotonic() - began)
 
 
 def _settings(examples: int) -> settings:
-    phases = (Phase.generate, Phase.target, Phase.shrink)
-    checks = list(HealthCheck)
     return settings(
-        max_examples=examples, database=None, deadline=None, suppress_health_check=checks, phases=phases, derandomize=False
-    )
+        max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.target, Phase.shrink), derandomize=False,
+    )  # fmt: skip
 
 
 def _keep(out: Path, name: str, data: bytes, error: str) -> Path:
@@ -163,13 +166,8 @@ def repeat(target: Target | Machine, file: Path) -> None:
     """Tries the input in `file` once; it raises what it raised before."""
     if isinstance(target, Machine):
         raise UsageError(f"--input: {target.name} has operations and no input", "its file tells the --seed")
-    data = file.read_bytes()
     with target.around():
-        target.check(json.loads(data) if target.is_json else data)
-
-
-def _hang(_number: int, _frame: FrameType | None) -> None:
-    raise Hang(f"more than {HANG_S} s")
+        target.check(file.read_bytes())
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
@@ -193,16 +191,8 @@ def fuzz(arguments: argparse.Namespace) -> int:
         print(f"{target.name}: {arguments.seconds:g} s", file=sys.stderr)
         limits = (arguments.seconds, arguments.seed, arguments.out)
         runs.append(run_machine(target, *limits) if isinstance(target, Machine) else run_target(target, *limits))
-        print(_line(runs[-1]))
+        print(runs[-1])
     return int(any(run.failure for run in runs))
-
-
-def _line(run: FuzzRun) -> str:
-    told = f"{run.name}: {run.inputs} inputs in {run.seconds:.0f} s"
-    if run.failure is None:
-        return f"{told}, all taken as they must be"
-    file, again = run.failure
-    return f"{told}; FAILED: {file}\n    {again}"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +43,18 @@ from llmcache.kv.transformers import SpillCache
 from llmcache.units import format_size
 
 
-@dataclass(frozen=True)
-class CacheRun:
-    """What one of the caches did: what was answered, seconds it took, bytes in memory, and read from and written to disk."""
-
-    answered: str
-    seconds: float
-    memory_bytes: int
-    read_bytes: int
-    written_bytes: int
-
-
-def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> CacheRun:
-    """What `answering(cache)` says, and what it took."""
+def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
+    """What `answering(cache)` says, and what it took: seconds, bytes in memory, written to disk and read from it."""
     begin = time.perf_counter()
     answered = answering(cache)
     seconds = time.perf_counter() - begin
-    memory = Run(subject.model, cache).memory()
-    read = written = 0
+    taken = Run(subject.model, cache).memory()
+    written = read = 0
     if isinstance(cache, SpillCache):
-        read, written = (cache.traffic.bytes_between(*way) for way in (("ssd", "cpu"), ("cpu", "ssd")))
-    return CacheRun(answered, seconds, memory.kv_bytes + memory.index_bytes, read, written)
+        written, read = (cache.traffic.bytes_between(*way) for way in (("cpu", "ssd"), ("ssd", "cpu")))
+    sizes = {"in memory": taken.kv_bytes + taken.index_bytes, "written": written, "read": read}
+    told = ", ".join(f"{format_size(size):>8} {what}" for what, size in sizes.items())
+    return f"{seconds:6.2f} s, {told}: {answered}"
 
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
@@ -118,10 +108,8 @@ def main() -> int:
             "transformers": ask(subject, answering, transformers.DynamicCache(config=config)),
             f"{options.policy}, {options.budget}": ask(subject, answering, spilled),
         }
-    for name, found in rows.items():
-        memory, read, written = map(format_size, (found.memory_bytes, found.read_bytes, found.written_bytes))
-        sizes = f"{memory:>8} in memory, {written:>8} written, {read:>8} read"
-        print(f"{name:<16} {found.seconds:6.2f} s, {sizes}: {found.answered}")
+    for name, told in rows.items():
+        print(f"{name:<16} {told}")
     return 0
 
 

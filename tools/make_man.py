@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the manual pages below tools/man from the commands; --check says what differs instead (exit code 1).
+"""Writes the manual pages below tools/man from the commands; a test says what differs.
 
 A page has NAME, SYNOPSIS, DESCRIPTION, OPTIONS and EXAMPLES from the help of its command, the exit codes from
 `llmcache.errors`, and the rest from the text `NAME.txt` beside the command's file. They are installed with the package;
@@ -137,7 +137,9 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
     for title, block in _help_sections(command).items():
         own = sections.get(title)
         sections[title] = f"{block}\n\n{own}" if own else block
-    page = Page(words.replace(" ", "-"), 1, _lowered(summary), sections)
+    summary = summary.rstrip(".")
+    summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
+    page = Page(words.replace(" ", "-"), 1, summary, sections)
     if isinstance(command, LazyGroup):
         below = (f"{name}\n    {told} {page.name}-{name}(1)" for name, (_, told) in command.table.items())
         sections["COMMANDS"] = "\n".join(below)
@@ -148,12 +150,6 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
     if parent:
         sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)", sections.get("SEE ALSO"))))
     return page
-
-
-def _lowered(summary: str) -> str:
-    """The line of a table of commands as NAME wants it."""
-    text = summary.rstrip(".")
-    return text if text[:2].isupper() else text[0].lower() + text[1:]
 
 
 def _help_sections(command: click.Command) -> dict[str, str]:
@@ -254,8 +250,9 @@ def section(title: str, text: str) -> str:
 def _block(lines: list[str], first: bool) -> list[str]:
     if lines[0].startswith("## "):
         return [f'.SS "{lines[0][3:]}"', *([] if len(lines) == 1 else _block(lines[1:], True))]
-    if lines[0].startswith(INDENT):
-        return verbatim(lines, first)
+    if lines[0].startswith(INDENT):  # shown as they are
+        least = min(len(line) - len(line.lstrip()) for line in lines)
+        return [*([] if first else [".PP"]), ".nf", *(escaped(line[least:]) for line in lines), ".fi"]
     if len(lines) > 1 and lines[1].startswith(INDENT):
         return list(_definitions(lines))
     return [*([] if first else [".PP"]), inline(" ".join(line.strip() for line in lines))]
@@ -276,12 +273,6 @@ def _definitions(lines: list[str]) -> Iterator[str]:
     yield inline(" ".join(meaning))
 
 
-def verbatim(lines: list[str], first: bool) -> list[str]:
-    """Returns lines that are shown as they are; `first`: of their section."""
-    least = min(len(line) - len(line.lstrip()) for line in lines)
-    return [*([] if first else [".PP"]), ".nf", *(escaped(line[least:]) for line in lines), ".fi"]
-
-
 def made() -> dict[str, str]:
     """Returns every page's source by its path below tools/man."""
     os.environ.pop("COLUMNS", None)
@@ -289,23 +280,18 @@ def made() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write or compare; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
-    check = parser.parse_args().check
+    """Write what differs, and print its path."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     pages = made()
     there = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
-    differing = sorted(file for file in {*pages, *there} if pages.get(file) != there.get(file))
-    for file in differing:
+    for file in sorted(file for file in {*pages, *there} if pages.get(file) != there.get(file)):
         print(file)
-        if check:
-            continue
         if file in pages:
             (TARGET / file).parent.mkdir(parents=True, exist_ok=True)
             (TARGET / file).write_text(pages[file])
         else:
             (TARGET / file).unlink()
-    return 1 if check and differing else 0
+    return 0
 
 
 if __name__ == "__main__":

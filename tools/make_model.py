@@ -29,6 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
+from llmcache.files import replacing
 from llmcache.units import format_size, parse_size
 
 # Raise it when the bytes that the same parameters give change.
@@ -46,7 +47,9 @@ _BF16_RANDOM, _BF16_BASE, _BF16_ONE = 0x81FF, 0x3C00, 0x3F80
 
 _ALIGNMENT = 32
 _F32, _Q8_0 = 0, 8
-_U16, _U32, _I32, _FLOAT, _STRING, _ARRAY = 2, 4, 5, 6, 8, 9
+_STRING, _ARRAY = 8, 9
+_KINDS = {"H": 2, "I": 4, "i": 5, "f": 6}
+"""By the letter that `struct` has for a number of a kind."""
 _CONTEXT_LENGTH = 2048
 _MOSTLY_Q8_0 = 7
 _NAMES = {
@@ -226,7 +229,8 @@ def write_gguf(files: list[BinaryIO], shape: Shape, seed: int) -> None:
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         keys = _model_keys(shape) if number == 0 else []
         if len(files) > 1:
-            keys += _split_keys(number, len(files), len(weights))
+            keys += [_key("split.no", number, "H"), _key("split.count", len(files), "H")]
+            keys += [_key("split.tensors.count", len(weights), "i")]
         _write_header(file, keys, [weights[index] for index in group])
         for index in group:
             _write_padded(file, _content(weights[index], seed, index))
@@ -279,7 +283,9 @@ def _model_keys(shape: Shape) -> list[bytes]:
     normal, unknown, control, byte = 1, 2, 3, 6
     counts = {"llama.expert_count": shape.experts, "llama.expert_used_count": shape.used} if shape.experts else {}
     types = [unknown, control, control, *[byte] * 256, *[normal] * (shape.vocabulary - 259)]
-    numbers = {
+    first: dict[str, str | float] = {
+        "general.architecture": "llama",
+        "general.name": "random weights",
         "general.alignment": _ALIGNMENT,
         "general.file_type": _MOSTLY_Q8_0,
         "llama.context_length": _CONTEXT_LENGTH,
@@ -292,30 +298,15 @@ def _model_keys(shape: Shape) -> list[bytes]:
         "llama.rope.dimension_count": HEAD_SIZE,
         "llama.vocab_size": shape.vocabulary,
         **counts,
+        "tokenizer.ggml.model": "llama",
     }
+    last = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
     return [
-        _key("general.architecture", _STRING, _text("llama")),
-        _key("general.name", _STRING, _text("random weights")),
-        *(_number(name, value) for name, value in numbers.items()),
-        _key("tokenizer.ggml.model", _STRING, _text("llama")),
+        *(_key(name, value) for name, value in first.items()),
         _array("tokenizer.ggml.tokens", _STRING, len(tokens), b"".join(_text(token) for token in tokens)),
-        _array("tokenizer.ggml.scores", _FLOAT, len(tokens), bytes(4 * len(tokens))),
-        _array("tokenizer.ggml.token_type", _I32, len(types), struct.pack(f"<{len(types)}i", *types)),
-        _number("tokenizer.ggml.bos_token_id", 1),
-        _number("tokenizer.ggml.eos_token_id", 2),
-    ]
-
-
-def _number(name: str, value: float) -> bytes:
-    kind, code = (_U32, "<I") if isinstance(value, int) else (_FLOAT, "<f")
-    return _key(name, kind, struct.pack(code, value))
-
-
-def _split_keys(number: int, count: int, tensor_count: int) -> list[bytes]:
-    return [
-        _key("split.no", _U16, struct.pack("<H", number)),
-        _key("split.count", _U16, struct.pack("<H", count)),
-        _key("split.tensors.count", _I32, struct.pack("<i", tensor_count)),
+        _array("tokenizer.ggml.scores", _KINDS["f"], len(tokens), bytes(4 * len(tokens))),
+        _array("tokenizer.ggml.token_type", _KINDS["i"], len(types), struct.pack(f"<{len(types)}i", *types)),
+        *(_key(name, value) for name, value in last.items()),
     ]
 
 
@@ -324,12 +315,16 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _key(name: str, kind: int, value: bytes) -> bytes:
-    return _text(name) + struct.pack("<I", kind) + value
+def _key(name: str, value: str | float, code: str = "") -> bytes:
+    """A key with its value; `code` as in `_KINDS`, by default of an integer "I", else "f"."""
+    if isinstance(value, str):
+        return _text(name) + struct.pack("<I", _STRING) + _text(value)
+    code = code or ("I" if isinstance(value, int) else "f")
+    return _text(name) + struct.pack(f"<I{code}", _KINDS[code], value)
 
 
 def _array(name: str, kind: int, count: int, items: bytes) -> bytes:
-    return _key(name, _ARRAY, struct.pack("<IQ", kind, count) + items)
+    return _text(name) + struct.pack("<IIQ", _ARRAY, kind, count) + items
 
 
 def tensors(shape: Shape, fused: bool) -> list[Weight]:
@@ -433,23 +428,16 @@ def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -
 
 def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool) -> None:
     """Write under temporary names first: a file with the final name is always whole."""
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(open(path, "wb")) for path in temporary]
-            if model_format == "gguf":
-                write_gguf(files, shape, seed)
-            else:
-                write_safetensors(files, [path.name for path in paths], shape, seed, fused)
-            for file in files:  # on the disk, and out of the page cache: what reads it next starts cold, nothing is dirty
-                file.flush()
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for source, target in zip(temporary, paths, strict=True):
-            source.replace(target)
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        files: list[BinaryIO] = [stack.enter_context(replacing(path, 0o666)) for path in paths]
+        if model_format == "gguf":
+            write_gguf(files, shape, seed)
+        else:
+            write_safetensors(files, [path.name for path in paths], shape, seed, fused)
+        for file in files:  # on the disk, and out of the page cache: what reads it next starts cold, nothing is dirty
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:

@@ -14,7 +14,6 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
@@ -34,11 +33,9 @@ class Target:
     """
 
     name: str
-    inputs: st.SearchStrategy[Any]
-    check: Callable[[Any], None]
+    inputs: st.SearchStrategy[bytes]
+    check: Callable[[bytes], None]
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    is_json: bool = False
-    """Whether inputs are JSON values and not bytes."""
 
 
 @dataclass(frozen=True)

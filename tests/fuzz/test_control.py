@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcache.errors import LlmcacheError, MountProblem
+from llmcache.errors import MountProblem
 from llmcache.fs.client import control
 from llmcache.fs.daemon.controlserver import ControlServer, Requests
 from llmcache.fs.engine import warmup
@@ -40,7 +40,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"op": "warmup", "globs": [], "check": False},
     {"op": "evict", "globs": ["a*", "b.kv"]},
 ]
-FIELDS = ("op", "cache_bytes", "wait", "globs", "check")
 REPLIES: list[dict[str, Any]] = [
     {"schema": "x", "budget_bytes": 3},
     {"progress": {"done_bytes": 1, "total_bytes": 2}},
@@ -55,7 +54,6 @@ class Service:
     """A server of a real engine over real files, and what either logged as an error."""
 
     directory: Path
-    requests: Requests
     errors: list[str]
 
 
@@ -91,10 +89,10 @@ def serving() -> Iterator[None]:
                 rig.kernel.add(open_backing(f"/{file}", source / file))
             tree = SourceTree(str(source))
             operations = LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy())
-            requests = Requests(rig.engine, Warmer(rig.engine, operations))
-            server = ControlServer(control.files(POINT), requests.answer)
+            answer = Requests(rig.engine, Warmer(rig.engine, operations)).answer
+            server = ControlServer(control.files(POINT), answer)
             try:
-                _running.append(Service(directory, requests, errors.texts))
+                _running.append(Service(directory, errors.texts))
                 yield
             finally:
                 _running.clear()
@@ -133,17 +131,6 @@ def is_well() -> None:
     stats = json.loads(line)
     assert stats["schema"] == "llmcache.stats/1" and 0 <= stats["budget_bytes"] < 1 << 63
     assert not shared().errors, shared().errors
-
-
-def check_fields(document: dict[str, Any]) -> None:
-    """Any fields: an answer that can be sent, or an error that names what is wrong."""
-    told: list[dict[str, Any]] = []
-    with bounded(), refusal(LlmcacheError):
-        reply = shared().requests.answer(document, told.append)
-        json.loads(json.dumps(reply))
-        assert str(reply["schema"]).startswith("llmcache.")
-    assert all(isinstance(number, int) for progress in told for number in progress.values())
-    is_well()
 
 
 def check_line(line: bytes) -> None:
@@ -192,19 +179,10 @@ def _answer_once(server: socket.socket, answer: bytes) -> None:
         connection.sendall(answer)
 
 
-def _fields() -> st.SearchStrategy[dict[str, Any]]:
-    values = st.sampled_from([*ODD, *GLOBS]) | st.lists(st.sampled_from(GLOBS), max_size=3)
-    changed = st.builds(
-        lambda good, more: good | more, st.sampled_from(REQUESTS), st.dictionaries(st.sampled_from(FIELDS), values)
-    )
-    return changed.filter(lambda fields: fields.get("wait") is not True)  # it may wait half a minute for memory
-
-
-LINES = mutated([written(request) + b"\n" for request in REQUESTS]) | documents(REQUESTS).map(
+LINES = mutated([written(request) + b"\n" for request in REQUESTS]) | documents(REQUESTS, [*ODD, *GLOBS]).map(
     lambda one: written(one) + b"\n"
 )
 ANSWERS = documents(REPLIES).map(lambda one: written(one) + b"\n") | mutated([written(one) + b"\n" for one in REPLIES])
-FIELDS_TARGET = Target("control-fields", _fields(), check_fields, serving, is_json=True)
 TARGET = Target("control-lines", LINES.filter(lambda line: b'"wait": true' not in line), check_line, serving)
 CLIENT = Target("control-client", st.lists(ANSWERS, max_size=3).map(b"".join), check_reply, serving)
 
@@ -214,17 +192,6 @@ def test_the_seeds_are_answered() -> None:
         (*_, last) = ask(written(request) + b"\n")
         assert str(json.loads(last)["schema"]).startswith("llmcache.")
     is_well()
-
-
-@given(FIELDS_TARGET.inputs)
-@settings(max_examples=examples(150))
-@example({"op": "resize", "cache_bytes": 10**400})
-@example({"op": "resize", "cache_bytes": -1})
-@example({"op": "evict", "globs": ["["]})
-@example({"op": "warmup", "globs": ["\ud800"]})
-@example({"op": "warmup", "globs": ["x" * 4000] * 5})
-def test_any_fields(document: dict[str, Any]) -> None:
-    check_fields(document)
 
 
 @given(TARGET.inputs)
@@ -238,6 +205,11 @@ def test_any_fields(document: dict[str, Any]) -> None:
 @example(b"x" * (2 << 20) + b"\n")
 @example(b'["stats"]\n')
 @example(b'{"op": "resize", "cache_bytes": ' + b"9" * 5000 + b"}\n")
+@example(b'{"op": "resize", "cache_bytes": 1' + b"0" * 400 + b"}\n")
+@example(b'{"op": "resize", "cache_bytes": -1}\n')
+@example(b'{"op": "evict", "globs": ["["]}\n')
+@example(b'{"op": "warmup", "globs": ["\\ud800"]}\n')
+@example(written({"op": "warmup", "globs": ["x" * 4000] * 5}) + b"\n")
 def test_any_line(line: bytes) -> None:
     check_line(line)
 

@@ -19,8 +19,8 @@ from llmcache.fs.layout.tensors import Experts
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import routing
 from tools.bench.cgroup import Cgroup
-from tools.bench.machine import disk_of
 from tools.bench.runner import client, forget, run_client
+from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
@@ -75,7 +75,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     expected = routing.misses(routed, ranks, habits, room, WARM)["lru"] * (TOKENS - WARM) * model.expert_bytes
     source = model.path.parent
     with (
-        disk_of(source).read_ahead(SMALL_READ_AHEAD_KB),
+        read_ahead(source, SMALL_READ_AHEAD_KB),
         Cgroup(f"{mode}-mixture", directory=source, memory_bytes=model.budget + OVERHEAD_BYTES) as group,
         live(source, tmp_path / "mnt", str(model.budget), "--mode", mode, wrap=group.wrap) as mount,
     ):

@@ -56,37 +56,35 @@ def test_the_hierarchy_is_the_one_that_has_the_controller(
         assert cgroup.find(controller) == cgroup.Hierarchy(version, faked / root, faked / own)
 
 
-USAGE = {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
+V1 = {
+    "memory.limit_in_bytes": "1000", "blkio.throttle.read_bps_device": "8:0 5", "memory.usage_in_bytes": "5\n",
+    "blkio.throttle.io_service_bytes": "8:0 Read 10\n8:0 Write 3\n9:0 Read 7\nTotal 20\n",
+    "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+    "memory.stat": "cache 1\nrss 2\ntotal_cache 3\ntotal_rss 4\n",
+}  # fmt: skip
+V2 = {
+    "memory.max": "1000", "io.max": "8:0 rbps=5", "memory.current": "5\n",
+    "io.stat": "8:16 rbytes=1 wbytes=2\n8:0 rbytes=10 wbytes=3 rios=1\n",
+    "memory.events": "low 0\nmax 2\noom 1\noom_kill 1\n", "memory.stat": "anon 4\nfile 3\n",
+}  # fmt: skip
+UNLIMITED = {
+    1: {"memory.limit_in_bytes": "-1", "blkio.throttle.read_bps_device": f"8:0 {1 << 50}"},
+    2: {"memory.max": "max", "io.max": "8:0 rbps=max"},
+}
 
 
-def check_files(group: cgroup.V1 | cgroup.V2, limits: dict[str, str], counters: dict[str, str]) -> None:
-    """What a group writes for limits of 1000 bytes and 5 bytes/s, and what it reads from counters."""
-    group.set_memory(1000)
-    group.set_read_bps("8:0", 5)
-    assert {name: (group.path / name).read_text() for name in limits} == limits
-    for name, text in counters.items():
-        (group.path / name).write_text(text)
+@pytest.mark.parametrize(("version", "files"), [(1, V1), (2, V2)])
+def test_limits_and_counters(tmp_path: Path, version: int, files: dict[str, str]) -> None:
+    """Limits of 1000 bytes and 5 bytes/s, and none; and what is read from counters."""
+    group, limits = cgroup.Controllers(version, tmp_path), UNLIMITED[version]
+    for memory, bps, expected in ((1000, 5, {name: files[name] for name in limits}), (None, None, limits)):
+        group.set_memory(memory)
+        group.set_read_bps("8:0", bps)
+        assert {name: (tmp_path / name).read_text() for name in limits} == expected
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     assert group.read_bytes("8:0") == 10 and group.read_bytes("7:0") == 0
-    assert group.memory() == USAGE
-
-
-def test_v1_files(tmp_path: Path) -> None:
-    counters = {"blkio.throttle.io_service_bytes": "8:0 Read 10\n8:0 Write 3\n9:0 Read 7\nTotal 20\n"}
-    counters |= {"memory.usage_in_bytes": "5\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}
-    counters |= {"memory.stat": "cache 1\nrss 2\ntotal_cache 3\ntotal_rss 4\n"}
-    limits = {"memory.limit_in_bytes": "1000", "blkio.throttle.read_bps_device": "8:0 5"}
-    check_files(group := cgroup.V1(tmp_path), limits, counters)
-    group.set_read_bps("8:0", None)
-    assert int((tmp_path / "blkio.throttle.read_bps_device").read_text().split()[1]) > 10**12
-
-
-def test_v2_files(tmp_path: Path) -> None:
-    counters = {"io.stat": "8:16 rbytes=1 wbytes=2\n8:0 rbytes=10 wbytes=3 rios=1\n", "memory.current": "5\n"}
-    counters |= {"memory.events": "low 0\nmax 2\noom 1\noom_kill 1\n", "memory.stat": "anon 4\nfile 3\n"}
-    check_files(group := cgroup.V2(tmp_path), {"memory.max": "1000", "io.max": "8:0 rbps=5"}, counters)
-    group.set_memory(None)
-    group.set_read_bps("8:0", None)
-    assert (tmp_path / "memory.max").read_text() == "max" and (tmp_path / "io.max").read_text() == "8:0 rbps=max"
+    assert group.memory() == {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
 
 
 def left_of(path: Path) -> int:

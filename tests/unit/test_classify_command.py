@@ -176,7 +176,7 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
 
 USED, EXPERTS, TOKENS = 3, 12, 60
 MIXTURE = ("--size", "8M", "--layers", "3", "--experts", str(EXPERTS), "--used", str(USED), "--slice", "100K")
-ROUTED = routing.generate(TOKENS, 3, EXPERTS, USED, routing.Habits(zipf=1.2, stay=0.3))
+ROUTED, _ = routing.ranked(TOKENS, 3, EXPERTS, USED, routing.Habits(zipf=1.2, stay=0.3))
 
 
 def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp_path: Path) -> Path:

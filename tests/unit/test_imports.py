@@ -120,10 +120,6 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert not [path for path in ALL_FILES if len(path.read_text().splitlines()) > LONGEST_FILE]
 
 
-def test_every_file_says_what_it_is_for() -> None:
-    assert not [path for path in (*PACKAGE, *TOOLS) if not ast.get_docstring(tree_of(path))]
-
-
 def test_no_two_classes_have_one_name() -> None:
     found: dict[str, list[str]] = {}
     for path in (*PACKAGE, *TOOLS):

@@ -20,7 +20,8 @@ def weights(made: SyntheticStream, layer: int, step: int) -> NDArray[np.float32]
     """Return the attention of a step over all before it [heads, tokens]."""
     spec = made.spec
     keys = made.keys_values(layer, range(spec.context + step))[0]
-    return attention(made.queries(layer, step), keys, keys)[1][0]
+    found: NDArray[np.float32] = attention(made.queries(layer, step), keys, keys)[1][0]
+    return found
 
 
 def mass(found: NDArray[np.float32], share: float = SHARE) -> float:

@@ -12,24 +12,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
+from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, Text, html_page
 
 from . import results
 from .demo import make_model
-from .harness import ROOT, one_interrupt, report
-from .results import Bar, Document, bar_table, bars_of, exit_code
+from .harness import MODELS, ROOT, one_interrupt, report
+from .results import Bar, Document, bars_of, exit_code, markdown, of_json
 
 SCHEMA = "llmcache-bench-all/2"
-MODELS = Path.home() / ".cache" / "llmcache" / "models"
 MODEL_SIZE = "700M"
 FAILED = 3
 MODEL = "MODEL"
@@ -102,24 +102,26 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def busy_share(seconds: float = 3.0) -> float:
-    """Return the share (0..1) of all processors' time that is used within the next `seconds`."""
-    return psutil.cpu_percent(seconds) / 100
-
-
 def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
     """Run one benchmark and write its JSON into `directory`; returns the JSON; LlmcacheError if it leaves none.
 
-    The file gets `run`: command, time and load. What the benchmark prints goes to stderr.
+    The file gets `run`: command, time and load. What the benchmark prints goes to stderr. An interrupt waits until it has
+    unmounted what it mounts.
     """
     words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
     new = directory / f".{benchmark.name}.json.new"
     command = [sys.executable, str(ROOT / "tools" / "bench"), benchmark.name, *words, "--json", str(new)]
     about: dict[str, Any] = {"command": benchmark.command(quick), "quick": quick, "started": now()}
-    about["busy_share"] = busy_share()
+    about["busy_share"] = psutil.cpu_percent(3.0) / 100
     load, begin = os.getloadavg()[0], time.monotonic()
     try:
-        code = _ended(command)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
         if not new.exists():
             raise LlmcacheError(f"{benchmark.name} ended with exit code {code} and without results")
         document = results.read(new)
@@ -134,120 +136,80 @@ def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None)
     return document
 
 
-def _ended(command: Sequence[str]) -> int:
-    """Run a command to its end and return its exit code; an interrupt waits until it has unmounted what it mounts."""
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+# What they have written together, and the page of it
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[SuiteEntry]:
-    """Return the benchmarks to run; without `only`, all but those that have to be asked for. UsageError: unknown names."""
-    for name in (*only, *skip):
-        if name not in NAMES:
-            raise UsageError(f"there is no benchmark {name!r}", f"there are {', '.join(NAMES)}")
-    wanted = [one for one in BENCHMARKS if (one.name in only if only else not one.asked) and one.name not in skip]
-    return [one for one in wanted if one.quick is not None or not quick]
-
-
-# What they have written, and the page of it
-
-
-@dataclass(frozen=True)
-class Suite:
-    """The JSON of each benchmark that has one, by name; why those failed that did; when all of it began (UTC)."""
-
-    documents: Mapping[str, Document]
-    errors: Mapping[str, str] = field(default_factory=dict)
-    started: str = ""
-
-    @property
-    def bars(self) -> list[tuple[str, Bar]]:
-        """Return every bar with the name of its benchmark."""
-        return [(name, bar) for name, document in self.documents.items() for bar in bars_of(document)]
-
-    @property
-    def missing(self) -> list[SuiteEntry]:
-        """Return the benchmarks without results."""
-        return [one for one in BENCHMARKS if one.name not in self.documents]
-
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
-        return {
-            "schema": SCHEMA,
-            "started": self.started,
-            "machines": machines(self.documents.values()),
-            "runs": [_run(one, self) for one in BENCHMARKS],
-            "bars": [{"benchmark": name, **bar.to_json()} for name, bar in self.bars],
-        }
-
-
-def read(directory: Path, errors: Mapping[str, str] | None = None, started: str = "") -> Suite:
-    """Return what the benchmarks have written into `directory`."""
+def read(directory: Path) -> dict[str, Document]:
+    """Return the JSON of each benchmark that has written one into `directory`, by name."""
     paths = {one.name: directory / f"{one.name}.json" for one in BENCHMARKS}
-    documents = {name: results.read(path) for name, path in paths.items() if path.exists()}
-    return Suite(documents, errors or {}, started)
+    return {name: results.read(path) for name, path in paths.items() if path.exists()}
 
 
-def write(suite: Suite, directory: Path) -> None:
+def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
+    """Return what all.json holds: machines without commits (one, unless figures are from several), runs, every bar.
+
+    `errors`: why those failed that did; `started`: when all of it began (UTC).
+    """
+    documents = read(directory)
+    machines: list[Document] = []
+    runs: list[Document] = []
+    for one in BENCHMARKS:
+        told: Document = {"benchmark": one.name, "command": one.command(), "error": errors.get(one.name)}
+        if document := documents.get(one.name):
+            machine = dict(document["machine"])
+            about = {key: machine.pop(key) for key in ("commit", "versions")}
+            machines += [] if machine in machines else [machine]
+            runs.append({**told, "recorded": True, **about, **document.get("run", {})})
+        else:
+            runs.append({**told, "recorded": False})
+    bars = [{"benchmark": name, **bar.to_json()} for name, document in documents.items() for bar in bars_of(document)]
+    return {"schema": SCHEMA, "started": started, "machines": machines, "runs": runs, "bars": bars}
+
+
+def write(told: Document, directory: Path) -> None:
     """Write all.json and all.html."""
-    results.write(directory / "all.json", suite.document())
-    results.write_text(directory / "all.html", page(suite))
+    results.write(directory / "all.json", told)
+    results.write_text(directory / "all.html", page(told))
 
 
-def machines(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the machines that the figures are of, without commits: one, unless they are from several."""
-    found: list[dict[str, Any]] = []
-    for document in documents:
-        machine = {key: value for key, value in document["machine"].items() if key not in ("commit", "versions")}
-        if machine not in found:
-            found.append(machine)
-    return found
+def reached(told: Document) -> tuple[int, int]:
+    """How many bars of all benchmarks are reached, and how many there are."""
+    bars = bars_of(told)
+    return sum(bar.passed for bar in bars), len(bars)
 
 
-def _run(one: SuiteEntry, suite: Suite) -> dict[str, Any]:
-    document = suite.documents.get(one.name)
-    told: dict[str, Any] = {"benchmark": one.name, "command": one.command(), "error": suite.errors.get(one.name)}
-    if document is None:
-        return {**told, "recorded": False}
-    machine = document["machine"]
-    about = {"commit": machine["commit"], "versions": machine["versions"]}
-    return {**told, "recorded": True, **about, **document.get("run", {})}
+def table(told: Document) -> str:
+    """How many bars of all benchmarks are reached, and those that are not."""
+    rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in bars_of(told) if not bar.passed]
+    about = "Reached: {} of {} bars.".format(*reached(told))
+    return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if rows else "\n")
 
 
-def page(suite: Suite) -> str:
-    """Return the page."""
-    bars = [bar for _, bar in suite.bars]
-    reached = sum(bar.passed for bar in bars)
+def page(told: Document) -> str:
+    """Return the page of what `whole` told."""
+    good, count = reached(told)
     lead = (
         "A bar is a limit that the project has set for a figure. "
-        f"{reached} of {len(bars)} bars of benchmarks are reached, {len(bars) - reached} are not."
+        f"{good} of {count} bars of benchmarks are reached, {count - good} are not."
     )
-    if suite.missing:
-        lead += f" Without results: {', '.join(one.name for one in suite.missing)}."
-    return html_page("llmcache: what its benchmarks reach", lead, [*_bars(suite), _runs(suite)])
+    if missing := [run["benchmark"] for run in told["runs"] if not run["recorded"]]:
+        lead += f" Without results: {', '.join(missing)}."
+    return html_page("llmcache: what its benchmarks reach", lead, [*_bars(told), _conditions(told)])
 
 
-def _badge(passed: bool) -> Badge:
-    return Badge("reached", "good") if passed else Badge("NOT reached", "bad")
-
-
-def _bars(suite: Suite) -> list[Section]:
+def _bars(told: Document) -> list[Section]:
     """The summary, and the bars of each benchmark."""
+    every = [(one["benchmark"], of_json(one)) for one in told["bars"]]
     rows: list[list[Cell]] = []
     each: list[HtmlBlock] = []
     for one in BENCHMARKS:
-        bars = [(name, bar) for name, bar in suite.bars if name == one.name]
+        bars = [(name, bar) for name, bar in every if name == one.name]
         missed = sum(not bar.passed for _, bar in bars)
         verdict = Badge("all reached", "good") if bars and not missed else Badge(f"{missed} not reached", "fair")
         rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
         if bars:
             each.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
-    missing = [(name, bar) for name, bar in suite.bars if not bar.passed]
+    missing = [(name, bar) for name, bar in every if not bar.passed]
     summary: list[HtmlBlock] = [
         Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows),
         *([_bars_table("Not reached", missing)] if missing else []),
@@ -258,45 +220,52 @@ def _bars(suite: Suite) -> list[Section]:
 
 
 def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
-    def limit(bar: Bar) -> str:  # without a space, where lines would break
+    rows: list[list[Cell]] = []
+    for name, bar in bars:
         sense, _, number = bar.wanted.partition(" ")
-        return {"<=": "≤", ">=": "≥"}.get(sense, sense) + number
-
-    rows: list[list[Cell]] = [
-        [bar.what, bar.shown, limit(bar), _badge(bar.passed), bar.kind, bar.command or f"tools/bench {name}"]
-        for name, bar in bars
-    ]
+        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # without a space, where lines would break
+        badge = Badge("reached", "good") if bar.passed else Badge("NOT reached", "bad")
+        rows.append([bar.what, bar.shown, limit, badge, bar.kind, bar.command or f"tools/bench {name}"])
     return Table(caption, ["bar", "value", "limit", "", "kind", "command"], rows)
 
 
-def _runs(suite: Suite) -> Section:
-    blocks: list[HtmlBlock] = [Facts(_facts(machine)) for machine in machines(suite.documents.values())]
-    rows: list[list[Cell]] = [_run_row(_run(one, suite)) for one in BENCHMARKS]
+def _conditions(told: Document) -> Section:
+    versions: dict[str, set[str]] = {}
+    for run in told["runs"]:
+        for name, version in run.get("versions", {}).items():
+            versions.setdefault(name, set()).add(str(version))
     columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
     note = (
         "Load: processes that ran or waited, mean of a minute; the one before is partly of the benchmark before. Busy: "
         f"share of the processors' time used in the three seconds before; from {BUSY_SHARE:.0%} on others worked too."
     )
-    return Section("Conditions", [*blocks, Table("Runs", columns, rows, digits=0), Text(note, True), *_versions(suite)])
+    blocks: list[HtmlBlock] = [
+        *(Facts(_facts(machine)) for machine in told["machines"]),
+        Table("Runs", columns, [_run_row(run) for run in told["runs"]], digits=0),
+        Text(note, True),
+        Facts([(name, ", ".join(sorted(each))) for name, each in sorted(versions.items())]),
+    ]
+    return Section("Conditions", blocks)
 
 
-def _run_row(run: dict[str, Any]) -> list[Cell]:
+def _run_row(run: Document) -> list[Cell]:
     if not run["recorded"]:
         return [run["command"], Badge(run["error"] or "not run", "bad"), "", "", "", "", ""]
-    state = Badge(run["error"], "bad") if run["error"] else Badge("quick look", "fair") if run.get("quick") else _busy(run)
+    if run["error"]:
+        state = Badge(run["error"], "bad")
+    elif run.get("quick"):
+        state = Badge("quick look", "fair")
+    elif "busy_share" not in run:
+        state = Badge("load not recorded", "fair")
+    else:
+        state = Badge("machine was busy", "fair") if run["busy_share"] > BUSY_SHARE else Badge("quiet", "good")
     load = " ".join(f"{one:.1f}" for one in run.get("load", []))
     busy = f"{run['busy_share']:.0%}" if "busy_share" in run else ""
     started = run.get("started", "")[:16].replace("T", " ")
     return [run["command"], state, started, run.get("seconds", ""), load, busy, run["commit"] or ""]
 
 
-def _busy(run: dict[str, Any]) -> Badge:
-    if "busy_share" not in run:
-        return Badge("load not recorded", "fair")
-    return Badge("machine was busy", "fair") if run["busy_share"] > BUSY_SHARE else Badge("quiet", "good")
-
-
-def _facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(machine: Document) -> list[tuple[str, str]]:
     device = machine["device"]
     return [
         ("processors", f"{machine['cpus']} of {machine['cpu']}"),
@@ -307,43 +276,45 @@ def _facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _versions(suite: Suite) -> list[HtmlBlock]:
-    found: dict[str, set[str]] = {}
-    for document in suite.documents.values():
-        for name, version in document["machine"]["versions"].items():
-            found.setdefault(name, set()).add(str(version))
-    return [Facts([(name, ", ".join(sorted(versions))) for name, versions in sorted(found.items())])]
-
-
 # The command
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
+    """Return the parsed command line, `out` being where to write; UsageError for what does not go together."""
     parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
     every = f"run these: {', '.join(NAMES)} (testtime only if named here)"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
-    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], metavar="NAME,…", help="run all but these")
     parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
     parser.add_argument("-o", dest="out", type=Path, help="where the JSON and the page go [build/bench; with --from, there]")
     parser.add_argument("--force", action="store_true", help="replace results that are there")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off: keep what it has done")
     again = "run nothing: make the page from the JSON in DIR"
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=again)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.out = args.out or args.source or ROOT / "build" / "bench"
+    for name in args.only:
+        if name not in NAMES:
+            raise UsageError(f"there is no benchmark {name!r}", f"there are {', '.join(NAMES)}")
+    if args.source and (args.only or args.resume or args.quick):
+        raise UsageError("--from runs nothing", "leave --only, --quick and --resume out")
+    if args.resume and args.quick:
+        raise UsageError("--quick and --resume exclude each other", "a quick look is run again")
+    if args.quick and args.out.resolve() == results.DIRECTORY:
+        raise UsageError("-o: a quick look is nothing to record", "leave --quick out")
+    return args
 
 
-def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, bool]:
+def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
     """Run what was asked for; all.json and all.html are written after each. Returns all results, and if any failed."""
-    benchmarks = chosen(args.only, args.skip, args.quick)
-    started = now()
+    out, started, done = args.out, now(), set()
     if args.resume:
         if not (out / "all.json").exists():
             raise UsageError(f"--resume: there is no run to go on with in {out}", "leave --resume out")
         started = str(results.read(out / "all.json")["started"])
-        runs = {name: document.get("run", {}) for name, document in read(out).documents.items()}
-        done = [name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")]
-        benchmarks = [one for one in benchmarks if one.name not in done]
+        runs = {name: document.get("run", {}) for name, document in read(out).items()}
+        done = {name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")}
+    wanted = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.asked) and one.name not in done]
+    benchmarks = [one for one in wanted if one.quick is not None or not args.quick]
     there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
     if there and not (args.force or args.resume):
         raise UsageError(f"{out} has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere")
@@ -353,7 +324,7 @@ def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, b
     if any(MODEL in one.words for one in benchmarks):  # the demo's, generated once and then kept
         say.print(f"model: {MODELS}", soft_wrap=True)
         model = make_model(MODELS, MODEL_SIZE)
-    write(read(out, errors, started), out)
+    write(whole(out, errors, started), out)
     for number, one in enumerate(benchmarks, 1):
         say.rule(f"{number} of {len(benchmarks)}: {one.name}", align="left")
         try:
@@ -365,51 +336,35 @@ def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, b
             busy = ", on a machine that was BUSY before" if told["busy_share"] > BUSY_SHARE else ""
             before, after = told["load"]
             say.print(f"{one.name}: {told['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
-        write(read(out, errors, started), out)
-    return read(out, errors, started), bool(errors)
+        write(whole(out, errors, started), out)
+    return whole(out, errors, started), bool(errors)
 
 
-def recorded(args: argparse.Namespace) -> tuple[Suite, bool]:
+def recorded(source: Path) -> tuple[Document, bool]:
     """Return the results in a directory, and if a benchmark that is run without being asked for has none."""
-    before = args.source / "all.json"
-    suite = read(args.source, started=results.read(before)["started"] if before.exists() else "")
-    if not suite.documents:
-        raise UsageError(f"--from: {args.source} holds no results", f"files are named {NAMES[0]}.json and so on")
-    return suite, any(not one.asked for one in suite.missing)
-
-
-def check(args: argparse.Namespace) -> Path:
-    """Return where to write; UsageError for what does not go together."""
-    if args.source and (args.only or args.skip or args.resume or args.quick):
-        raise UsageError("--from runs nothing", "leave --only, --skip, --quick and --resume out")
-    if args.only and args.skip:
-        raise UsageError("--only and --skip exclude each other", "name with --only what is to run")
-    if args.resume and args.quick:
-        raise UsageError("--quick and --resume exclude each other", "a quick look is run again")
-    out: Path = args.out or args.source or ROOT / "build" / "bench"
-    if args.quick and out.resolve() == results.DIRECTORY:
-        raise UsageError("-o: a quick look is nothing to record", "leave --quick out")
-    return out
+    before = source / "all.json"
+    told = whole(source, {}, results.read(before)["started"] if before.exists() else "")
+    there = {run["benchmark"] for run in told["runs"] if run["recorded"]}
+    if not there:
+        raise UsageError(f"--from: {source} holds no results", f"files are named {NAMES[0]}.json and so on")
+    return told, any(not one.asked and one.name not in there for one in BENCHMARKS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, 1, 2 or 3: see above."""
-    args = arguments(argv)
     say = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 120)
     try:
         with one_interrupt():
-            out = check(args)
-            suite, failed = recorded(args) if args.source else run_all(args, out, say)
+            args = arguments(argv)
+            told, failed = recorded(args.source) if args.source else run_all(args, say)
     except LlmcacheError as error:
         report("tools/bench all", error)
         return error.exit_code
     except KeyboardInterrupt:
         print("tools/bench all: interrupted; --resume goes on", file=sys.stderr)
         return FAILED
-    out.mkdir(parents=True, exist_ok=True)
-    write(suite, out)
-    missed = [bar for _, bar in suite.bars if not bar.passed]
-    if missed:
-        say.print(bar_table(missed))
-    say.print(f"{len(suite.bars) - len(missed)} of {len(suite.bars)} bars reached: {out / 'all.html'}", soft_wrap=True)
-    return FAILED if failed else exit_code(missed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write(told, args.out)
+    say.print(Markdown(table(told)))
+    say.print("{} of {} bars reached: {}".format(*reached(told), args.out / "all.html"), soft_wrap=True)
+    return FAILED if failed else exit_code(bars_of(told))

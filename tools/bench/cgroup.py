@@ -53,58 +53,40 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class V1:
-    """The directory of one controller of cgroup v1; limits apply to the whole subtree."""
+class Controllers:
+    """A group's directory: of one controller of cgroup v1, where limits apply to the whole subtree, or of all of v2."""
 
+    version: int
     path: Path
 
     def set_memory(self, size_bytes: int | None) -> None:
         """Cap memory (page cache included) at `size_bytes`; None removes the cap."""
-        (self.path / "memory.limit_in_bytes").write_text(str(-1 if size_bytes is None else size_bytes))
+        name, unlimited = ("memory.limit_in_bytes", "-1") if self.version == 1 else ("memory.max", "max")
+        (self.path / name).write_text(unlimited if size_bytes is None else str(size_bytes))
 
     def set_read_bps(self, disk: str, bps: int | None) -> None:
         """Limit reads from `disk`; None leaves only the counter running."""
-        (self.path / "blkio.throttle.read_bps_device").write_text(f"{disk} {UNLIMITED_BPS if bps is None else bps}")
+        if self.version == 1:
+            file, text = "blkio.throttle.read_bps_device", f"{disk} {UNLIMITED_BPS if bps is None else bps}"
+        else:
+            file, text = "io.max", f"{disk} rbps={'max' if bps is None else bps}"
+        (self.path / file).write_text(text)
 
     def memory(self) -> dict[str, int]:
         """Return what `Usage` tells of memory."""
+        v1, v2 = ("memory.usage_in_bytes", "total_rss", "memory.oom_control"), ("memory.current", "anon", "memory.events")
+        current, anon, events = v1 if self.version == 1 else v2
         return {
-            "current_bytes": int((self.path / "memory.usage_in_bytes").read_text()),
-            "anon_bytes": pairs(self.path / "memory.stat").get("total_rss", 0),
-            "oom_kills": pairs(self.path / "memory.oom_control").get("oom_kill", 0),
+            "current_bytes": int((self.path / current).read_text()),
+            "anon_bytes": pairs(self.path / "memory.stat").get(anon, 0),
+            "oom_kills": pairs(self.path / events).get("oom_kill", 0),
         }
 
     def read_bytes(self, disk: str) -> int:
         """Return the bytes that the group has read from `disk`."""
-        rows = (line.split() for line in (self.path / "blkio.throttle.io_service_bytes").read_text().splitlines())
-        return next((int(row[2]) for row in rows if row[:2] == [disk, "Read"]), 0)
-
-
-@dataclass(frozen=True)
-class V2:
-    """The directory of a group of cgroup v2."""
-
-    path: Path
-
-    def set_memory(self, size_bytes: int | None) -> None:
-        """Cap memory (page cache included) at `size_bytes`; None removes the cap."""
-        (self.path / "memory.max").write_text("max" if size_bytes is None else str(size_bytes))
-
-    def set_read_bps(self, disk: str, bps: int | None) -> None:
-        """Limit reads from `disk`; None removes the limit."""
-        (self.path / "io.max").write_text(f"{disk} rbps={'max' if bps is None else bps}")
-
-    def memory(self) -> dict[str, int]:
-        """Return what `Usage` tells of memory."""
-        return {
-            "current_bytes": int((self.path / "memory.current").read_text()),
-            "anon_bytes": pairs(self.path / "memory.stat").get("anon", 0),
-            "oom_kills": pairs(self.path / "memory.events").get("oom_kill", 0),
-        }
-
-    def read_bytes(self, disk: str) -> int:
-        """Return the bytes that the group has read from `disk`."""
-        found = re.search(rf"^{disk} .*\brbytes=(\d+)", (self.path / "io.stat").read_text(), re.MULTILINE)
+        v1, v2 = ("blkio.throttle.io_service_bytes", r" Read (\d+)"), ("io.stat", r" .*\brbytes=(\d+)")
+        file, counter = v1 if self.version == 1 else v2
+        found = re.search(rf"^{disk}{counter}", (self.path / file).read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
 
 
@@ -115,11 +97,6 @@ class Hierarchy:
     version: int
     root: Path
     own: Path
-
-    @property
-    def parents(self) -> list[Path]:
-        """Return the groups below which a new one may be made, best first, without repeats."""
-        return list(dict.fromkeys((self.root, self.own)))
 
 
 def find(controller: str) -> Hierarchy:
@@ -202,7 +179,7 @@ class Cgroup:
         self.name = f"llmcache-{name}-{os.getpid()}"
         self.disk = machine.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
-        self._controllers: dict[str, V1 | V2] = {}
+        self._controllers: dict[str, Controllers] = {}
         self._delegations: list[Delegation] = []
 
     def __enter__(self) -> Cgroup:
@@ -231,7 +208,7 @@ class Cgroup:
 
     def _make(self, tree: Hierarchy, controllers: list[str]) -> None:
         refused: OSError | None = None
-        for parent in tree.parents:
+        for parent in dict.fromkeys((tree.root, tree.own)):  # best first
             path = parent / self.name
             try:
                 if tree.version == 2:
@@ -242,7 +219,7 @@ class Cgroup:
             except OSError as error:
                 refused = error
                 continue
-            self._controllers |= dict.fromkeys(controllers, V1(path) if tree.version == 1 else V2(path))
+            self._controllers |= dict.fromkeys(controllers, Controllers(tree.version, path))
             return
         raise EnvironmentProblem(f"cannot make a cgroup below {tree.root}: {refused}", _ROOT_HINT)
 

@@ -20,17 +20,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
-from llmcache.units import format_rate, format_size, parse_rate
+from llmcache.units import format_rate, format_size, parse_rate, parse_size
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape
+from tools.make_model import make_model as generate
 
 from . import machine, mount, routing
 from .experiment import Comparison, Experiment, Rig, Routed
-from .harness import ROOT, one_interrupt, report
-from .results import table_of
+from .harness import MODELS, one_interrupt, report
+from .results import markdown
 from .runner import ROOM_BYTES, client, loop_bytes, record
 from .sides import Mounted, Plain, environment, kernels
 
@@ -41,9 +43,8 @@ _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=cache, help="where the model is kept (a real disk)")
+    parser.add_argument("--dir", type=Path, default=MODELS, help="where the model is kept (a real disk)")
     parser.add_argument("--size", default="700M", help="size of the generated model")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second")
     parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")
@@ -59,13 +60,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
     """Return the generated model; it is kept between runs."""
-    model = directory / (f"demo-{size}-{experts}x{used}.gguf" if experts else f"demo-{size}.gguf")
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", size]
-    command += ["--experts", str(experts), "--used", str(used)] if experts else []
-    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if result.returncode != 0:
-        raise EnvironmentProblem(f"cannot make the model: {result.stderr.strip()[-600:]}")
+    mixture = MixtureShape(experts, used, 500_000) if experts else None
+    shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, mixture)
+    (model,) = generate(directory / f"demo-{size}{f'-{experts}x{used}' if experts else ''}.gguf", shape, "gguf", 1, 0)
     return model
 
 
@@ -90,8 +87,8 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     )
 
 
-def result_table(outcome: Comparison, told: mount.Result) -> Table:
-    """Return the comparison as a table; modelled and measured figures stand in different rows."""
+def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
+    """Return what was compared, and how it came out in Markdown; modelled and measured figures stand in different rows."""
     each = outcome.experiment
     asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
@@ -109,9 +106,7 @@ def result_table(outcome: Comparison, told: mount.Result) -> Table:
     others = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
     for label, kind, seconds, read_bytes in (*others, ("all in memory", "measured", outcome.compute_s, 0)):
         rows.append((label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}"))
-    made = table_of(title, "<|<|s/token|min..max|MB read/token|tokens/s", rows)
-    made.title_justify = "left"
-    return made
+    return title, markdown(["", "", "s/token", "min..max", "MB read/token", "tokens/s"], rows, texts=(0, 1))
 
 
 def same_answers(outcome: Comparison) -> bool:
@@ -124,7 +119,8 @@ def same_answers(outcome: Comparison) -> bool:
 def show(outcome: Comparison, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
     told = outcome.to_json()
-    console.print(result_table(outcome, told))
+    title, made = result_table(outcome, told)
+    console.print(title, Markdown(made))
     median, kernel = mount.seconds(told, "mount"), mount.seconds(told, mount.kernel(told))
     same = same_answers(outcome)
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
@@ -132,10 +128,7 @@ def show(outcome: Comparison, console: Console) -> bool:
         f"llmcachefs: {kernel / median:.1f} x as fast as the page cache{bound}; "
         f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
-    problems = [f"{side}: {text}" for side in outcome.sides for text in outcome.problems(side)]
-    for problem in problems:
-        console.print(f"problem: {problem}")
-    return same and not problems
+    return same and not any(outcome.problems(side) for side in outcome.sides)
 
 
 def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:

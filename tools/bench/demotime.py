@@ -48,7 +48,6 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars: the time of the last demo, and that it ended well."""
     last = told["runs"][-1]
     return [
         Bar("demo", "a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),

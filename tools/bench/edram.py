@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.edram.accelerator import Axes, evaluate
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
@@ -18,7 +17,7 @@ from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
 from .harness import ROOT
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-edram/2"
 CONFIGURATIONS = 10_000
@@ -88,10 +87,7 @@ def bars(told: Document) -> list[Bar]:
     return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
 
 
-def tables(told: Document) -> Iterator[Table]:
-    rows = []
-    for row in told["cases"]:
-        spread = f"{min(row['seconds']):.2f}..{max(row['seconds']):.2f}"
-        rows.append((row["case"], f"{row['median_s']:.2f}", spread))
-    title = f"accelerator model: {told['configurations']:,} configurations (times measured)"
-    yield table_of(title, "case<|s|min..max", rows)
+def table(told: Document) -> str:
+    """How long the accelerator model takes, from `tools/bench edram`."""
+    head = [f"accelerator model, {told['configurations']:,} configurations", "s"]
+    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])

@@ -170,7 +170,9 @@ class Rig:
 
     def measure(self, experiment: Experiment) -> Comparison:
         """Run an experiment: first the client alone with everything in memory, then the sides in turns."""
-        calibration = self._calibrate(experiment)
+        command = experiment.command("compute", experiment.file)
+        with Cgroup("compute", directory=experiment.file) as group:
+            calibration = run_clients(group, [command], experiment.timeout_s())[0]
         anon = calibration.anon_bytes * experiment.clients
         whole = -(-(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) // MIB) * MIB
         cap = whole if experiment.capped else None
@@ -183,12 +185,10 @@ class Rig:
             for side in sides if repeat % 2 == 0 else sides[::-1]:
                 outcome.runs.append(self._run(experiment, side, repeat, cap))
                 self.say(_progress(outcome))
+        for name in outcome.sides:
+            for problem in outcome.problems(name):
+                self.say(f"problem: {name}: {problem}")
         return outcome
-
-    def _calibrate(self, experiment: Experiment) -> ClientRun:
-        command = experiment.command("compute", experiment.file)
-        with Cgroup("compute", directory=experiment.file) as group:
-            return run_clients(group, [command], experiment.timeout_s())[0]
 
     def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
         with (
@@ -203,9 +203,8 @@ class Rig:
             stats: list[dict[str, Any]] = []
 
             def look() -> None:
-                told = opened.stats()
-                if told is not None and "cpu_s" in told:  # another version (--program) may not know what it costs
-                    stats.append({**told, "storage_bytes": group.usage().read_bytes})
+                if (told := opened.stats()) is not None:
+                    stats.append({**told, "storage_bytes": group.read_bytes()})
 
             clients = run_clients(
                 group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None

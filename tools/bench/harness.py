@@ -6,7 +6,8 @@ Each is called after the file of its results, `tools/bench NAME`, and has
     options(parser)           adds its options; --json is there already, `--dir` also names the disk that is told
     measure(args, console)    yields all that was measured, JSON-ready; before that what there is, with "complete": False
     bars(told)                returns the bars, from what was written; or `BARS`, those of the parts: sense and limit by name
-    tables(told)              returns what people see of it beside the bars, if anything
+    table(told)               returns what people see of it, here and in docs, in Markdown; without it a table of its bars,
+                              under `HEAD`
 
 and a docstring, which is its help. An interrupt has it clean up; what it has written until then stays.
 """
@@ -20,19 +21,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bar_table, exit_code, rounded, with_bars, write
+from .results import Bar, Document, bars_table, exit_code, rounded, with_bars, write
 
 ROOT = Path(__file__).resolve().parents[2]
+MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+"""Where models are kept between runs."""
 
 
 def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
@@ -43,10 +47,9 @@ def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
     return [Bar(name, parts[name]["what"], parts[name]["figure"], *bar) for name, bar in bench.BARS.items() if name in parts]
 
 
-def tables_of(bench: ModuleType, told: Document) -> Iterable[RenderableType]:
-    """Return what people see of it, beside the bars."""
-    shown: Iterable[RenderableType] = bench.tables(told) if hasattr(bench, "tables") else ()
-    return shown
+def shown(bench: ModuleType, told: Document) -> str:
+    """Return what people see of it, in Markdown."""
+    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "what"))
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
@@ -72,9 +75,9 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
         if told is None:
             return 1
     assert told is not None
-    judged = bars_of(bench, told)
-    console.print(*tables_of(bench, told), bar_table(judged))
-    return exit_code(judged) if told.get("complete", True) else 1
+    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "what")))):
+        console.print(Markdown(text))
+    return exit_code(bars_of(bench, told)) if told.get("complete", True) else 1
 
 
 def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
@@ -88,17 +91,31 @@ def report(name: str, error: LlmcacheError) -> None:
     print(f"{name}: error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
 
 
-def measured_apart(client: str, *words: object, packages: Path | None = None) -> Document:
-    """Return what a program of `clients/` prints as JSON: a process of its own, whose memory is measured.
+def measured_apart(module: str, *words: object, packages: Path | None = None) -> Document:
+    """Return what a module run as a program prints as JSON: a process of its own, whose memory is measured.
 
     `packages`: a directory of those that it takes before the environment's.
     """
-    command = [sys.executable, "-m", f"tools.bench.clients.{client}", *map(str, words)]
+    command = [sys.executable, "-m", f"tools.bench.{module}", *map(str, words)]
     paths = [str(one) for one in (packages, os.environ.get("PYTHONPATH")) if one]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     told: Document = json.loads(done.stdout)
     return told
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:
+    """Return the seconds that each says `repeat` runs of it take, after one that compiles and fills the page cache.
+
+    They take turns, so that what else the machine does falls on all alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(repeat + 1):
+        for name, run_once in runs.items():
+            took = run_once()
+            seconds[name] += [took] if number else []
+        console.print(f"run {number} of {repeat}" if number else "warm", soft_wrap=True)
+    return seconds
 
 
 @contextmanager

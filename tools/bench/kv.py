@@ -1,25 +1,35 @@
-"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory."""
+"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory; the spill
+file, and an emulated device that scores it, in a process of their own, whose memory is measured.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
+from llmcache.arrays import Int64s
+from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels import score, top
+from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader
+from llmcache.kv.spill.layout import aligned
 
-from .harness import measured_apart, workplace
-from .results import Bar, Document, table_of
+from .harness import in_turns, measured_apart, workplace
+from .machine import peak_bytes
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kv/2"
 TOKENS, DIM, HEADS = 65536, 128, 8
@@ -31,6 +41,10 @@ FETCH_BAR = 0.8  # of what the same reads take without a spill file
 MEMORY_BAR = 1 << 30
 LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
 MIB = 1 << 20
+SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
+CHUNK = 4096
+FETCH_PAGES = 1024
+THREADS = 8
 
 Keys = NDArray[Any]
 
@@ -44,26 +58,19 @@ def _sum(words):  # type: ignore[no-untyped-def]
     return total
 
 
-@dataclass
-class Timing:
+class Kernel(NamedTuple):
     """One measured loop over all heads; `bar`: what its figure must reach, if anything."""
 
     name: str
     run: Callable[[], object]
     key_bytes: int
     bar: float | None = None
-    seconds: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
-        """Run it once."""
+    def seconds(self) -> float:
+        """Return what one run takes."""
         start = time.perf_counter()
         self.run()
-        self.seconds.append(time.perf_counter() - start)
-
-    @property
-    def median_s(self) -> float:
-        """Return the median time."""
-        return statistics.median(self.seconds)
+        return time.perf_counter() - start
 
 
 def heads(dtype: str, tokens: int) -> list[Keys]:
@@ -81,55 +88,141 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
     return found
 
 
-def _reading(keys: list[Keys]) -> Callable[[], object]:
-    return lambda: [_sum(head.view(np.uint64).reshape(-1)) for head in keys]
-
-
-def _scoring(keys: list[Keys], queries: int) -> Callable[[], object]:
-    asked = np.random.default_rng(1).standard_normal((1, queries, DIM), dtype=np.float32)
-    ones = np.ones(keys[0].shape[:3], np.float32)
-    scales = ones if keys[0].dtype == np.int8 else None
-    return lambda: [score(asked, head, scales, threads=1) for head in keys]
-
-
-def _choosing(keys: list[Keys], k: int) -> Callable[[], object]:
-    asked = np.random.default_rng(1).standard_normal((1, 1, DIM), dtype=np.float32)
-    scores = [score(asked, head, threads=1) for head in keys]
-    return lambda: [top(one, k, threads=1) for one in scores]
-
-
-def cases(tokens: int) -> list[Timing]:
-    """Return what is measured."""
-    found = []
+def kernels(tokens: int) -> Iterator[Kernel]:
+    """Yield what is measured."""
+    random = np.random.default_rng(1)
+    asked = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
         keys = heads(dtype, tokens)
+        words = [head.view(np.uint64).reshape(-1) for head in keys]
+        scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
         size = sum(head.nbytes for head in keys)
-        found.append(Timing(f"read {dtype}", _reading(keys), size))
-        for queries in (1, 4):
+        yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
+        for queries, query in asked.items():
             bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
-            found.append(Timing(f"score {dtype}, {queries} a head", _scoring(keys, queries), size, bar))
+            scoring = partial(score, query, scales=scales, threads=1)
+            yield Kernel(f"score {dtype}, {queries} a head", partial(_each, scoring, keys), size, bar)
         if dtype == "float16":
-            found.append(Timing("top 256", _choosing(keys, 256), size, TOP_BAR))
-            found.append(Timing(f"top {ALPHA:.0%}", _choosing(keys, int(ALPHA * tokens)), size, TOP_BAR))
-    return found
+            scores = [score(asked[1], head, threads=1) for head in keys]
+            for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
+                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_BAR)
 
 
-def document(found: list[Timing], tokens: int) -> Document:
+def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
+    for head in heads:
+        run(head)
+
+
+def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
     """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
-    times = {case.name: case.median_s for case in found}
+    times = {name: statistics.median(runs) for name, runs in seconds.items()}
     rows = []
     for case in found:
-        choosing = case.name.startswith("top")
+        took, choosing = times[case.name], case.name.startswith("top")
         dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
         against = times[f"score {dtype}, 1 a head"] if choosing else times[f"read {dtype}"]
-        row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": case.seconds}
-        row["bytes_per_s"] = None if choosing else case.key_bytes / case.median_s
-        row["figure"] = case.median_s / against if choosing else against / case.median_s
+        row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
+        row["bytes_per_s"] = None if choosing else case.key_bytes / took
+        row["figure"] = took / against if choosing else against / took
         row["means"] = "share of the time of scoring" if choosing else "share of the bandwidth of reading"
-        if case.bar is not None:
-            row["bar"] = case.bar
-        rows.append(row)
+        rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
+
+
+# The spill file
+
+
+def write(path: Path, tokens: int) -> dict[str, Any]:
+    """Spill `tokens` of noise; returns how fast."""
+    noise = np.random.default_rng(0).standard_normal((8, CHUNK, 128), dtype=np.float32).astype(np.float16)
+    start = time.perf_counter()
+    with SpillFile.create(path, SHAPE) as file:
+        for first in range(0, tokens, CHUNK):
+            ids = np.arange(first, first + CHUNK)
+            file.append(0, 0, noise, noise)
+            file.append_tokens(0, ids, ids)
+        file.flush()
+        size, direct = file.size_bytes, file.direct
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "file_bytes": size, "kv_bytes": tokens * SHAPE.token_bytes, "direct": direct}
+
+
+def restore(path: Path, tokens: int) -> dict[str, Any]:
+    """Open the file; returns how long that took."""
+    start = time.perf_counter()
+    with SpillReader.open(path, SHAPE) as file:
+        seconds = time.perf_counter() - start
+        if file.length(0) != tokens:
+            raise SystemExit(f"{path}: {file.length(0)} tokens restored, {tokens} were written")
+    return {"seconds": seconds}
+
+
+def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: Callable[[Int64s], float]) -> dict[str, Any]:
+    """Return what that `fetch` says scattered ones of `pages` take, in turns with as many plain reads of their size."""
+    random, size = np.random.default_rng(1), SHAPE.key_slot_bytes
+    buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+    def read(index: int) -> None:
+        os.preadv(fd, [buffers[index].data], int(offsets[index]))
+
+    fetched, plain = [], []
+    for _ in range(rounds + 1):
+        fetched.append(fetch(random.choice(pages, FETCH_PAGES, replace=False)))
+        offsets = np.sort(random.choice(path.stat().st_size // size - 1, len(buffers), replace=False)) * size
+        start = time.perf_counter()
+        run_all([partial(read, index) for index in range(len(buffers))], THREADS)
+        plain.append(time.perf_counter() - start)
+    os.close(fd)
+    ratio = statistics.median(b / a for a, b in zip(fetched[1:], plain[1:], strict=True))
+    return {
+        "request_bytes": size, "bytes": buffers.nbytes, "threads": THREADS, "seconds": fetched[1:],
+        "plain_seconds": plain[1:], "figure": ratio,
+    }  # fmt: skip
+
+
+def fetch(path: Path, rounds: int) -> dict[str, Any]:
+    """Fetch scattered pages, in turns with plain reads."""
+    room = PageBuffer(SHAPE, FETCH_PAGES)
+    with SpillReader.open(path, SHAPE) as file:
+
+        def fetched_s(pages: Int64s) -> float:
+            pages.sort()
+            start = time.perf_counter()
+            file.read(0, 0, pages, room, threads=THREADS)
+            return time.perf_counter() - start
+
+        return against_plain(path, file.direct, np.arange(file.pages(0, 0)), rounds, fetched_s)
+
+
+def execute(path: Path, rounds: int) -> dict[str, Any]:
+    """Score everything in the emulated device; returns what crossed its link, modelled and wall time apart."""
+    queries = np.random.default_rng(2).standard_normal((8, 128), dtype=np.float32)
+    wall, report = [], None
+    with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
+        index = device.load()
+        device.activate(index)
+        for _ in range(rounds + 1):
+            report = device.execute(index, queries, 0, 0).drain()
+            wall.append(report.wall_ns)
+    assert report is not None
+    moved = report.link_to_host_bytes + report.link_to_device_bytes
+    return {
+        "emulated": True, "profile": "smartssd", "scored_keys": report.scored_keys, "link_bytes": moved,
+        "host_scoring_bytes": report.internal_read_bytes, "modelled_ns": report.modelled_ns, "wall_ns": wall[1:],
+        "figure": moved / report.internal_read_bytes,
+    }  # fmt: skip
+
+
+def spill(directory: Path, tokens: int, rounds: int) -> Document:
+    """Return what all steps took in a directory."""
+    path = directory / "bench.kv"
+    told = {"tokens": tokens, "write": write(path, tokens), "restore": restore(path, tokens), "fetch": fetch(path, rounds)}
+    told["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
+    return {**told, "device": execute(path, min(rounds, 3))}
+
+
+# The benchmark
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -139,18 +232,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield all cases, run in turns `repeat` times after one that compiles; then the spill file."""
     tokens, spilled = (TOKENS // 16, SPILLED // 16) if args.quick else (TOKENS, SPILLED)
-    found = cases(tokens)
-    for number in range(args.repeat + 1):
-        for case in found:
-            case.measure()
-            if number == 0:
-                case.seconds.clear()
-        if number % 5 == 0:
-            console.print(f"kernels: run {number} of {args.repeat}", soft_wrap=True)
+    found = list(kernels(tokens))
+    seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)
     with workplace(args.dir) as scratch:
-        yield {**document(found, tokens), "spill": measured_apart("spill_file", scratch, spilled, args.repeat)}
+        yield {**document(found, seconds, tokens), "spill": measured_apart("kv", scratch, spilled, args.repeat)}
 
 
 def bars(told: Document) -> list[Bar]:
@@ -171,26 +257,5 @@ def bars(told: Document) -> list[Bar]:
     ]
 
 
-def tables(told: Document) -> Iterator[Table]:
-    rows = []
-    for row in told["cases"]:
-        times = [1e3 * second for second in row["seconds"]]
-        speed = "" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.1f}"
-        spread = f"{min(times):.2f}..{max(times):.2f}"
-        of = row["means"].rsplit(" of ", 1)[1]
-        rows.append((row["case"], f"{statistics.median(times):.2f}", spread, speed, f"{row['figure']:.2f}", of))
-    title = f"kernels: {told['heads']} heads of {told['tokens']} keys of {told['dim']}, one core (measured)"
-    yield table_of(title, "case<|ms|min..max|GB/s|figure|of<", rows)
-    spill = told["spill"]
-    written, fetch, memory, device = (spill[key] for key in ("write", "fetch", "memory", "device"))
-    found = [
-        ("write and flush", f"{written['kv_bytes'] / written['seconds'] / 1e9:.2f} GB/s"),
-        ("restore", f"{spill['restore']['seconds'] * 1e3:.0f} ms"),
-        (f"fetch of {fetch['request_bytes'] >> 10} KiB pages", f"{fetch['figure']:.2f} of the disk"),
-        ("memory of the host", f"{memory['peak_bytes'] / MIB:.0f} MiB"),
-        ("link, emulated device", f"1/{1 / device['figure']:.1f} of the keys"),
-        ("scoring, emulated device, wall", f"{statistics.median(device['wall_ns']) / 1e6:.0f} ms"),
-        ("scoring, emulated device, modelled", f"{device['modelled_ns'] / 1e6:.0f} ms"),
-    ]
-    title = f"spill file: {spill['tokens']:,} tokens of one layer, 8 heads of 128 halves"
-    yield table_of(title, "what<|measured", found)
+if __name__ == "__main__":  # as harness.measured_apart runs it
+    print(json.dumps(spill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

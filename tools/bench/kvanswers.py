@@ -25,6 +25,7 @@ from .harness import ROOT, workplace
 from .results import Document
 
 SCHEMA = "llmcache-bench-kvanswers/1"
+HEAD = "measured, recall model"
 BUDGETS = (64, 128, 256)
 CONTEXTS = (1024, 2048, 4096)
 RIVALS = ("quest", "h2o", "window")

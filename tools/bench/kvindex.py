@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestScorer, ScorerSettings, as_pages, recall_of
@@ -23,7 +22,7 @@ from llmcache.kv.index.scorers import nearest as find
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.layout import KvShape
 
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-kvindex/2"
 K, PAGE = 64, 16
@@ -183,11 +182,6 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
 
 
-def faster(row: dict[str, Any], than: str = "scan") -> float:
-    """Return how many times faster the tree is, by medians."""
-    return float(row["times"][than]["median_s"] / row["times"]["tree"]["median_s"])
-
-
 def bars(told: Document) -> list[Bar]:
     return [bar for row in told["rows"] for bar in _of_row(row)]
 
@@ -204,7 +198,7 @@ def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
     built = row["keys"] / min(row["build_cpu_s"])
     yield _bar(row, "build", "build, best of heads", built, ">=", BUILD_PER_S, "keys/s")
     if row["keys"] in FASTER:
-        yield _bar(row, "faster", "times faster than the scan", faster(row), ">=", FASTER[row["keys"]])
+        yield _bar(row, "faster", "times faster than the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
     if row["keys"] == SIZES[-1]:
         yield _bar(row, "insert", "insertion of a page of 16", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
 
@@ -229,16 +223,11 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {**about, "rows": rows, "grown": grown(sizes[1])}
 
 
-def tables(told: Document) -> Iterator[Table | str]:
-    """Yield the figures of all rows, and what growing costs."""
+def table(told: Document) -> str:
+    head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
     rows = []
-    for row in told["rows"]:
-        us = {name: f"{1e6 / HEADS * times['median_s']:.0f}" for name, times in row["times"].items()}
-        found = [f"{row['recall']['tree']:.3f}", f"{row['touched']:.1%}", us["tree"], us["scan"]]
-        times = [f"{faster(row, than):.1f}x" for than in ("scan", "scan side by side", "scan float32")]
-        others = [f"{us['quest']} ({row['recall']['quest']:.2f})", f"{us['auto']} {row['auto']['uses']}"]
-        rows.append([row["kind"], f"{row['keys']:,}", *found, *times, *others, f"{row['bytes_per_key']:.0f}"])
-    title = f"{K} best of n keys of {DIM} halves, {HEADS} heads, one core (measured; medians by head, in turns)"
-    yield table_of(title, "keys<|n|recall|touched|tree us|scan us|faster|side by side|f32|quest|auto<|B/key", rows)
-    later = told["grown"]
-    yield f"grown page by page from half: recall {later['recall_grown']:.3f}, built: {later['recall_built']:.3f}"
+    for one in told["rows"]:
+        scan, tree = (1e6 * one["times"][side]["median_s"] for side in ("scan", "tree"))
+        found = [f"{one['recall']['tree']:.3f}", f"{one['touched']:.1%}", f"{scan:.0f}", f"{tree:.0f}", f"{scan / tree:.1f}"]
+        rows.append([f"{one['kind']}, {one['keys'] // 1024} Ki", *found, one["auto"]["uses"]])
+    return markdown(head, rows, texts=(0, 6))

@@ -30,6 +30,7 @@ from llmcache.kv.tasks.english import Document, documents
 
 from .cgroup import Cgroup
 from .harness import measured_apart, workplace
+from .results import bars_table, markdown
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
@@ -156,7 +157,7 @@ def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, ru
     ids, following = (np.concatenate(sides) for sides in zip(*((text.ids, text.following) for text in texts), strict=True))
     np.savez(path, ids=ids, following=following)
     words = (setup.model, path, scope.threads, *PRESS_BUDGETS)
-    found = measured_apart("kvpress_losses", *words, packages=KVPRESS)
+    found = measured_apart("clients.kvpress_losses", *words, packages=KVPRESS)
     run["kvpress"] = found["versions"]
     return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
 
@@ -206,9 +207,7 @@ def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[st
         for task, cases in CASES.items():
             for context in scope.chosen(CONTEXTS):
                 setup = scope.setup(task, model, context, cases)
-                told = answered(setup, subject, context, None, _everyone(), [], _tell)
-                if told[Candidate(STOCK, None)].answers().share >= MOST:
-                    told = answered(setup, subject, context, None, _everyone(OWN), [], _tell)
+                told = answered(setup, subject, context, None, _everyone(OWN), [], _tell, MOST)
                 run = {"model": model, "task": task, "context": context}
                 yield told, {**run, "rows": [_row(one, told) for one in told]}
 
@@ -261,28 +260,25 @@ def _times(scope: BenchScope, contexts: Sequence[int], **options: Any) -> list[d
 def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """A token with the settings that a cache has when nothing is said."""
     rows = _times(scope, CONTEXTS)
-    long = [row["times"] for row in rows if row["context"] >= LONG[0]] or [row["times"] for row in rows]
+    most = max(row["times"] for row in rows)
+    long = max((row["times"] for row in rows if row["context"] >= LONG[0]), default=most)
     what = "time of a token, of DynamicCache's, default settings, most of"
     return {
-        "time": {"what": f"{what} {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": _most(rows), "rows": rows},
-        "time.long": {"what": f"{what} {LONG[0]:,} tokens and more", "figure": max(long)},
+        "time": {"what": f"{what} {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": most, "rows": rows},
+        "time.long": {"what": f"{what} {LONG[0]:,} tokens and more", "figure": long},
     }
 
 
 def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """A token with pages limited to the budget; `main` has put this process where the disk reads no more than DISK_BPS."""
+    """A token with pages limited to the budget; `measure` has it read no more than DISK_BPS from the disk."""
     rows = _times(scope, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=scope.directory)
     most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
     what = "time of a token, of DynamicCache's, with pages limited to the budget and a disk of 500 MB/s"
     bytes_what = f"bytes from the file a token, of those of the rows chosen, budget {POOL_BUDGET}, most of the contexts"
     return {
-        "file": {"what": what, "figure": _most(rows), "rows": rows},
+        "file": {"what": what, "figure": max(row["times"] for row in rows), "rows": rows},
         "bytes": {"what": bytes_what, "figure": most},
     }
-
-
-def _most(rows: Sequence[Mapping[str, Any]]) -> float:
-    return max(float(row["times"]) for row in rows)
 
 
 def _shallow(model: Any, layers: int) -> Any:
@@ -326,12 +322,11 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 def exact(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Logits with a budget that holds everything."""
-    from llmcache.kv.bench.subject import Subject, logits, stock
+    from llmcache.kv.bench.subject import logits, stock
     from llmcache.kv.transformers import SpillCache
 
     same: list[bool] = []
-    for name in scope.models:
-        subject = Subject(model_of(name))
+    for _, subject in _subjects(scope):
         text, model = _text(subject, scope.lengths(LONG)[0]), subject.model
         full = stock(model)
         with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=scope.directory, full_tokens=0) as cache:
@@ -367,12 +362,11 @@ def _talk(scope: BenchScope, name: str, path: Path, say: Connection) -> None:
 
 def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Conversations that are saved, killed and restored, beside those that nothing happened to."""
-    from llmcache.kv.bench.subject import Subject
     from llmcache.kv.transformers import SpillCache
 
     same: list[bool] = []
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    for name in scope.models:
+    for name, subject in _subjects(scope):
         path = scope.directory / f"{name}.kv"
         say, hear = spawn.Pipe()
         talk = spawn.Process(target=_talk, args=(scope, name, path, say), daemon=True)
@@ -385,7 +379,6 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
         finally:
             talk.kill()
             talk.join()
-        subject = Subject(model_of(name))
         model, text = subject.model, _text(subject, scope.lengths(LONG)[0])
         with SpillCache.restore(model, path, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             rest = _generated(model, cache, np.array([said[-1:]]), AFTER)
@@ -399,22 +392,6 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
 PARTS: dict[str, Callable[[BenchScope], dict[str, dict[str, Any]]]] = {
     "loss": loss, "tasks": tasks, "time": time, "file": file, "memory": memory, "exact": exact, "restored": restored,
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _throttled(part: str, directory: Path) -> Iterator[None]:
-    """This process in a cgroup whose disk reads no more than DISK_BPS, for the part that is about a file."""
-    if part != "file":
-        yield
-        return
-    with Cgroup("kvmodels", directory=directory, read_bps=DISK_BPS) as group:
-        before = {path: path.parent for path in group.paths}
-        group.add(os.getpid())
-        try:
-            yield
-        finally:
-            for parent in before.values():
-                (parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -439,7 +416,42 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
         for part in args.only or PARTS:
-            with _throttled(part, args.dir):
+            limited = Cgroup("kvmodels", directory=args.dir, read_bps=DISK_BPS)
+            with limited if part == "file" else contextlib.nullcontext() as group:
+                if group is not None:
+                    group.add(os.getpid())  # it leaves when the group is removed
                 contexts = args.context or CONTEXTS
                 parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick, args.kvpress, contexts))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
+
+
+def table(told: dict[str, Any]) -> str:
+    """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
+    parts = told["parts"]
+    runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}
+    rows = []
+    for run in runs.get("loss", ()):
+        above: dict[str, dict[int, tuple[float, float]]] = {}
+        for one in run["rows"]:
+            if one["budget"] is not None:
+                above.setdefault(one["policy"], {})[one["budget"]] = one["above"]
+        for policy, by_budget in above.items():
+            cells = ["{:.3f} ± {:.3f}".format(*by_budget[budget]) if budget in by_budget else "" for budget in BUDGETS]
+            rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
+    head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
+    tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    for run in runs.get("tasks", ()):
+        full, *others = run["rows"]
+        if sum(full["right"]) < MOST * sum(full["asked"]):
+            continue  # what the full cache does not know says nothing
+        kept = {one["budget"]: sum(one["kept"]) for one in others if one["policy"] == OWN}
+        found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
+        answers.setdefault((run["model"], run["task"]), []).append(found)
+    if answers:
+        head = ["model, task", "asked", "right with the full cache", *(f"of these at {budget}" for budget in BUDGETS)]
+        totals = [
+            [f"{model}, {task}", *map(str, map(sum, zip(*each, strict=True)))] for (model, task), each in answers.items()
+        ]
+        tables.append(markdown(head, totals))
+    return "\n".join(tables)

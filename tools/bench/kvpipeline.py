@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.bench.synthetic import Setup, Variant, compare, fixed, marks_of, sweep
@@ -24,7 +23,7 @@ from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
 from .harness import workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document, bars_table, figure
 
 SCHEMA = "llmcache-bench-kvpipeline/2"
 IDLE_BAR = 0.10  # of the time of decode steps in which the accelerator waits
@@ -90,17 +89,13 @@ def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     setup = setup_of(directory, 2048 if quick else 16384, 2, 4 if quick else 8, seed)
     variant = [Variant("hillinfer")]
     device, host = (compare(replace(setup, device=kind), variant).rows[0] for kind in ("csd", "file"))
-    moved = [_scoring_bytes(row) for row in (device, host)]
+    links = ("ssd to cpu, score", "cpu to ssd, score")
+    moved = [sum(row.moved_bytes.get(name, 0) for name in links) for row in (device, host)]
     return {
         "what": "bytes that scoring moves between host and SSD, emulated device to host scoring",
         "device_bytes": moved[0], "host_bytes": moved[1],
         "figure": moved[0] / moved[1],
     }  # fmt: skip
-
-
-def _scoring_bytes(row: Row) -> float:
-    links = {"ssd to cpu, score", "cpu to ssd, score"}
-    return sum(size for name, size in row.moved_bytes.items() if name in links)
 
 
 def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
@@ -178,11 +173,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"quick": args.quick, "seed": args.seed, "parts": parts}
 
 
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the figures, with and without the means that is measured."""
-    rows = [
-        (name, f"{one['figure']:.4g}", f"{one['without']:.3f}" if "without" in one else "", one["what"])
-        for name, one in told["parts"].items()
-    ]
-    title = "KV pipeline (measured; stream synthetic, accelerator and computational SSD emulated)"
-    yield table_of(title, "part<|figure|without|what<", rows)
+def table(told: Document) -> str:
+    parts = told["parts"]
+
+    def without(bar: Bar) -> str:
+        return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
+
+    return bars_table(told, "measured; stream synthetic, accelerator and computational SSD emulated", without)

@@ -1,13 +1,11 @@
 """A million tokens of one layer in the KV store: the memory that takes, and how fast pages are fetched.
 
-Fetching is measured in turns with plain reads of as many blocks of the same size. One process, as its memory is measured.
+One process, as its memory is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +13,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from llmcache.arrays import Int64s
 from llmcache.errors import DataError
-from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
-from .clients.spill_file import CHUNK, FETCH_PAGES, SHAPE, THREADS, plain_s
 from .harness import workplace
+from .kv import CHUNK, SHAPE, against_plain
 from .machine import peak_bytes
-from .results import Bar, Document, table_of
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-kvstore/2"
 MIB = 1 << 20
@@ -46,40 +43,27 @@ def prefill(store: KvStore, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def fetch(store: KvStore, rounds: int) -> dict[str, Any]:
-    """Gather scattered pages that are not in memory, and read as many slots plainly, in turns."""
-    random = np.random.default_rng(1)
-    size, middle = SHAPE.key_slot_bytes, store.middle
-    buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
-    cold = np.flatnonzero(~store.in_cpu(0, 0)[middle.start : middle.stop]) + middle.start
-    assert store.config.path is not None
-    fd = os.open(store.config.path, os.O_RDONLY | os.O_DIRECT)
-    fetched, read = [], []
-    for _ in range(rounds + 1):
-        pages = random.choice(cold, min(len(cold), FETCH_PAGES), replace=False)
+def fetch(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
+    """Gather scattered pages that are not in memory, in turns with plain reads of as many slots."""
+
+    def gathered_s(pages: Int64s) -> float:
         selection = Selection.of_pages(np.tile(pages, (1, SHAPE.kv_heads, 1)), SHAPE.page_tokens)
         start = time.perf_counter()
         store.gather(0, selection).release()
-        fetched.append(time.perf_counter() - start)
-        offsets = np.sort(random.choice(store.config.path.stat().st_size // size - 1, 2 * len(pages), replace=False)) * size
-        read.append(plain_s(fd, offsets, buffers))
-    os.close(fd)
-    ratio = statistics.median(b / a for a, b in zip(fetched[1:], read[1:], strict=True))
-    return {
-        "request_bytes": size, "bytes": 2 * len(pages) * size, "threads": THREADS, "seconds": fetched[1:],
-        "plain_seconds": read[1:], "figure": ratio,
-    }  # fmt: skip
+        return time.perf_counter() - start
+
+    middle = store.middle
+    cold = np.flatnonzero(~store.in_cpu(0, 0)[middle.start : middle.stop]) + middle.start
+    return against_plain(path, True, cold, rounds, gathered_s)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
     parser.add_argument("--rounds", type=int, default=20, help="fetches, each with plain reads")
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens: for a look, not for the bars")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield what all steps took."""
     tokens = TOKENS // 16 if args.quick else TOKENS
     told: Document = {"tokens": tokens, "pool_pages": POOL_PAGES}
     with workplace(args.dir) as scratch:
@@ -91,14 +75,13 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
             told["restore"] = {"seconds": time.perf_counter() - start}
             if store.length != tokens:
                 raise DataError(f"{tokens} tokens were saved, {store.length} restored")
-            told["fetch"] = fetch(store, args.rounds)
+            told["fetch"] = fetch(store, scratch / "store.kv", args.rounds)
             told["memory"] = {"peak_bytes": peak_bytes()}
             store.discard()
     yield told
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars of the store: how fast pages are gathered, and the memory of a million tokens."""
     gathered = f"KvStore.gather of scattered pages of {told['fetch']['request_bytes'] >> 10} KiB: of the disk's bandwidth"
     memory = f"{told['tokens']:,} tokens in a KV store on disk: memory"
     peak = told["memory"]["peak_bytes"] / MIB
@@ -106,18 +89,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("gather", gathered, told["fetch"]["figure"], ">=", FETCH_BAR),
         Bar("memory", memory, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the figures."""
-    written, found = told["prefill"], told["fetch"]
-    rows = [
-        ("prefill, written through and saved", f"{written['kv_bytes'] / written['seconds'] / 1e9:.2f} GB/s"),
-        ("restore", f"{told['restore']['seconds'] * 1e3:.0f} ms"),
-        (
-            f"gather of {found['request_bytes'] >> 10} KiB pages",
-            f"{found['bytes'] / statistics.median(found['seconds']) / 1e9:.2f} GB/s",
-        ),
-    ]
-    title = f"KV store: {told['tokens']:,} tokens of one layer, 8 heads of 128 halves (measured)"
-    yield table_of(title, "what<|measured", rows)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.lengths import LengthRow
@@ -21,23 +20,16 @@ from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate
 
 from .harness import workplace
-from .results import Document, table_of
+from .results import Document
 
 SCHEMA = "llmcache-bench-kvtransformers/2"
+HEAD = "measured, in transformers"
 BUDGET = 256
 BARS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
 """Of faster, tokens: there is such a length."""
 BAR_TOKENS = 32768
+LENGTHS = (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS)
 TIMED = ("icecache", "quest", "hillinfer")
-
-
-def by_length(directory: Path, quick: bool, threads: int) -> list[LengthRow]:
-    """Time of a token and memory of each cache by length."""
-    everyone = [Candidate(STOCK, None), *(Candidate(policy, BUDGET) for policy in TIMED)]
-    if quick:
-        return lengths.measure(lengths.SMALL, (1024, 2048), everyone, directory, 4, threads)
-    at = (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS)
-    return lengths.measure(lengths.SHAPE, at, everyone, directory, 12, threads)
 
 
 def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
@@ -84,15 +76,8 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
     torch.set_num_threads(args.threads)
     with workplace(args.dir) as scratch:
-        parts = against_stock(by_length(scratch, args.quick, args.threads))
+        everyone = [Candidate(STOCK, None), *(Candidate(policy, BUDGET) for policy in TIMED)]
+        shape, at, steps = (lengths.SMALL, (1024, 2048), 4) if args.quick else (lengths.SHAPE, LENGTHS, 12)
+        parts = against_stock(lengths.measure(shape, at, everyone, scratch, steps, args.threads))
     about = {"quick": args.quick, "threads": args.threads, "torch": torch.__version__}
-    yield {**about, "shape": lengths.SMALL if args.quick else lengths.SHAPE, "parts": parts}
-
-
-def tables(told: Document) -> Iterator[Table]:
-    rows = []
-    for row in told["parts"]["faster"]["rows"]:
-        times, shares = (row["tpot_ns"] / 1e6, row["times_stock"]), (row["kv_share"], row["share_with_index"])
-        figures = (f"{times[0]:.1f}", f"{times[1]:.2f}", *(f"{share:.1%}" for share in shares))
-        rows.append((f"{row['tokens']:,}", row["policy"], *figures))
-    yield table_of("Against DynamicCache by length", "tokens|cache<|ms a token|times stock|KV in memory|with index", rows)
+    yield {**about, "shape": shape, "parts": parts}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.mountinfo import mounts
@@ -31,27 +31,13 @@ class Disk:
         """Return where the KiB stand that the kernel reads ahead."""
         return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
 
-    @contextmanager
-    def read_ahead(self, kb: int) -> Iterator[None]:
-        """Have the kernel read ahead `kb` KiB in files that are opened meanwhile; what was set before is put back."""
-        before = self.read_ahead_file.read_text()
-        try:
-            self.read_ahead_file.write_text(f"{kb}\n")
-            yield
-        finally:
-            self.read_ahead_file.write_text(before)
-
 
 def disk_of(path: Path) -> Disk:
     """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
-    return disk_from_number(os.stat(path).st_dev, path)
-
-
-def disk_from_number(device: int, path: Path) -> Disk:
-    """Return the whole disk of a device (`st_dev`); btrfs and others with anonymous ones go through the mount table."""
+    device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
-    if not entry.exists():
+    if not entry.exists():  # btrfs and others have anonymous ones
         mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
             said = f"device {number} of {path} is not in {SYSFS}/dev/block"
@@ -78,7 +64,7 @@ def describe(directory: Path) -> dict[str, Any]:
     return {
         "cpu": _first("cpuinfo", "model name"),
         "cpus": os.cpu_count(),
-        "memory_bytes": int(_first("meminfo", "MemTotal").split()[0]) * 1024,
+        "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "device": {
             "name": disk.name,

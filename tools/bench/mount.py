@@ -10,15 +10,13 @@ import argparse
 import math
 import os
 import re
-import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.layout.tensors import Experts
@@ -27,7 +25,7 @@ from tools.make_model import BYTES_PER_VALUE, MixtureShape, Shape, choose_shape,
 from . import routing
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
-from .results import Bar, Document, figure, table_of
+from .results import Bar, Document, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
@@ -75,20 +73,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
     modes = "--mode of llmcachefs; given several times, each is a side of its own"
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
-    parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
 
 
 def sides(args: argparse.Namespace, source: Path) -> tuple[Plain | Mounted, ...]:
     """Return the page cache, and llmcachefs in each mode that was asked for."""
-    command = tuple(args.program) if args.program else Mounted().command
     ahead = ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")  # as most machines have it: there it changes nothing
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
-    modes = [Mounted(command, each, mode) for mode, each in words.items()]
-    return (*kernels(source), *(modes or [Mounted(command)]))
+    modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
+    return (*kernels(source), *(modes or [Mounted()]))
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield what was measured after each experiment."""
     if args.model is not None:
         args.dir = args.model.resolve().parent
     with workplace(args.dir) as place:
@@ -331,15 +326,13 @@ def cpu_s_per_gb(result: Result, side: str) -> float:
     return _median(cost.get("cpu_s_per_gb") for cost in costs(result, side))
 
 
-def memory(result: Result, side: str) -> dict[str, float]:
-    """Return resident, beyond and daemon bytes of the run with the most in all; no numbers where a run has none."""
-    keys = ("resident_bytes", "beyond_bytes", "daemon_bytes")
-    each = [{key: float(cost.get(key, math.nan)) for key in keys} for cost in costs(result, side)]
-    return max(each, key=lambda one: (math.isnan(_kept(one)), _kept(one)), default=dict.fromkeys(keys, math.nan))
-
-
-def _kept(memory: dict[str, float]) -> float:
-    return memory["resident_bytes"] - memory["beyond_bytes"] + memory["daemon_bytes"]
+def memory(result: Result, side: str) -> float:
+    """Return what a mount and its daemon took at most, without what lies beyond the budget; no number if a run has none."""
+    each = [
+        cost["resident_bytes"] - cost["beyond_bytes"] + cost["daemon_bytes"] if "daemon_bytes" in cost else math.nan
+        for cost in costs(result, side)
+    ]
+    return max(each, key=lambda one: (math.isnan(one), one), default=math.nan)
 
 
 def _median(values: Iterable[float | None]) -> float:
@@ -362,66 +355,51 @@ def judge(result: Result, side: str) -> Iterator[Bar]:
     command = f"tools/bench mount --model MODEL --only {result['case']} --match '{name}'"
     if side != "mount":
         slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
-    mode = mode_of(result, side)
-    for key, what, value, sense, limit in (*JUDGES[result["case"]](result, side, mode), *_costs(result, side, mode)):
+    for key, what, value, sense, limit in (*_judged(result, side), *_costs(result, side)):
         yield Bar(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
 
 
-def _over_kernel(result: Result, side: str) -> float:
-    return seconds(result, side) / seconds(result, kernel(result))
-
-
-def _larger(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    bound, limit = (1.05, 0.4) if mode == "inplace" else (1.15, 0.5)
-    yield "bound", "time over the modelled bound", seconds(result, side) / result["bound_s"], "<=", bound
-    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", limit
-
-
-def _fits(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    limit = 0.95 if result["name"].startswith("llama") else 0.9
-    limit = 0.98 if mode == "inplace" else limit
-    yield "plain", "speed, of the plain file's", seconds(result, kernel(result)) / seconds(result, side), ">=", limit
-
-
-def _cold(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    size = result["loop_bytes"]
-    if mode == "inplace":
+def _judged(result: Result, side: str) -> Iterator[Judged]:
+    own_s, kernel_s, in_place = seconds(result, side), seconds(result, kernel(result)), mode_of(result, side) == "inplace"
+    size, over_kernel = result["loop_bytes"], own_s / kernel_s
+    case = result["case"]
+    if case == "a":
+        yield "bound", "time over the modelled bound", own_s / result["bound_s"], "<=", 1.05 if in_place else 1.15
+        yield "kernel", "time over the page cache's", over_kernel, "<=", 0.4 if in_place else 0.5
+    elif case == "b":
+        limit = 0.95 if result["name"].startswith("llama") else 0.9
+        yield "plain", "speed, of the plain file's", kernel_s / own_s, ">=", 0.98 if in_place else limit
+    elif case == "c" and in_place:
         best_s = seconds(result, fastest(result, ("direct", kernel(result))))
-        yield "best", "bandwidth, of O_DIRECT's or the page cache's", best_s / seconds(result, side), ">=", 0.95
-        return
-    measured = size / seconds(result, "direct")
-    direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would take a limit for what is no number
-    yield "direct", "bandwidth, of O_DIRECT's", size / seconds(result, side) / direct, ">=", 0.8
+        yield "best", "bandwidth, of O_DIRECT's or the page cache's", best_s / own_s, ">=", 0.95
+    elif case == "c":
+        measured = size / seconds(result, "direct")
+        direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would take a limit for what is no number
+        yield "direct", "bandwidth, of O_DIRECT's", size / own_s / direct, ">=", 0.8
+    elif case == "d":
+        # readers at different places of the loop share the pins but not what is streamed
+        bound_s = max(result["compute_s"], result["bound_s"] * result["clients"])
+        yield "bound", "time over the modelled bound of readers apart", own_s / bound_s, "<=", 1.15
+        yield "kernel", "time over the page cache's", over_kernel, "<=", NEVER_SLOWER
+    elif case == "e":
+        # no cliff: near the bound, with an allowance of a tenth of a full read for loops that nearly fit
+        allowed_s = result["bound_s"] + 0.1 * size / (result["read_bps"] or 1e9)
+        yield "bound", "time over (modelled bound + 10 % of a full read)", own_s / allowed_s, "<=", 1.15
+        if in_place:
+            yield "kernel", "time over the page cache's", over_kernel, "<=", NEVER_SLOWER
+    elif case == "f" and in_place:  # through FUSE nothing is promised where storage is as fast as memory
+        limit = 0.67 if round(result["cache_bytes"] / size, 2) == 0.75 else NEVER_SLOWER
+        yield "kernel", "time over the page cache's", over_kernel, "<=", limit
+    elif case == "g":
+        yield from _mixture(result, side, in_place)
 
 
-def _readers(result: Result, side: str, _mode: str) -> Iterator[Judged]:
-    # readers at different places of the loop share the pins but not what is streamed
-    bound = max(result["compute_s"], result["bound_s"] * result["clients"])
-    yield "bound", "time over the modelled bound of readers apart", seconds(result, side) / bound, "<=", 1.15
-    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", NEVER_SLOWER
-
-
-def _sizes(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    # no cliff: near the bound, with an allowance of a tenth of a full read for loops that nearly fit
-    allowed = result["bound_s"] + 0.1 * result["loop_bytes"] / (result["read_bps"] or 1e9)
-    yield "bound", "time over (modelled bound + 10 % of a full read)", seconds(result, side) / allowed, "<=", 1.15
-    if mode == "inplace":
-        yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", NEVER_SLOWER
-
-
-def _unlimited(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    if mode != "inplace":  # through FUSE nothing is promised where storage is as fast as memory
-        return
-    limit = 0.67 if round(result["cache_bytes"] / result["loop_bytes"], 2) == 0.75 else NEVER_SLOWER
-    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", limit
-
-
-def _mixtures(result: Result, side: str, mode: str) -> Iterator[Judged]:
+def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     best, limited = kernel(result, mean), result["read_bps"] is not None
     times, ratio = steps(result, side), mean(result, side) / mean(result, best)
     read, asked = storage_bytes(result, best), result["routed"]["token_bytes"]
     misses = read > MISSES * asked
-    if mode == "inplace":
+    if in_place:
         limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
         yield "kernel", "mean time over the page cache's", ratio, "<=", limit
     elif limited:
@@ -436,58 +414,68 @@ def _mixtures(result: Result, side: str, mode: str) -> Iterator[Judged]:
         yield "p99", "the 99th of a hundred tokens over the median", late, "<=", 3
 
 
-def _costs(result: Result, side: str, mode: str) -> Iterator[Judged]:
+def _costs(result: Result, side: str) -> Iterator[Judged]:
     if not costs(result, side):
         return
-    room = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES
-    yield "memory", "memory of mount and daemon, of budget + 64 MiB", _kept(memory(result, side)) / room, "<=", 1
+    room, mode = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES, mode_of(result, side)
+    yield "memory", "memory of mount and daemon, of budget + 64 MiB", memory(result, side) / room, "<=", 1
     if result["case"] in "af" and not result["name"].startswith("llama") and mode in CPU_S_PER_GB:
         yield "cpu", "daemon's processor seconds per GB from storage", cpu_s_per_gb(result, side), "<=", CPU_S_PER_GB[mode]
 
 
-JUDGES: dict[str, Callable[[Result, str, str], Iterator[Judged]]] = {
-    "a": _larger,
-    "b": _fits,
-    "c": _cold,
-    "d": _readers,
-    "e": _sizes,
-    "f": _unlimited,
-    "g": _mixtures,
+LABELS = {
+    "a": "larger than memory",
+    "b": "everything fits",
+    "c": "one cold pass",
+    "d": "readers",
+    "e": "loop size",
+    "f": "no limit",
 }
 
 
-def tables(told: Document) -> Iterator[Table | str]:
-    """Yield the comparison, a row per experiment and side, and what went wrong."""
-    results: list[Result] = told["results"]
-    made = table_of(
-        "kernel page cache and llmcachefs: same total memory, same storage limit",
-        "case<|side<|s/step|min..max|MB/step|bound s|/bound|/kernel|CPU s/GB|memory MB",
-        (),
-        "s/step, min..max and MB read are measured (medians over all runs); "
-        "bound is modelled: max(compute, (N-S)/BW); kernel is the better of the page cache's sides; "
-        "memory is resident + daemon, and of resident what lies beyond the budget",
+def table(told: Document) -> str:
+    machine = told["machine"]
+    versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
+    about = (
+        f"Machine: {machine['cpu']}, {machine['cpus']} processors, {machine['memory_bytes'] / 1e9:.0f} GB, "
+        f"Linux {machine['kernel']}, device {machine['device']['name']}; {versions}.\n\n"
     )
+    results = [result for result in told["results"] if result["case"] != "g"]
+    sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
+    named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
+    columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
+    head = ["case", "loop / cache MB", *columns, "bound s", "times"]
+    rows = [_row(result, sides) for result in results]
+    mixed = [result for result in told["results"] if result["case"] == "g"]
+    return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
+
+
+def _row(result: Document, sides: Sequence[str]) -> list[str]:
+    """One line of the mount's table: the page cache at its best and `sides`, and how many times faster the first is."""
+    all_sides = [kernel(result), *sides]
+    times = [seconds(result, side) for side in all_sides]
+    return [
+        f"{LABELS[result['case']]}: {result['name']}",
+        f"{result['loop_bytes'] / 1e6:.0f} / {result['cache_bytes'] / 1e6:.0f}",
+        *(f"{one:.3f}" for one in times),
+        *(f"{storage_bytes(result, side) / 1e6:.0f}" for side in all_sides),
+        f"{result['bound_s']:.3f}" if result["case"] in "ade" else "",
+        f"{times[0] / times[1]:.2f}",
+    ]
+
+
+def _mixtures_table(results: list[Result]) -> str:
+    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
+    the same room would have missed.
+    """
+    head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
+    head += ["exact LRU MB", "popularities known", "Belady"]
+    rows = []
     for result in results:
-        for side in result["sides"]:
-            made.add_row(f"({result['case']}) {result['name']}" if side == result["sides"][0] else "", *_row(result, side))
-        made.add_section()
-    yield made
-    for one in results:
-        for side in mounts(one):
-            yield from (f"problem over the mount: {one['name']}, {side}: {problem}" for problem in one["problems"][side])
-
-
-def _row(result: Result, side: str) -> list[str]:
-    times, median = steps(result, side), seconds(result, side)
-    spread = f"{min(times):.4f}..{max(times):.4f}" if times else "-"
-    bound = result["bound_s"]
-    # nothing is kept or computed in one cold pass, and what storage without a limit gives is not known: no bound
-    bounds = ["-", "-"] if result["case"] in "cfg" else [f"{bound:.4f}", f"{median / bound:.2f}"]
-    against = f"{median / seconds(result, kernel(result)):.2f}"
-    mode = mode_of(result, side)
-    label = side if mode == side else f"{side}: {mode}"
-    row = [label, f"{median:.4f}", spread, f"{storage_bytes(result, side) / 1e6:.1f}", *bounds, against]
-    if side not in mounts(result):
-        return [*row, "", ""]
-    resident, beyond, daemon = (figure(each / 1e6) for each in memory(result, side).values())
-    return [*row, figure(cpu_s_per_gb(result, side)), f"{resident}+{daemon}, {beyond}"]
+        sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
+        times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
+        read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
+        replayed = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
+        rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in replayed)])
+    about = "Means of a token, what it read from storage, and what it would have, by replays of its routing (modelled):"
+    return f"{about}\n\n{markdown(head, rows)}"

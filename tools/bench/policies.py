@@ -12,16 +12,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cache.plan import AUTO, CacheSize
-from llmcache.cache.policies import POLICIES, policy_class
+from llmcache.cache.policies import POLICIES
 from llmcache.cache.simulate import simulate
 from llmcache.trace.shapes import GROUPS, SHAPES
 
 from . import routing
 from .mount import MIXTURES, mixture_shape
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-policies/3"
 OURS = "llmcache"
@@ -60,7 +59,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yields the ratios by trace and by group."""
     ratios = ratios_of(args.policy.split(","))
     yield {"ratios": ratios, "groups": groups(ratios), "mixtures": list(mixtures())}
 
@@ -108,21 +106,24 @@ def _words(name: str) -> str:
     return name.replace("_", " ").replace("on device", "on-device")
 
 
-def tables(told: Document) -> Iterator[Table]:
-    rows = {**told["ratios"], **told["groups"]}
-    policies = list(rows["on_device"])
-    title = "mean hit ratio, ten sizes, 2 to 100 % of the footprint (synthetic traces, counted exactly)"
-    head = "|".join(("trace<", *(policy_class(policy).title for policy in policies)))
-    yield table_of(title, head, ([name, *(f"{row[policy]:.3f}" for policy in policies)] for name, row in rows.items()))
-    if "mixtures" in told:
-        title = "experts that a token misses, generated routings, by the share of all experts that fit (counted exactly)"
-        yield table_of(title, MIXTURE_HEAD, map(_mixture_row, told["mixtures"]))
-
-
-MIXTURE_HEAD = "experts, used, layers<|fit|LRU|llmcache|popularities known|Belady|of the way|known: of the way"
-
-
-def _mixture_row(row: Document) -> list[str]:
-    missed = [f"{row['misses'][policy]:.2f}" for policy in ("lru", OURS, "known", "belady")]
-    ways = [f"{_way(row, policy):.2f}" for policy in (OURS, "known")]
-    return [f"{row['experts']}, {row['used']}, {row['layers']}", f"{row['percent']} %", *missed, *ways]
+def table(told: Document) -> str:
+    groups = told["groups"]
+    policies = list(groups["on_device"])
+    rows = []
+    for group, means in groups.items():
+        best = max(means[name] for name in policies if name != "belady")
+        cells = [f"**{means[name]:.3f}**" if means[name] == best else f"{means[name]:.3f}" for name in policies]
+        rows.append([group.replace("_", "-"), *cells])
+    table = markdown(["traces", *policies], rows)
+    by_room: dict[int, list[dict[str, float]]] = {}
+    for row in told["mixtures"]:
+        by_room.setdefault(row["percent"], []).append(row["misses"])
+    deciders = ("llmcache", "known", "belady")
+    means = {
+        percent: [statistics.fmean(missed[name] / missed["lru"] for missed in found) for name in deciders]
+        for percent, found in by_room.items()
+    }
+    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities known", "belady"]
+    return f"{table}\n" + markdown(
+        head, [[f"{percent} %", *map("{:.2f}".format, found)] for percent, found in means.items()]
+    )

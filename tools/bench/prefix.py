@@ -21,22 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 from rich.console import Console
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
 from .cgroup import Cgroup
-from .harness import workplace
+from .harness import MODELS, workplace
 from .results import Document
 from .runner import client, forget
 from .sides import environment
 
 SCHEMA = "llmcache-bench-prefix/1"
+HEAD = "measured, llama.cpp"
 SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
-SMOLLM2 = Path.home() / ".cache" / "llmcache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 BARS = {
     "restored": ("<=", 0.03), "question": ("<=", 0.06), "conversations": ("<=", 0.2), "generating": ("<=", 0.03),
     "disk_time": ("<", 1.0), "disk_bytes": ("<", 1.0), "shared": ("<=", 0.2),
@@ -158,26 +156,13 @@ def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
 
 
-def compression(directory: Path) -> list[dict[str, Any]]:
-    """Speed and ratio of codecs on the blocks below `directory`: against storage, they must make up for their time."""
-    store, rows = BlockStore(directory, None), []
-    read = (store.read(entry.key) for entry in store.entries()[:4])
-    data = b"".join(block.payload.tobytes() for block in read if block)
-
-    for name, level in (("zstd", 1), ("lz4", None)):
-        codec = pyarrow.Codec(name, compression_level=level)
-        begin = time.perf_counter()
-        packed = codec.compress(data)
-        between = time.perf_counter()
-        codec.decompress(packed, len(data))
-        took = {"packing": between - begin, "unpacking": time.perf_counter() - between}
-        speeds = {f"{what}_bytes_per_s": len(data) / seconds for what, seconds in took.items()}
-        rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
-    return rows
-
-
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a GGUF file [SmolLM2, which tools/test fetches]")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        help="a GGUF file [SmolLM2, which tools/test fetches]",
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none")
@@ -203,13 +188,5 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
             begin = time.monotonic()
             parts |= part()
             console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
-        parts["compression"] = {"rows": compression(scratch / "ours")}
     about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
     yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}
-
-
-def tables(told: Document) -> Iterator[str]:
-    """Yield what codecs would do to the stored blocks."""
-    for row in told["parts"]["compression"]["rows"]:
-        speeds = f"{row['packing_bytes_per_s'] / 1e6:,.0f} MB/s in, {row['unpacking_bytes_per_s'] / 1e6:,.0f} MB/s out"
-        yield f"{row['codec']}: to 1/{row['ratio']:.2f}, {speeds}"

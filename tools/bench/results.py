@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from llmcache.files import replacing
 
 DIRECTORY = Path(__file__).resolve().parent / "results"
@@ -107,27 +105,6 @@ def exit_code(bars: Iterable[Bar]) -> int:
     return 0 if all(bar.passed for bar in bars) else 1
 
 
-def table_of(title: str, head: str, rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
-    """Return a table for terminals; columns of `head` (between |) stand right, those that end with a < stand left."""
-    made = Table(title=title, caption=caption)
-    for name in head.split("|"):
-        made.add_column(name.rstrip("<"), justify="left" if name.endswith("<") else "right")
-    for row in rows:
-        made.add_row(*map(str, row))
-    return made
-
-
-def bar_table(bars: Iterable[Bar]) -> Table:
-    """Return every bar with pass or FAIL."""
-    rows = [(bar.what, bar.shown, bar.wanted, bar.kind, verdict(bar.passed)) for bar in bars]
-    return table_of("bars", "bar<|value|limit|kind<|<", rows)
-
-
-def verdict(passed: bool) -> str:
-    """Return pass or FAIL, for rich."""
-    return "[green]pass[/green]" if passed else "[red]FAIL[/red]"
-
-
 def rounded(value: Any) -> Any:
     """Return `value` with the numbers of its lists at six digits: samples, of which nobody needs sixteen."""
     if isinstance(value, dict):
@@ -159,3 +136,25 @@ def read(path: Path) -> Document:
     """Return what a benchmark wrote."""
     document: Document = json.loads(path.read_text())
     return document
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,)) -> str:
+    """Returns a table; the columns in `texts` stand left, all others are numbers and stand right."""
+    rule = "".join("---|" if place in texts else "---:|" for place in range(len(head)))
+    lines = ["| " + " | ".join(head) + " |", "|" + rule, *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def wanted(bar: Bar) -> str:
+    """The limit of a bar, and whether it is missed."""
+    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+
+
+def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
+    """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
+    more = [] if without is None else ["without"]
+    rows = []
+    for bar in bars_of(document):
+        kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
+        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
+    return markdown([what, "figure", "bar", *more], rows)

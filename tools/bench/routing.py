@@ -43,15 +43,10 @@ class Habits:
         return np.log(np.arange(1, experts + 1.0) ** -self.zipf)
 
 
-def generate(tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0) -> Routing:
-    """A routing of so many tokens."""
-    return ranked(tokens, layers, experts, used, habits, seed)[0]
-
-
 def ranked(
     tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0
 ) -> tuple[Routing, NDArray[np.int64]]:
-    """The same, and by [token, layer, expert] how many experts of the layer are more popular then."""
+    """A routing of so many tokens, and by [token, layer, expert] how many experts of the layer are more popular then."""
     random = np.random.default_rng(seed)
     popularity = habits.popularities(experts)
     routing = np.empty((tokens, layers, used), np.int64)

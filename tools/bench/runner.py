@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from llmcache.cache.loops import RECENT
 from llmcache.errors import EnvironmentProblem
@@ -121,7 +120,7 @@ def run_clients(
             item.wait(max(0.0, deadline - time.monotonic()))
     finally:
         for item in running:
-            item.kill()
+            item.process.kill()
     return [item.finish() for item in running]
 
 
@@ -147,48 +146,37 @@ class _ClientProcess:
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
             start_new_session=True,  # Ctrl-C is for the benchmark, which ends its clients itself
         )
-        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._events, self._errors)]
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read_events, self._read_errors)]
         for thread in self.threads:
             thread.start()
 
-    def _events(self) -> None:
+    def _read_events(self) -> None:
         assert self.process.stdout is not None
         last = self.group.read_bytes()
         for line in self.process.stdout:
-            now = self.group.read_bytes()
-            self._event(json.loads(line), now - last)
+            now, event = self.group.read_bytes(), json.loads(line)
+            if event["event"] == "step":
+                self.run.steps.append(ClientStep(event["seconds"], now - last, event.get("crc")))
+                if self.stepped is not None:
+                    self.stepped(len(self.run.steps))
+            elif event["event"] == "end":
+                self.run.anon_bytes, self.run.wrong = event["anon_bytes"], event["wrong"]
             last = now
 
-    def _event(self, event: dict[str, Any], storage_bytes: int) -> None:
-        if event["event"] == "step":
-            self.run.steps.append(ClientStep(event["seconds"], storage_bytes, event.get("crc")))
-            if self.stepped is not None:
-                self.stepped(len(self.run.steps))
-        elif event["event"] == "end":
-            self.run.anon_bytes, self.run.wrong = event["anon_bytes"], event["wrong"]
-
-    def _errors(self) -> None:
+    def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.run.error = self.process.stderr.read()
 
     def wait(self, timeout_s: float) -> None:
         """Wait; running out of time marks the run as hung."""
         try:
-            self.process.wait(timeout_s)
+            self.run.exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.run.hung = True
-
-    def kill(self) -> None:
-        """End the process if it still runs; a reader stuck in a dead mount goes when that is aborted."""
-        if self.process.poll() is None:
-            self.process.kill()
 
     def finish(self) -> ClientRun:
-        """Return the run, after the reading threads have seen the end."""
-        try:
-            self.run.exit_code = self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.run.hung = True
+        """Return the run, after the reading threads have seen the end; a reader stuck in a dead mount never comes to its."""
+        self.wait(10)
         for thread in self.threads:
             thread.join(10)
         return self.run

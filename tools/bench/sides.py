@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.fs.client.operation import fetch
 from llmcache.mountinfo import mounts
 
@@ -30,21 +30,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MOUNT_OVERHEAD_BYTES = 64 << 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class OpenedSide:
-    """An opened side: where the files are, and (mount only) its mount point and daemon."""
+    """An opened side: where the files are."""
 
     root: Path
-    mountpoint: Path | None = None
-    daemon_pid: int | None = None
-    log: Path | None = None
+    is_mount: bool = False
 
     def stats(self) -> dict[str, Any] | None:
         """Return what `llmcache stats --json` says; None for the plain side, or if the daemon does not answer."""
-        if self.mountpoint is None:
-            return None
         try:
-            return fetch(str(self.mountpoint))
+            return fetch(str(self.root)) if self.is_mount else None
         except (LlmcacheError, OSError):
             return None
 
@@ -59,8 +55,22 @@ class Plain:
     @contextmanager
     def open(self, _group: Cgroup, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[OpenedSide]:
         """Yield the source itself."""
-        with nullcontext() if self.read_ahead_kb is None else disk_of(source).read_ahead(self.read_ahead_kb):
+        with nullcontext() if self.read_ahead_kb is None else read_ahead(source, self.read_ahead_kb):
             yield OpenedSide(source)
+
+
+@contextmanager
+def read_ahead(directory: Path, kb: int) -> Iterator[None]:
+    """Have the kernel read ahead `kb` KiB in files that are opened meanwhile.
+
+    What was set before is put back by the last of all processes, mounts too, that want another on that storage.
+    """
+    setting = ReadAhead(str(directory), kb << 10)
+    setting.set()
+    try:
+        yield
+    finally:
+        setting.restore()
 
 
 def kernels(source: Path) -> tuple[Plain, ...]:
@@ -93,7 +103,7 @@ class Mounted:
             )  # fmt: skip
         try:
             wait_mounted(mountpoint, daemon, log)
-            yield OpenedSide(mountpoint, mountpoint, daemon.pid, log)
+            yield OpenedSide(mountpoint, is_mount=True)
         finally:
             end_mount(mountpoint, daemon)
         log.unlink()
@@ -105,9 +115,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, timeout_s: float = 120.0) -> None:
+def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path) -> None:
     """Return when the mount answers; raises EnvironmentProblem with the end of the log if the daemon gives up."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 120
     while not is_mounted(mountpoint):
         if daemon.poll() is not None or time.monotonic() > deadline:
             what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
@@ -122,17 +132,17 @@ def is_mounted(path: Path) -> bool:
     return any(mount.point == str(path) for mount in mounts().values())
 
 
-def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
+def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then a lazy unmount, then SIGKILL; removes the mount point."""
     if daemon.poll() is None:
         daemon.send_signal(signal.SIGTERM)
     try:
-        daemon.wait(patience_s)
+        daemon.wait(60)
     except subprocess.TimeoutExpired:
         daemon.kill()
         # a thread that waits in the kernel keeps even a killed daemon: aborting the connection frees it
         subprocess.run(["umount", "-f", str(mountpoint)], capture_output=True, check=False)
-        daemon.wait(patience_s)
+        daemon.wait(60)
     while is_mounted(mountpoint):
         # only a daemon that did not end properly leaves this behind
         subprocess.run(["umount", "-l", str(mountpoint)], capture_output=True, check=True)

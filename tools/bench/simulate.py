@@ -3,29 +3,88 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from llmcache.arrays import Int64s
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import parts_of, simulate_all
-from llmcache.trace.record import BlockSpace, TraceReader
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile, TraceReader, TraceWriter
 from llmcache.units import BLOCK_BYTES
 
-from .clients.simulator import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
-from .harness import measured_apart, workplace
-from .results import Bar, Document, table_of
+from .harness import in_turns, measured_apart, workplace
+from .machine import peak_bytes
+from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
+LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
+LOOP_RUN = 256  # 1 MiB reads
+RANDOM_BLOCKS = 1_000_000
+LARGE_BLOCKS = 1 << 22  # 16 GiB of weights
+LARGE_RUN = 64
+HOT_BLOCKS = 1 << 14
+BATCH = 1 << 16
 LARGE = 1_000_000_000
 MEMORY_BAR = 1 << 30
 MIB = 1 << 20
+
+
+# The traces, written batch by batch
+
+Runs = tuple[Int64s, Int64s]
+
+
+def loop(passes: int) -> Iterator[Runs]:
+    """Yield the runs of a loop over `LOOP_BLOCKS`, a pass at a time."""
+    first = np.arange(0, LOOP_BLOCKS, LOOP_RUN)
+    for _ in range(passes):
+        yield first, np.full(len(first), LOOP_RUN)
+
+
+def single(references: int) -> Iterator[Runs]:
+    """Yield single blocks, uniformly random: the worst case of caches, of the processor's too."""
+    random = np.random.default_rng(1)
+    for start in range(0, references, BATCH):
+        rows = min(BATCH, references - start)
+        yield random.integers(0, RANDOM_BLOCKS, rows), np.ones(rows, np.int64)
+
+
+def large(blocks: int) -> Iterator[Runs]:
+    """Yield at least `blocks` in all: a loop over `LARGE_BLOCKS`, each tenth run a block of a hot set of 64 MiB."""
+    random = np.random.default_rng(2)
+    place, done = 0, 0
+    while done < blocks:
+        hot = random.random(BATCH) < 0.1
+        steps = np.cumsum(~hot) * LARGE_RUN
+        first = np.where(hot, LARGE_BLOCKS + random.integers(0, HOT_BLOCKS, BATCH), (place + steps) % LARGE_BLOCKS)
+        place = int(place + steps[-1]) % LARGE_BLOCKS
+        count = np.where(hot, 1, LARGE_RUN)
+        done += int(count.sum())
+        yield first, count
+
+
+def write(path: Path, runs: Iterator[Runs]) -> None:
+    """Write `runs` as a trace, a microsecond apart."""
+    provenance = Provenance("synthetic", command="tools/bench simulate")
+    rows = 0
+    with TraceWriter(path, [TraceFile(0, "/model", 1, 1, 0, 0)], provenance) as writer:
+        for first, count in runs:
+            t_ns = np.arange(rows, rows + len(first), dtype=np.uint64) * np.uint64(1000)
+            writer.append({"t_ns": t_ns, "file": 0, "first": first, "count": count})
+            rows += len(first)
+
+
+# What is measured
 
 
 @dataclass
@@ -40,7 +99,6 @@ class Throughput:
     cache_blocks: int
     bar: float = 0
     alone: bool = False
-    seconds: list[float] = field(default_factory=list)
     blocks: int = 0
 
     @property
@@ -48,35 +106,30 @@ class Throughput:
         """Return what the results call the policy."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
-    def run(self, path: Path) -> None:
-        """Simulate once, with one thread for the policy: from the Parquet file to the row, or the policy alone."""
-        if self.alone:
-            self._replay(path)
-            return
+    def run(self, path: Path) -> float:
+        """Return the seconds of one run, with one thread: from the Parquet file to the row, or of the policy alone."""
+        if self.alone and self.policy is not None:
+            with TraceReader(path) as reader:
+                space = BlockSpace.of(reader.batches())
+                parts = list(parts_of(reader.batches(), space))
+            policy = policy_class(self.policy)(self.cache_blocks, space.blocks)
+            start = time.perf_counter()
+            for part in parts:
+                policy.replay(part.first, part.count)
+            seconds = time.perf_counter() - start
+            self.blocks = sum(int(part.count.sum()) for part in parts)
+            return seconds
         policies = () if self.policy is None else (self.policy,)
         plan = Plan(policies, (self.cache_blocks * BLOCK_BYTES,), curves=self.policy is None)
         start = time.perf_counter()
-        done = simulate_all([str(path)], plan, jobs=1)
-        self.seconds.append(time.perf_counter() - start)
-        self.blocks = done.traces[0].accesses
+        self.blocks = simulate_all([str(path)], plan, jobs=1).traces[0].accesses
+        return time.perf_counter() - start
 
-    def _replay(self, path: Path) -> None:
-        assert self.policy is not None
-        with TraceReader(path) as reader:
-            space = BlockSpace.of(reader.batches())
-            parts = list(parts_of(reader.batches(), space))
-        policy = policy_class(self.policy)(self.cache_blocks, space.blocks)
-        start = time.perf_counter()
-        for part in parts:
-            policy.replay(part.first, part.count)
-        self.seconds.append(time.perf_counter() - start)
-        self.blocks = sum(int(part.count.sum()) for part in parts)
-
-    def to_json(self) -> Document:
+    def to_json(self, seconds: list[float]) -> Document:
         """Return it as plain data; the rate is that of the median."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
-        rate = self.blocks / statistics.median(self.seconds)
-        return {**values, "seconds": self.seconds, "blocks_per_s": rate, "bar": self.bar or None}
+        rate = self.blocks / statistics.median(seconds)
+        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.bar or None}
 
 
 def speeds() -> list[Throughput]:
@@ -100,25 +153,20 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield all speeds, run in turns `repeat` times after one that compiles; then memory and time of a large trace."""
     with workplace(args.dir) as scratch:
         passes, references, blocks = (20, 500_000, LARGE // 50) if args.quick else (400, 10_000_000, LARGE)
         paths = {name: scratch / f"{name.replace(' ', '-')}.parquet" for name in ("loop in runs", "random blocks")}
         write(paths["loop in runs"], loop(passes))
         write(paths["random blocks"], single(references))
-        found = speeds()
-        for number in range(args.repeat + 1):
-            for one in found:
-                one.run(paths[one.trace])
-                if number == 0:
-                    one.seconds.clear()
-            console.print(f"speeds: {'warm' if number == 0 else f'run {number} of {args.repeat}'}", soft_wrap=True)
+        found = {f"{one.trace}, {one.name}": one for one in speeds()}
+        runs = {name: partial(one.run, paths[one.trace]) for name, one in found.items()}
+        seconds = in_turns(runs, args.repeat, console)
         memory = []
         for step in ("write", "simulate"):
-            told = measured_apart("simulator", step, scratch / "large.parquet", blocks)
+            told = measured_apart("simulate", step, scratch / "large.parquet", blocks)
             memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
             console.print(f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, {told['peak_bytes'] / 1e6:.0f} MB at most")
-    yield {"speeds": [one.to_json() for one in found], "memory": memory}
+    yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
 
 
 def bars(told: Document) -> list[Bar]:
@@ -134,11 +182,28 @@ def bars(told: Document) -> list[Bar]:
     return found
 
 
-def tables(told: Document) -> Iterator[Table]:
+def table(told: Document) -> str:
     rows = []
     for one in told["speeds"]:
-        rates = [one["blocks"] / seconds / 1e6 for seconds in one["seconds"]]
-        spread = f"{min(rates):.1f}..{max(rates):.1f}"
-        rows.append((one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", spread))
-    title = "simulator: from a Parquet file to the row, one thread for the policy (measured)"
-    yield table_of(title, "trace<|policy<|M blocks/s|min..max", rows)
+        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
+    for one in told["memory"]:
+        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
+    return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))
+
+
+def apart(step: str, path: Path, blocks: int) -> Document:
+    """Return what it takes to write the large trace, or to simulate LRU on it, with stalls and the curve."""
+    start = time.perf_counter()
+    if step == "write":
+        write(path, large(blocks))
+    else:
+        plan = Plan(("lru",), (LARGE_BLOCKS // 2 * BLOCK_BYTES,), period_ns=10**8, curves=True)
+        if (found := simulate_all([str(path)], plan).traces[0].accesses) < blocks:
+            raise SystemExit(f"{path} has {found} blocks, less than {blocks}")
+    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
+
+
+if __name__ == "__main__":  # as harness.measured_apart runs it
+    print(json.dumps(apart(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
@@ -35,7 +34,7 @@ from llmcache.units import BLOCK_BYTES
 
 from .cgroup import Cgroup
 from .harness import workplace
-from .results import Bar, Document, table_of, verdict
+from .results import Bar, Document, markdown
 from .runner import MIB, client, forget, loop_file, run_client
 from .sides import Mounted, environment
 
@@ -69,7 +68,6 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield where stalls begin by the simulator, and on the mount, after each sweep."""
     begins = [stalls_begin(policy, case) for case in CASES for policy in filter(None, args.policies.split(","))]
     swept: list[Document] = []
     with workplace(args.dir) as place:
@@ -91,32 +89,6 @@ def bars(told: Document) -> list[Bar]:
         *(Bar(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
         *(Bar(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield formula against simulator, a row per case and policy, and against the mount, a row per mode."""
-    if told["simulator"]:
-        keys = ("policy", "loop_blocks", "formula_blocks", "expected_blocks", "simulated_blocks")
-        rows = [(one["case"]["name"], *(one[key] for key in keys), *_difference(one)) for one in told["simulator"]]
-        title = "where stalls begin: formula (1) and simulator (modelled), blocks of 4 KiB"
-        caption = "expected: the formula's S; for llmcache the --cache that `llmcache size` advises, window included"
-        yield table_of(title, "case<|policy<|loop N|formula S|expected|simulator|difference|<", rows, caption)
-    mounted = []
-    for one in told["mount"]:
-        sweep, seen, model = one["sweep"], one["measured"], one["modelled"]
-        sizes = (model["stalls_begin_bytes"], model["llmcachefs_cache_bytes"], seen["stalls_begin_bytes"])
-        speeds = (f"{seen['bandwidth_bytes_per_s'] / 1e6:.1f}", f"{seen['period_s']:.4f}")
-        first = (sweep["name"], sweep["mode"], f"{sweep['loop_bytes'] / 1e6:.1f}", *speeds)
-        mounted.append((*first, *(f"{size / 1e6:.1f}" for size in sizes), *_difference(one)))
-    if mounted:
-        title = "where stalls begin: formula (1) (modelled) and a real mount (measured)"
-        caption = "BW and T are measured, T without a throttle; the mount's S is where passes stop getting shorter"
-        head = "loop<|mode<|loop MB|BW MB/s|T s|formula S MB|advised --cache MB|mount S MB|difference|<"
-        yield table_of(title, head, mounted, caption)
-
-
-def _difference(one: Document) -> tuple[str, str]:
-    return f"{one['difference']:+.2%}", verdict(abs(one["difference"]) <= AGREE)
 
 
 # By the simulator: a loop replayed through a policy, at the smallest cache that keeps up
@@ -165,22 +137,18 @@ def formula_bytes(loop_bytes: int, bandwidth: int, period_ns: int) -> int:
     return need(loop_bytes, SizingParameters(bandwidth, period_ns, 0)).loop_cache_bytes
 
 
-def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
-    """Return the blocks that a pass over the loop misses, once the policy has settled."""
-    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, loop_blocks, np.int64)
-    hits = policy_class(policy)(capacity, loop_blocks).replay(first, count)
-    return float(loop_blocks - hits[WARMUP:].mean())
-
-
 def stalls_begin(policy: str, case: LoopCase) -> Document:
     """Return the smallest cache with which what a pass misses is read within T, beside what is expected (modelled).
 
     More cache never misses more; `difference` is a share of what is expected.
     """
     low, high = 1, case.loop_blocks
+    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, case.loop_blocks, np.int64)
     while low < high:
         middle = (low + high) // 2
-        if missed_blocks(policy, middle, case.loop_blocks) * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
+        hits = policy_class(policy)(middle, case.loop_blocks).replay(first, count)
+        missed_blocks = float(case.loop_blocks - hits[WARMUP:].mean())
+        if missed_blocks * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
             high = middle
         else:
             low = middle + 1
@@ -367,3 +335,13 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
     at_zero_s = statistics.median(seconds - slope * size for size, seconds in line)
     level_s = statistics.median(seconds for _, seconds in plateau)
     return Knee((level_s - at_zero_s) / slope, level_s, at_zero_s, slope)
+
+
+def table(told: Document) -> str:
+    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    rows = []
+    for one in told["mount"]:
+        first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
+        sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
+        rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])
+    return markdown(head, rows)

@@ -11,24 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.cli import app
 from tools.make_man import walk
 
-from .harness import ROOT
-from .results import Bar, Document, table_of
+from .harness import ROOT, in_turns
+from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-startup/1"
 START_BAR_S = 0.3
 SIZE = ("size", "--bw", "100", "--loop", "70M")
-
-
-def commands() -> list[tuple[str, ...]]:
-    """Return the words after `llmcache` of every command and group, the program itself (none) first."""
-    return [(), *(tuple(words.split()[1:]) for words, _ in walk(app, "llmcache"))]
 
 
 def run(words: tuple[str, ...]) -> float:
@@ -44,20 +39,15 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield every run of every command, after one that fills the page cache."""
-    asked, repeat = [*((*path, "--help") for path in commands()), SIZE], 1 if args.quick else args.repeat
-    seconds: dict[tuple[str, ...], list[float]] = {words: [] for words in asked}
-    for number in range(repeat + 1):
-        for words, runs in seconds.items():
-            runs.append(run(words))
-            if number == 0:
-                runs.clear()
-        console.print(f"{len(asked)} commands: {'warm' if number == 0 else f'run {number} of {repeat}'}", soft_wrap=True)
-    yield {"commands": [{"command": " ".join(("llmcache", *words)), "seconds": runs} for words, runs in seconds.items()]}
+    """Yield every run of every command and group, the program itself first."""
+    commands = ["llmcache", *(words for words, _ in walk(app, "llmcache"))]
+    asked = [*((*words.split()[1:], "--help") for words in commands), SIZE]
+    runs = {" ".join(("llmcache", *words)): partial(run, words) for words in asked}
+    seconds = in_turns(runs, 1 if args.quick else args.repeat, console)
+    yield {"commands": [{"command": command, "seconds": times} for command, times in seconds.items()]}
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars: the slowest help of all commands, and `llmcache size`, by medians."""
     medians = {row["command"]: statistics.median(row["seconds"]) for row in told["commands"]}
     size = medians.pop(" ".join(("llmcache", *SIZE)))
     slowest = max(medians, key=lambda command: medians[command])
@@ -67,12 +57,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("help", what, medians[slowest], "<", START_BAR_S, unit="s"),
         Bar("size", answer, size, "<", START_BAR_S, unit="s"),
     ]
-
-
-def tables(told: Document) -> Iterator[Table]:
-    """Yield the times, slowest first."""
-    rows = []
-    for row in sorted(told["commands"], key=lambda row: -statistics.median(row["seconds"])):
-        runs = [1e3 * one for one in row["seconds"]]
-        rows.append((row["command"], f"{statistics.median(runs):.0f}", f"{min(runs):.0f}..{max(runs):.0f}"))
-    yield table_of("start of every command (measured)", "command<|ms|min..max", rows)

@@ -66,7 +66,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield every run; DataError if a log is of no use."""
     count = len(args.log) if args.log else args.runs
     loads = [BUSY if number >= count - args.loaded else 0 for number in range(count)]
     if args.log:
@@ -76,7 +75,6 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars: the longest run without load, and how many ended without a failure."""
     runs = told["runs"]
     free = [run["seconds"] for run in runs if not run.get("busy")]
     longest = max(free, default=math.nan) / 60

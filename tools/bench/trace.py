@@ -16,20 +16,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import Trace
 
 from .harness import workplace
-from .results import Bar, Document, table_of
+from .results import Bar, Document, markdown
 from .runner import CLIENTS
 from .sides import environment
 
@@ -43,18 +42,21 @@ PAIR_S = 0.5
 LEAST_RATE = 500_000
 MOST_START_S = 0.5
 ATTACH_S = 20.0
-Attached = Callable[[int], bool]
-"""Whether a process is being traced now, by the looks of it."""
 
 
 @dataclass(frozen=True)
 class Tracer:
-    """`command` with PID and OUT in place of the process and of where the output goes; empty: none."""
+    """`command` with PID and OUT in place of the process and of where the output goes; empty: none.
+
+    `said`: what it says on stderr when it has begun; without that it is waited until a debugger has the process (`ptraces`),
+    or for `settle_s`.
+    """
 
     name: str
     command: Sequence[str] = ()
-    said: str = ""  # what it says on stderr when it has begun
-    attached: Attached | None = None
+    said: str = ""
+    ptraces: bool = False
+    settle_s: float = 0.0
 
     @contextmanager
     def on(self, pid: int, out: Path) -> Iterator[None]:
@@ -79,23 +81,19 @@ class Tracer:
                 process.communicate()
 
     def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
-        deadline = time.monotonic() + ATTACH_S
-        while not (self.said in log.read_text() if self.attached is None else self.attached(pid)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
+        time.sleep(self.settle_s)
+        deadline, status = time.monotonic() + ATTACH_S, Path(f"/proc/{pid}/status")
+        while process.poll() is None and time.monotonic() < deadline:
+            if self.said in log.read_text() and not (self.ptraces and "\nTracerPid:\t0\n" in status.read_text()):
+                return
             time.sleep(0.01)
+        raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
 
 
 def llmcache(name: str, *options: str) -> Tracer:
     """Returns the recorder of this project with some options."""
     command = [sys.executable, "-m", "llmcache", "trace", "PID", "-o", "OUT.parquet", "--force", *options]
     return Tracer(name, command, said="recording")
-
-
-def ptraced(pid: int) -> bool:
-    """Whether a debugger has the process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
 def tracers() -> list[Tracer]:
@@ -108,25 +106,11 @@ def tracers() -> list[Tracer]:
     ]
     if shutil.which("strace"):
         command = ["strace", "-f", "-q", "-ttt", "-e", "trace=desc", "-o", "OUT.strace", "-p", "PID"]
-        found.append(Tracer("strace", command, attached=ptraced))
+        found.append(Tracer("strace", command, ptraces=True))
     if shutil.which("perf"):
-        found.append(
-            Tracer("perf trace", ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"], attached=_slept())
-        )
-    if shutil.which("bpftrace"):
-        program = 'tracepoint:syscalls:sys_enter_pread64 /pid == PID/ { printf("%d %d\\n", args->pos, args->count); }'
-        found.append(Tracer("bpftrace", ["bpftrace", "-o", "OUT.bpftrace", "-e", program], said="Attaching"))
+        command = ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"]
+        found.append(Tracer("perf trace", command, settle_s=2.0))  # it says nothing
     return found
-
-
-def _slept() -> Attached:
-    """perf says nothing: it is given two seconds."""
-    begun: dict[int, float] = {}
-
-    def attached(pid: int) -> bool:
-        return time.monotonic() - begun.setdefault(pid, time.monotonic()) > 2
-
-    return attached
 
 
 def run_client(client: Path, file: Path, seconds: float, size: int, tracer: Tracer, out: Path, rate: int = 0) -> float:
@@ -247,19 +231,6 @@ def bars(told: Document) -> list[Bar]:
     return found
 
 
-def tables(told: Document) -> Iterator[Table | str]:
-    """Yields the overheads, and what is recorded as fast as it can be read."""
-    rows = []
-    for row in told["overheads"]:
-        runs, size = row["ns_per_read"], "4 KiB" if row["read_bytes"] == SIZES[0] else "1 MiB"
-        spread = f"{min(runs):.0f}..{max(runs):.0f}"
-        rows.append((row["tracer"], size, f"{statistics.median(runs):.0f}", spread, f"{row['ratio']:.2f}x"))
-    title = "what tracing costs a process that reads cached blocks (measured)"
-    yield table_of(title, "tracer<|read|ns per read|min..max|ratio", rows)
-    fastest = told["rate"][1]
-    yield f"as fast as it can: {fastest['events_per_s']:,.0f} events/s, lost {fastest['lost']:,}"
-
-
 def _clear(scratch: Path) -> None:
     for left in scratch.glob("out*"):
         left.unlink()
@@ -273,7 +244,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yields every run, of a client that is compiled first."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise EnvironmentProblem("there is no C compiler", "install gcc or clang")
@@ -285,3 +255,11 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         pairs = [paired(client, scratch, size, args.pairs) for size in SIZES]
         rates = [rate(client, scratch, max(10.0, args.seconds), limit) for limit in (LEAST_RATE * 11 // 10, 0)]
         yield {"overheads": rows, "pairs": pairs, "rate": rates, "start_s": start(client, scratch, args.rounds)}
+
+
+def table(told: Document) -> str:
+    sizes = sorted({one["read_bytes"] for one in told["overheads"]})
+    tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
+    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
+    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])

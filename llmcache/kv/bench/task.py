@@ -7,6 +7,7 @@ bytes. *Measured* on this machine. Needs torch and transformers, which are impor
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,31 +183,38 @@ def _rows(
 
 def answered(
     setup: TaskSetup, subject: Subject, context: int, directory: Path | None, everyone: Sequence[Candidate],
-    texts: list[str], progress: Progress = lambda _: None,
+    texts: list[str], progress: Progress = lambda _: None, least: float = 0.0,
 ) -> dict[Candidate, Told]:  # fmt: skip
     """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from.
 
-    `directory`: as `Candidate.cache` has it.
+    `directory`: as `Candidate.cache` has it. `least`: share of right answers that is wanted of transformers' own cache; when
+    it cannot be had any more, it alone is asked and told of.
     """
     from llmcache.kv.bench.subject import Prompt, said
 
     model = subject.model
     told = {one: Told() for one in everyone}
-    for number, asked in enumerate(probes(setup, subject, context)):
+    parts = list(probes(setup, subject, context))
+    questions = sum(len(asked.ids) * len(asked.answers) for asked in parts if isinstance(asked, Probe))
+    wrong, most_wrong = 0, (1 - least) * questions if least else math.inf
+    for number, asked in enumerate(parts):
         read = Prompt(model, asked.ids)
         texts += [asked.source] if isinstance(asked, Document) else []
         full: Any = None
         for one in everyone:
+            if full is not None and wrong > most_wrong:
+                break
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
             with one.cache(model, setup, directory) as cache:
                 read.give(cache)
                 own = said(model, cache, asked)
-            full = own if full is None else full
+            if full is None:
+                full, wrong = own, wrong + int((~own).sum()) if isinstance(asked, Probe) else 0
             if isinstance(asked, Document):
                 told[one].add_text(own, full, asked.following[0, 1:])
             else:
                 told[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
-    return told
+    return told if wrong <= most_wrong else {everyone[0]: told[everyone[0]]}
 
 
 def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:

@@ -60,7 +60,6 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("tokens", type=int)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
     parser.add_argument("--no-mmap", action="store_true", help="read the model into memory in place of mapping it")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between tokens")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of a slower processor per token (emulated)")
@@ -80,7 +79,7 @@ def main() -> None:
         model.eval([300 + index % 1000])
         return lambda: {"crc": zlib.crc32(ctypes.string_at(llama_cpp.llama_get_logits(model.ctx), 4 * vocabulary))}
 
-    steps(begin, args.tokens, token, args.seconds, args.pause)
+    steps(begin, args.tokens, token, pause=args.pause)
 
 
 if __name__ == "__main__":
