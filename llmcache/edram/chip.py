@@ -1,16 +1,21 @@
-"""Parts of the chip by themselves, modelled: areas, and lifetimes of activations in eDRAM.
+"""Parts of the chip by themselves, modelled: areas, the systolic evictor, lifetimes of activations in eDRAM.
 
-Lifetimes: kelle.txt, section 6, equations 4 to 8, figure 12, in the baseline's order of work and the Kelle scheduler's. The
-equations are for MHA and add times up, whatever the sizes; what refreshing costs is by bytes (`energy`).
+The evictor is a column of registers beside the array that finds the token to evict while scores are computed (kelle.txt,
+sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array gives the product of token i one cycle after row i - 1; in the
+same cycle register S_i adds it to the token's score, and in the next the chain M compares the sum with the least so far.
+
+Lifetimes: section 6, equations 4 to 8, figure 12, in the baseline's order of work and the Kelle scheduler's. The equations
+are for MHA and add times up, whatever the sizes; what refreshing costs is by bytes (`energy`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import TypeVar
 
 from llmcache.arrays import Doubles
-from llmcache.edram.constants import CHIP, EDRAM_4MB, SRAM_4MB
+from llmcache.edram.constants import AERP, CHIP, EDRAM_4MB, SRAM_4MB
 from llmcache.edram.systems import AcceleratorSystem, Configuration
 
 
@@ -45,6 +50,44 @@ def area_of(system: AcceleratorSystem) -> Area:
         edram_mm2=EDRAM_4MB.area_mm2 * edram / EDRAM_4MB.capacity_bytes,
         sfu_mm2=CHIP.area_shares[3] * CHIP.area_mm2,
         evictor_mm2=CHIP.evictor_mm2 if system.policy.evict and hardware.systolic_evictor else 0.0,
+    )
+
+
+CHAIN_CYCLES = 1
+"""Cycles from the last product of a search to its result: what the evictor adds to the array's own time."""
+
+
+@dataclass(frozen=True)
+class EvictorCost:
+    """What evicting costs in a decode step, modelled: with the evictor, and with a search after the scores are there.
+
+    `stall_ns` and `joules` are the evictor's own; `search_ns` is a scan of the scores by one comparator, a score a cycle,
+    which also reads every score from its registers and writes it back (`search_bytes`).
+    """
+
+    register_bytes: float
+    stall_ns: float
+    search_ns: float
+    search_bytes: float
+    joules: float
+
+
+def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
+    """Returns the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full.
+
+    The evictor draws its power over the whole step. Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its
+    "5%" of energy and "7%" of latency depend on what is compared with and are not used.
+    """
+    shape, workload = configuration.model, configuration.workload
+    searches = shape.kv_heads * shape.layers * workload.batch
+    cycle_ns = 1e9 / configuration.hardware.clock_hz
+    registers = workload.budget * AERP.score_bits / 8
+    return EvictorCost(
+        register_bytes=registers * searches,
+        stall_ns=CHAIN_CYCLES * cycle_ns * searches,
+        search_ns=workload.budget * cycle_ns * searches,
+        search_bytes=2 * ceil(registers) * searches,
+        joules=CHIP.evictor_w * step_ns / 1e9,
     )
 
 

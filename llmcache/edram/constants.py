@@ -124,6 +124,7 @@ class Aerp:
     """Defaults of the eviction and recomputation policy. Budgets and windows belong to the workloads."""
 
     sinks: int = 10  # 7.1
+    score_bits: int = 4  # 5.1: of the score registers
     batch: int = 16  # 8
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles
+from llmcache.edram.chip import CHAIN_CYCLES
 from llmcache.edram.constants import CHIP
 from llmcache.edram.systems import Configuration
 
@@ -207,13 +208,8 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Array) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Array:
-    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full.
-
-    The systolic evictor is a column of registers beside the array (sections 5.1 and 5.3, figure 11): row i gives the product
-    of token i one cycle after row i - 1, and the chain of comparisons follows one cycle behind. Without it the scores are
-    scanned by one comparator, a score a cycle.
-    """
-    cycles = np.where(c.systolic_evictor, 1, steps.cached)
+    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
+    cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
 

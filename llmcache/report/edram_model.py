@@ -12,8 +12,9 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.edram.accelerator import LATENCIES, Axes, Compared, compared, roofline_of
 from llmcache.edram.catalogue import Catalogue, catalogue, listed, named
-from llmcache.edram.chip import Area, area_of, lifetimes_of
+from llmcache.edram.chip import Area, EvictorCost, area_of, evictor_cost, lifetimes_of
 from llmcache.edram.energy import KINDS
+from llmcache.edram.latency import RESOURCES
 from llmcache.edram.systems import BASELINE, RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload
 from llmcache.errors import UsageError
 from llmcache.report import output
@@ -147,6 +148,25 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
         lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
         yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", lifetimes, lasts)
+    if evictors := _evictors(rows):
+        cells: Mapping[str, Callable[[EvictorCost], str]] = {
+            "stall": lambda one: format_duration(one.stall_ns),
+            "a scan of the scores instead": lambda one: format_duration(one.search_ns),
+            "scores of all heads and layers": lambda one: format_size(one.register_bytes),
+            "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
+        }
+        yield _by_system(f"Systolic evictor, a step with a full cache ({MODELLED})", "", evictors, cells)
+
+
+def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
+    """What evicting costs in a step with a full cache, by system, of those that evict with the systolic evictor."""
+    found: dict[str, EvictorCost] = {}
+    for row in rows:
+        one = row.configuration
+        if one.policy.evict and one.hardware.systolic_evictor and one.system.name not in found:
+            decode_s = sum(row.outcome.latencies_s[name] for name in RESOURCES)
+            found[one.system.name] = evictor_cost(one, 1e9 * decode_s / one.workload.decode)
+    return found
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
@@ -214,6 +234,7 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
         ],
         "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in roofs.items()},
         "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in lifetimes.items()},
+        "evictors": {name: asdict(one) for name, one in _evictors(rows).items()},
     }
 
 

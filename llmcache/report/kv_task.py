@@ -207,7 +207,7 @@ Cells = dict[str, str]
 
 
 def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
-    """Returns what is told of a row's answers and memory, and of its times and what a step moves."""
+    """Returns what is told of a row's answers, attention and memory, and of its times and what a step moves."""
     full, kept, moved = bench.stock(row.context), bench.kept(row), row.moved_bytes
     nats = {"loss above full": bench.above(row), "divergence": row.divergences and mean_of(row.divergences)}
     answers = {
@@ -215,6 +215,8 @@ def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
         "right": f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
         "of full's": "-" if kept is None else f"{kept:.1%}",
         "questions": f"{row.answers.questions}",
+        "top-k found": "-" if row.attention is None else f"{row.attention.recall:.1%}",
+        "attention": "-" if row.attention is None else f"{row.attention.mass:.1%}",
         "KV in memory": format_size(row.memory.kv_bytes),
         "of full": f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
         "index": format_size(row.memory.index_bytes),

@@ -18,7 +18,7 @@ from llmcache import cli
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.results import STOCK
-from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock
+from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.tasks.recall import symbols
@@ -48,6 +48,8 @@ def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> Non
     rows = {row["policy"]: row for row in told["rows"]}
     assert rows["stock"]["answers"]["share"] == rows["icecache"]["answers"]["share"] == 1
     assert rows["window"]["answers"]["share"] < 0.5
+    assert rows["icecache"]["attention"]["mass"] > rows["window"]["attention"]["mass"]
+    assert rows["icecache"]["attention"]["recall"] > 0.6
     own = rows["icecache"]
     assert own["spilled_bytes"] > 0 and own["moved_bytes"]["ssd to cpu, fetch"] > 0
     assert own["memory"]["kv_bytes"] < rows["stock"]["memory"]["kv_bytes"] == 2 * 2 * 32 * 2 * 4 * (512 + 1 + 3 + 2)
@@ -102,6 +104,26 @@ def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
     with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
         prompt.give(own)
         assert (ask(model, own, probe) == expected).all() and not expected.all()
+
+
+def test_the_watch_sees_what_attention_would() -> None:
+    """Counted again by hand, from transformers' own weights of eager attention."""
+    ids = symbols("recall", np.random.default_rng(2), 400, 2).ids
+    plain = transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL, attn_implementation="eager").eval()
+    with torch.no_grad():
+        weights = plain(input_ids=torch.from_numpy(ids), output_attentions=True).attentions[0][:, :, -1].numpy()
+    model = subject().model
+    with SpillCache(model.config, "window", token_budget=128, threads=2) as cache:
+        feed(model, cache, ids[:, :-1])
+        seen, middle = watch(cache), cache.store.middle
+        feed(model, cache, ids[:, -1:])
+        recalls, masses = seen.recalls[0], seen.masses[0]
+    old = weights[..., :-1] / weights[..., :-1].sum(-1, keepdims=True)
+    lead, end = middle.start * 16, middle.stop * 16
+    count = 128 - (399 - (end - lead))  # of the middle, as many as the budget leaves
+    assert masses == pytest.approx(float((old[..., :lead].sum(-1) + old[..., end - count :].sum(-1)).mean()), abs=1e-4)
+    best = np.argsort(-old.reshape(2, 2, 2, -1).sum(2)[..., lead:end], -1)[..., :count]
+    assert recalls == pytest.approx(float((best >= end - lead - count).mean()), abs=1e-6)
 
 
 def test_lengths_are_measured_beside_the_stock_cache(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.kv.bench.results import STOCK, Answers, KvMemory, Speed, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, Attention, KvMemory, Speed, TaskBench, TaskRow
 
 MS = 1_000_000
 TITLES = {STOCK: "DynamicCache", "icecache": "IceCache", "quest": "Quest", "h2o": "H2O-like", "window": "Window"}
@@ -22,10 +22,11 @@ def speed(token_ms: float, loading: float = 0.0, query: float = 0.0) -> Speed:
 def row(policy: str, budget: int | None, right: Sequence[int], context: int = 1024, token_ms: float = 4.0) -> TaskRow:
     depths = [place / 20 for place in range(len(right))]
     memory = KvMemory(1 << 20, 0) if policy == STOCK else KvMemory(40_000, 10_000)
+    attention = None if policy == STOCK else Attention(0.8, 0.9)
     moved: Mapping[str, float] = {} if policy == STOCK else {"ssd to cpu, fetch": 5e5}
     title = TITLES.get(policy, policy)
     found = answers(right, depths=depths)
-    return TaskRow(policy, title, context, budget, found, speed(token_ms), memory, moved, 1 << 20, 0.9)
+    return TaskRow(policy, title, context, budget, found, speed(token_ms), memory, moved, 1 << 20, 0.9, attention)
 
 
 def bench(shares: Mapping[tuple[str, int | None], Sequence[int]], contexts: Sequence[int] = (1024,)) -> TaskBench:

@@ -62,6 +62,7 @@ def test_model_says_everything_in_base_units() -> None:
     assert set(found["rooflines"]) == {"AERP+SRAM", "Kelle+eDRAM"}
     plain, kelle = (found["lifetimes"][name] for name in ("Original+eDRAM", "Kelle+eDRAM"))
     assert kelle["total_ns"] < plain["total_ns"] / 1.5 and kelle["k_ns"] == kelle["v_ns"] == 0
+    assert set(found["evictors"]) == {"AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"}
     assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
 
 

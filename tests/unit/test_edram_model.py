@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmcache.edram.accelerator import evaluate
-from llmcache.edram.chip import lifetimes_of
+from llmcache.edram.chip import evictor_cost, lifetimes_of
 from llmcache.edram.constants import PAPER, PROFILES, Profile
 from llmcache.edram.energy import REFRESH
 from llmcache.edram.latency import (
@@ -133,3 +133,12 @@ def test_the_accelerator_model_refreshes_activations_by_their_lifetimes(name: st
     prefill_s = found.latencies_s["prefill_array"] + found.latencies_s["prefill_dram"]
     live = PAPER.refresh_w(one.hardware.activation_bytes, one.policy.activation_interval_ns) * prefill_s
     assert found.energies_j["refresh_activations"] - live == pytest.approx(wanted, rel=1e-6) and wanted > 0
+
+
+def test_the_evictor_stalls_for_a_cycle_where_a_scan_takes_one_per_token() -> None:
+    one = configuration(batch=1)  # LLaMA2-7B, N' = 2048: 1024 heads of all layers
+    cost = evictor_cost(one, step_ns=1e8)
+    assert cost.search_ns == 2048 * cost.stall_ns == 2048 * 1024
+    assert cost.register_bytes == 1024 * 1024 and cost.search_bytes == 2 * cost.register_bytes
+    assert cost.joules == pytest.approx(0.0028)
+    assert evictor_cost(configuration(batch=16), 1e8).stall_ns == 16 * cost.stall_ns

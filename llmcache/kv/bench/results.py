@@ -1,7 +1,7 @@
 """What `kv bench` found; the same dataclasses feed the table, the JSON and the pictures.
 
-Of policies: one row a policy (or a beta), all measured or all modelled, never mixed. Of tasks, all *measured*:
-answers, time, bytes and memory, a row for each policy, budget and context.
+Of policies: one row a policy (or a beta), all measured or all modelled, never mixed. Of tasks, all *measured*: answers,
+attention, time, bytes and memory, a row for each policy, budget and context.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Marks:
-    """Where a sweep of beta should have its minimum: at `rule`, f_c / f_s, or at `m0` where memory ends before it.
-
-    `f_c` and `f_s` in bytes/s of keys.
-    """
+    """Where a sweep of beta should have its minimum: at `rule`, f_c / f_s, or at `m0` where memory ends before it."""
 
     f_c: float
     f_s: float
@@ -84,6 +81,10 @@ class Marks:
         """The smaller of both."""
         return self.rule if self.m0 is None else min(self.rule, self.m0)
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, f_c and f_s in bytes/s of keys."""
+        return {**asdict(self), "rule": self.rule, "expected": self.expected}
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -95,13 +96,14 @@ class Bench:
     marks: Marks | None = None
     notes: tuple[str, ...] = field(default=())
 
+    def speedups(self, row: Row) -> dict[str, float]:
+        """Returns how many times as fast as each other policy `row` is; nothing in a sweep, whose rows are of one policy."""
+        return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
+
     def document(self) -> dict[str, Any]:
         """Returns it as JSON-ready values."""
-        rows = []
-        for row in self.rows:  # nothing is faster than another in a sweep, whose rows are of one policy
-            faster = {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
-            rows.append({**asdict(row), "speedup_over": faster})
-        marks = self.marks and {**asdict(self.marks), "rule": self.marks.rule, "expected": self.marks.expected}
+        rows = [{**asdict(row), "speedup_over": self.speedups(row)} for row in self.rows]
+        marks = None if self.marks is None else self.marks.to_json()
         return {
             "schema": SCHEMA, "kind": self.kind, "conditions": dict(self.conditions), "rows": rows, "marks": marks,
             "notes": list(self.notes),
@@ -161,6 +163,18 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How well tokens are chosen, means over steps, layers and query heads, against the attention over everything.
+
+    `recall`: of as many middle tokens with the largest weights as were chosen, the share that was. `mass`: the share of
+    all weights that fell on what was attended to, sink and window included.
+    """
+
+    recall: float
+    mass: float
+
+
+@dataclass(frozen=True)
 class Speed:
     """One sequence, medians over decode steps. `tt2t_ns`: prefill and one step. `parts_ns`: by `PARTS`, of `tpot_ns`."""
 
@@ -198,6 +212,7 @@ class TaskRow:
     moved_bytes: Mapping[str, float] = field(default_factory=dict)
     spilled_bytes: int = 0
     hit_ratio: float = 1.0
+    attention: Attention | None = None
     losses: tuple[float, ...] | None = None
     divergences: tuple[float, ...] | None = None
 

@@ -1,4 +1,4 @@
-"""A model under measurement: what it answers and how long it takes, with any cache and all else the same.
+"""A model under measurement: what it answers, how long it takes, what is chosen, with any cache and all else the same.
 
 Answers: hillinfer.txt, section 4.3, figure 8 asks the same of its models on OpenBookQA, RTE, PIQA and COPA. Differs from
 the paper: small models, generated tasks and texts that are on the machine (`llmcache.kv.tasks`). Needs torch and
@@ -30,10 +30,12 @@ from llmcache.kv.bench.synthetic import since
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
+from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies.baselines import all_products, softmax
 from llmcache.kv.tasks import Chain, Questions
 from llmcache.kv.tasks.english import Document
 from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
-from llmcache.kv.tiers import Traffic
+from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
 from llmcache.kv.transformers.conversation import Call, Conversation, Output, no_attention
@@ -335,3 +337,50 @@ class Run:
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
         policy = getattr(self.cache.conversation.engine, "policy", None)
         return KvMemory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
+
+
+class Watch:
+    """Stands where a policy stood, and computes exact attention beside each choice (slow: everything is read).
+
+    `recalls` and `masses` are means over the batch and the heads, one for each step and layer where there was a choice:
+    see `Attention`. The newest token, which no choice is about, is not counted.
+    """
+
+    def __init__(self, policy: KvPolicy) -> None:
+        self._policy = policy
+        self.recalls: list[float] = []
+        self.masses: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def prefilled(self, layer: int, queries: Floats, start: int) -> None:
+        """As the policy's own."""
+        self._policy.prefilled(layer, queries, start)
+
+    def select(self, layer: int, queries: Floats) -> Selection:
+        """Returns what the policy selects."""
+        selection, inside = self._policy.select(layer, queries), self._policy.inside
+        if selection.count < inside.stop - inside.start:
+            weights = softmax(all_products(self._policy.store, layer, queries, self._policy.scale))
+            chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
+            np.put_along_axis(chosen, selection.positions, True, 2)
+            if selection.count:
+                self.recalls.append(_recalled(weights[..., inside], chosen[..., inside]))
+            chosen[..., : inside.start] = chosen[..., inside.stop :] = True
+            self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
+        return selection
+
+
+def _recalled(weights: Floats, chosen: Flags) -> float:
+    """Share of the tokens with the largest weights, added up by key head, that were chosen: of as many as were."""
+    best_first = np.argsort(-weights.sum(2), axis=-1)
+    are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
+    return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())
+
+
+def watch(cache: SpillCache) -> Watch:
+    """Returns a watch over the policy of `cache`, which has read a prompt, from now on."""
+    engine: Any = cache.conversation.engine
+    engine.policy = found = Watch(engine.policy)
+    return found

@@ -1,7 +1,8 @@
-"""Tasks for a model of transformers with its own cache and with spilled ones: answers, time, bytes, memory.
+"""Tasks for a model of transformers with its own cache and with spilled ones: answers, attention, time, bytes, memory.
 
-Two runs of each cache: one that answers; and one sequence that is generated, in turns with all other caches, for times and
-bytes. *Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
+Three runs of each cache: one that answers; one that answers the questions of a few contexts while it is watched, for what
+of the attention was chosen; and one sequence that is generated, in turns with all other caches, for times and bytes.
+*Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.bench.results import STOCK, Answers, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
 from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
@@ -46,6 +47,8 @@ STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
 AT_ONCE_TOKENS = 1 << 16
 """Of all contexts that are read at a time, so that their keys and queries fit in memory."""
+WATCHED = 4
+"""Contexts whose questions are asked once more to see what of the attention was chosen."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +171,14 @@ def _rows(
     everyone = candidates(setup)
     told = answered(setup, subject, context, directory, everyone, texts, progress)
     first = next(probes(setup, subject, context))
+    attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
 
     def row(one: Candidate, run: Run) -> TaskRow:
         speed, moved = run.speed(), run.moved()
         return TaskRow(
             one.policy, one.title, context, one.budget, told[one].answers(), speed, run.memory(),
-            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio,
+            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio, attention.get(one),
             losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
 
@@ -215,6 +219,28 @@ def answered(
             else:
                 told[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
     return told if wrong <= most_wrong else {everyone[0]: told[everyone[0]]}
+
+
+def _attention(
+    setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
+) -> dict[Candidate, Attention]:
+    """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
+    from llmcache.kv.bench.subject import Prompt, said, watch
+
+    # From all over the batch; a chain's contexts are all alike.
+    few = asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
+    read = Prompt(subject.model, few.ids)
+    found: dict[Candidate, Attention] = {}
+    for one in everyone:
+        if one.policy == STOCK:
+            continue
+        with one.cache(subject.model, setup, directory) as cache:
+            read.give(cache)
+            watched = watch(cache)
+            said(subject.model, cache, few)
+        if watched.recalls:
+            found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
+    return found
 
 
 def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
