@@ -110,6 +110,9 @@ def tracers() -> list[Tracer]:
     if shutil.which("perf"):
         command = ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"]
         found.append(Tracer("perf trace", command, settle_s=2.0))  # it says nothing
+    if shutil.which("bpftrace"):
+        program = 'tracepoint:syscalls:sys_enter_pread64 /pid == PID/ { printf("%d %d\\n", args->pos, args->count); }'
+        found.append(Tracer("bpftrace", ["bpftrace", "-o", "OUT.bpftrace", "-e", program], said="Attaching"))
     return found
 
 

@@ -16,7 +16,7 @@ from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, one_of
 from llmcache.kv.policies.evaluation import HierarchicalEvaluation
-from llmcache.kv.tiers import Selection, side_by_side
+from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
 PROMISING = 2
 """LeoAM: tokens that are scored exactly, as a multiple of those chosen."""
@@ -87,19 +87,30 @@ class Oracle(KvPolicy):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best of the middle; see `OracleSettings`."""
-        everything = self.store.gather(layer, self.store.everything)
-        keys = widened(everything.keys)
-        grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]) * np.float32(self.scale)
-        logits: Floats = np.matmul(grouped, keys.swapaxes(2, 3))  # [batch, kv_heads, group, tokens]
-        everything.release()
+        logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        scores: Floats = logits.max(axis=2) if self.settings.by == "product" else weights.sum(axis=2)
+        scores: Floats = logits.max(axis=2) if self.settings.by == "product" else softmax(logits).sum(axis=2)
         inside = np.ascontiguousarray(scores[..., self.inside])
         if self.settings.by == "layer":
             return Selection(side_by_side([top_shared(of_sequence, tokens) for of_sequence in inside]) + self.inside.start)
         return Selection(top(inside, tokens) + self.inside.start)
+
+
+def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> Floats:
+    """Returns the products [batch, kv_heads, group, tokens] of `queries` [batch, heads, dim] and all keys, times `scale`."""
+    everything = store.gather(layer, store.everything)
+    keys = widened(everything.keys)
+    grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]) * np.float32(scale)
+    products: Floats = np.matmul(grouped, keys.swapaxes(2, 3))
+    everything.release()
+    return products
+
+
+def softmax(logits: Floats) -> Floats:
+    """Returns the weights that sum to 1 along the last axis."""
+    weights: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 class Prefetch(KvPolicy):
