@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 from rich.console import Console
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
 from .cgroup import Cgroup
@@ -156,13 +158,26 @@ def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
 
 
+def compression(directory: Path) -> list[dict[str, Any]]:
+    """Speed and ratio of codecs on the blocks below `directory`: against storage, they must make up for their time."""
+    store, rows = BlockStore(directory, None), []
+    read = (store.read(entry.key) for entry in store.entries()[:4])
+    data = b"".join(block.payload.tobytes() for block in read if block)
+    for name, level in (("zstd", 1), ("lz4", None)):
+        codec = pyarrow.Codec(name, compression_level=level)
+        begin = time.perf_counter()
+        packed = codec.compress(data)
+        between = time.perf_counter()
+        codec.decompress(packed, len(data))
+        took = {"packing": between - begin, "unpacking": time.perf_counter() - between}
+        speeds = {f"{what}_bytes_per_s": len(data) / seconds for what, seconds in took.items()}
+        rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
+    return rows
+
+
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf",
-        help="a GGUF file [SmolLM2, which tools/test fetches]",
-    )
+    smollm2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    parser.add_argument("--model", type=Path, default=smollm2, help="a GGUF file [SmolLM2, which tools/test fetches]")
     parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none")
@@ -188,5 +203,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
             begin = time.monotonic()
             parts |= part()
             console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
+        parts["compression"] = {"rows": compression(scratch / "ours")}
     about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
     yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}
