@@ -232,7 +232,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
     type=types.NameType("paper", "typical", "measured", several=False),
     help="Whose speeds: paper, typical (the paper's typical PC), measured [default: measured with --ssd, else typical].",
 )
-@click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, float32.")
+@click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, int8, float32.")
 @base.json_option("llmcache.kv-plan/1")
 def plan_command(as_json: bool, **options: Any) -> None:
     """What of a model and its KV cache fits where, and how long a token would take.

@@ -31,7 +31,7 @@ models = st.builds(
     vocabulary=st.integers(100, 200_000),
     gated=st.booleans(),
     tied=st.booleans(),
-    kv_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    kv_dtype=st.sampled_from(["float16", "bfloat16", "int8", "float32"]),
     mixture=st.none()
     | st.builds(MixtureMlp, st.just(1), experts=st.integers(8, 256), used=st.integers(1, 8), ffn=st.integers(64, 8192)),
 )

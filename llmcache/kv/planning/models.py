@@ -18,8 +18,9 @@ from typing import Any
 from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.errors import UsageError
 
-KV_BYTES: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number of the KV cache, by type."""
+KV_BYTES: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes of a number of the KV cache, by type; int8 carries a scale of 4 bytes per row besides."""
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class ModelShape:
     @property
     def key_bytes(self) -> float:
         """Bytes of the keys of one token in one layer; its values take as many."""
-        return self.kv_heads * self.head_dim * KV_BYTES[self.kv_dtype]
+        scale = SCALE_BYTES if self.kv_dtype == "int8" else 0
+        return self.kv_heads * (self.head_dim * KV_BYTES[self.kv_dtype] + scale)
 
     @property
     def token_bytes(self) -> float:
