@@ -114,7 +114,7 @@ install_optional() {
 install_libbpf() {
     if has_libbpf; then return 0; fi
     install_optional libbpf1
-    has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace needs it"
+    has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace does without BPF, by tier faults"
 }
 
 # The small programs that some tests run; a test whose program is not there is skipped, and says so.

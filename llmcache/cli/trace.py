@@ -31,9 +31,9 @@ class _TraceCommand(base.Command):
 @click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
-    type=types.NameType("auto", "filemap", "fexit", "syscalls", several=False),
+    type=types.NameType("auto", "filemap", "fexit", "syscalls", "faults", several=False),
     default="auto",
-    help="filemap, fexit or syscalls.",
+    help="filemap, fexit, syscalls or faults.",
 )
 @click.option("--coalesce/--no-coalesce", default=True, help="Join accesses to adjacent blocks.")
 @click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
@@ -54,8 +54,8 @@ def command(
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
     (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
 
-    Tiers, best first: filemap, fexit, syscalls (all by BPF: root and libbpf). The best that works is taken; what it cannot
-    see is printed. Without root: strace, and llmcache convert.
+    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), faults (page faults, and reads where strace is
+    installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
     from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace import capture

@@ -37,7 +37,7 @@ from llmcache.trace.files import AskLocked, FileTable, LockedBytes
 from llmcache.trace.formats import PARQUET
 from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
 from llmcache.trace.formats.recording import read as read_recording
-from llmcache.trace.kernel import AUTO, POLL_S, Scope, start_source
+from llmcache.trace.kernel import AUTO, start_source
 from llmcache.trace.processes import Target
 from llmcache.trace.record import (
     LOCKED,
@@ -51,7 +51,7 @@ from llmcache.trace.record import (
     concatenated,
     locked_extra,
 )
-from llmcache.trace.records import ACCESS, BLOCK, EVICT, FILL, MATCHED, SAMPLED
+from llmcache.trace.records import ACCESS, BLOCK, EVICT, FILL, MATCHED, POLL_S, SAMPLED, Scope
 from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.capture/1"
@@ -248,7 +248,7 @@ class _Capture:
                 self._sidecars[BLOCK] = BlockRequests(settings.beside("block"), settings.force)
             if settings.rerefs_s:
                 self._sidecars[SAMPLED] = SampledTouches(settings.beside("sampled"), settings.force)
-            self._table = FileTable((self._target.pid,))
+            self._table = FileTable((self._target.pid,), self._source.paths)
             stack.pop_all()
         return self
 

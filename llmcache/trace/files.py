@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +26,10 @@ from llmcache.errors import LlmcacheError
 from llmcache.mountinfo import Mount, mounts
 from llmcache.trace.processes import FileMapping, mappings
 from llmcache.trace.record import TraceFile
-from llmcache.trace.records import distinct_files
+from llmcache.trace.records import Key, distinct_files
 from llmcache.units import format_size
 
 DELETED = " (deleted)"
-Key = tuple[int, int]  # device and inode
 AskLocked = Callable[[TraceFile], int]
 # Handles of these file systems are inode number and generation, and a generation of 0 stands for any.
 _BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
@@ -49,8 +48,9 @@ class OpenFile:
 class FileTable:
     """The file table of a recording: numbers given in the order of appearance."""
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        """Looks at what `pids` have open now."""
+    def __init__(self, pids: Iterable[int], told: Mapping[Key, str] = {}) -> None:
+        """Looks at what `pids` have open now. `told`: the paths that the source of the records knows, ever more."""
+        self._told = told
         self.files: list[TraceFile] = []
         self.unnamed = 0
         self.changes = 0  # how often a file that was in `files` already got its name
@@ -98,7 +98,7 @@ class FileTable:
 
     def _add(self, key: Key) -> None:
         named = self._known.get(key)
-        if named is None and (found := path_of(*key)):
+        if named is None and (found := self._told.get(key) or path_of(*key)):
             named = OpenFile(found, _size(found, key))
         path = named.path if named else unnamed(key)
         if named is None:

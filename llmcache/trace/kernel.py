@@ -1,7 +1,8 @@
 """Where live traces come from: BPF programs on page-cache tracepoints, on the functions behind them, on system calls.
 
 `KernelPrograms` is the compiled object in the kernel: which of its programs run here, and what was configured in it. A
-`Source` is what one tier makes of them, `SOURCES` the table of all, best first; `start_source` takes the best that works.
+`BpfSource` is what one tier makes of them. `SOURCES` is the table of all tiers, best first, with the one that needs no BPF
+at its end; `start_source` takes the best that works.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.trace.records import RECORD, Residency, TimeOrder, no_records, unknown
+from llmcache.trace.faults import FaultSource
+from llmcache.trace.records import RECORD, Residency, Scope, Source, no_records, unknown
 from llmcache.trace.rerefs import Sampler
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 OBJECT = OBJECTS / "iotrace.bpf.o"
-POLL_S = 0.02  # how often a source is drained: often enough for the buffers, seldom enough to cost nothing
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
 LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
@@ -59,21 +60,6 @@ TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages
 """What tier filemap cannot do without, since Linux 6.12."""
 # An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
 _SETTLED_NS = 2_000_000 + LEFT_NS
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
-
-    `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
-    """
-
-    targets: Sequence[int]
-    follow: bool = True
-    writes: bool = False
-    block: bool = False
-    rerefs_s: float = 0.0
-    coalesce: bool = True
 
 
 @dataclass(frozen=True)
@@ -227,27 +213,19 @@ _HUGE = Feature([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block requests")
 
 
-class Source:
-    """A tier. Its user calls start(), drain() about every POLL_S seconds, stop(), and drain() once more: in one thread.
+class BpfSource(Source):
+    """What the tiers by BPF have in common: all but their programs."""
 
-    `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
-    """
-
-    name: ClassVar[str]  # its key in SOURCES
-    sees: ClassVar[str]
-    cannot_see: ClassVar[str]
     programs: ClassVar[Sequence[str]]  # what sees its accesses, without which there is no recording
-    pages: ClassVar[bool] = True  # sees fills and evictions, and mapped pages
+    pages = True
+    requests = True
 
     def __init__(self) -> None:
-        self.remarks: list[str] = []  # what a reader must know beyond `cannot_see`: parts of the scope that were refused
+        super().__init__()
         self._kernel: KernelPrograms | None = None
-        self._order = TimeOrder()
         self._residency = Residency()
         self._live = 0
-        self._lost = 0
         self._sampler: Sampler | None = None
-        self._stopped = False
 
     @classmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
@@ -271,7 +249,7 @@ class Source:
         return None
 
     def start(self, scope: Scope) -> None:
-        """Loads and attaches: accesses are seen from now on. EnvironmentProblem if the kernel refuses, or none is there."""
+        """Loads and attaches. EnvironmentProblem if the kernel refuses, or none of the targets is there."""
         try:
             self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
@@ -282,9 +260,7 @@ class Source:
         self.remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            raise EnvironmentProblem(
-                f"process {', '.join(map(str, scope.targets))} is not there", "list processes with: ps -e"
-            )
+            raise scope.nobody()
         if scope.rerefs_s > 0:
             try:
                 self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
@@ -292,7 +268,7 @@ class Source:
                 self.remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
-        """All finished records since the last call, ascending in t_ns within and across calls; after stop() the rest."""
+        """See Source."""
         if self._kernel is None:
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
@@ -310,24 +286,24 @@ class Source:
         return self._residency.mark(records) if self.pages else unknown(records)
 
     def alive(self) -> bool:
-        """Whether any process that is recorded still runs, as of the last drain()."""
+        """As of the last drain()."""
         return self._live > 0
 
     @property
     def lost(self) -> int:
-        """Events known to have been lost since start()."""
+        """See Source."""
         if self._kernel is not None:
             self._lost = self._kernel.lost()
         return self._lost
 
     def stop(self) -> None:
-        """Detaches; what was recorded stays until the next drain(). May be called again, and without start()."""
+        """See Source."""
         if self._kernel is not None:
             self._kernel.detach()
         self._stopped = True
 
 
-class FilemapSource(Source):
+class FilemapSource(BpfSource):
     """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
 
     name = "filemap"
@@ -351,7 +327,7 @@ class FilemapSource(Source):
         return reason or super().probe()
 
 
-class FexitSource(Source):
+class FexitSource(BpfSource):
     """The functions behind the page cache, for kernels without its tracepoints."""
 
     name = "fexit"
@@ -363,7 +339,7 @@ class FexitSource(Source):
     )
 
 
-class SyscallSource(Source):
+class SyscallSource(BpfSource):
     """The results of read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
@@ -388,7 +364,7 @@ def _has_capabilities() -> bool:
 
 
 AUTO = "auto"
-SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, FexitSource, SyscallSource)}
+SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, FexitSource, SyscallSource, FaultSource)}
 
 
 def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
@@ -408,8 +384,9 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
     if tier == AUTO:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
         raise EnvironmentProblem(f"nothing on this machine can record this: {reasons}", "as root: sudo llmcache trace …")
-    works = next((name for name, other in SOURCES.items() if name != tier and other.probe() is None), None)
-    hint = f"--tier {works} works here" if works else "no other tier works here either: they need root"
+    others = (name for name, other in SOURCES.items() if name != tier and not _unseen(other, scope))
+    works = next((name for name in others if SOURCES[name].probe() is None), None)
+    hint = f"--tier {works} works here" if works else "no other tier works here either: most need root"
     raise EnvironmentProblem(f"--tier: {tier} cannot record here: {passed_over[tier]}", hint)
 
 
@@ -418,8 +395,8 @@ def _started(kind: type[Source], scope: Scope) -> Source | str:
 
     It is tried by starting it; only one that fails is asked why, which takes as long as starting does.
     """
-    if scope.rerefs_s and not kind.pages:
-        return "it cannot see touches of mapped pages (--mmap-rerefs)"
+    if reason := _unseen(kind, scope):
+        return reason
     source = kind()
     try:
         source.start(scope)
@@ -428,3 +405,12 @@ def _started(kind: type[Source], scope: Scope) -> Source | str:
             return reason
         raise
     return source
+
+
+def _unseen(kind: type[Source], scope: Scope) -> str | None:
+    """What must be granted of `scope` and is never seen by this kind; other parts are granted where they can be."""
+    if scope.block and not kind.requests:
+        return "it cannot see block requests (--block)"
+    if scope.rerefs_s and not kind.pages:
+        return "it cannot see touches of mapped pages (--mmap-rerefs)"
+    return None

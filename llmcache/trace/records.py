@@ -1,4 +1,4 @@
-"""Records of block accesses as the kernel's programs send them: their layout, their order, and hit or miss.
+"""Records of block accesses: who brings them (`Source`), their layout, their order, and hit or miss.
 
 Hit or miss is told by the fills and evictions between accesses. A block that was read from storage since its last access,
 by readahead or for the access itself, is a MISS at its next access; every other block is a HIT. So misses are comparable
@@ -8,10 +8,19 @@ thread, io_uring worker or fault brought it in.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
 from llmcache.arrays import Int64s, Records, Uint64s
+from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
+
+POLL_S = 0.02  # how often a source is drained: often enough for the buffers, seldom enough to cost nothing
+Key = tuple[int, int]  # device and inode
 
 # The kinds of record. FILL and EVICT tell what the page cache did, whoever caused it, for files that were accessed.
 ACCESS, FILL, EVICT, BLOCK, SAMPLED = range(5)
@@ -82,11 +91,77 @@ class TimeOrder:
         return rows[:split]
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
+
+    `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
+    """
+
+    targets: Sequence[int]
+    follow: bool = True
+    writes: bool = False
+    block: bool = False
+    rerefs_s: float = 0.0
+    coalesce: bool = True
+
+    def nobody(self) -> EnvironmentProblem:
+        """Returns the error that none of the targets runs."""
+        said = f"process {', '.join(map(str, self.targets))} is not there"
+        return EnvironmentProblem(said, "list processes with: ps -e")
+
+
+class Source(ABC):
+    """A tier. Its user calls start(), drain() about every POLL_S seconds, stop(), and drain() once more: in one thread.
+
+    `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
+    """
+
+    name: ClassVar[str]  # its key in SOURCES of llmcache.trace.kernel
+    sees: ClassVar[str]
+    cannot_see: ClassVar[str]
+    pages: ClassVar[bool]  # sees fills and evictions, and touches of mapped pages
+    requests: ClassVar[bool]  # sees requests of the block layer
+
+    def __init__(self) -> None:
+        self.remarks: list[str] = []  # what a reader must know beyond `cannot_see`: parts of the scope that were refused
+        self.paths: dict[Key, str] = {}  # of files that it was told the names of; others are looked up by its user
+        self._order = TimeOrder()
+        self._lost = 0
+        self._stopped = False
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> str | None:
+        """Why it cannot work here and now ("needs root", …), or None if it can. Leaves nothing."""
+
+    @abstractmethod
+    def start(self, scope: Scope) -> None:
+        """Accesses are seen from now on. EnvironmentProblem if the kernel refuses, or none of the targets is there."""
+
+    @abstractmethod
+    def drain(self) -> Records:
+        """All finished records since the last call, ascending in t_ns within and across calls; after stop() the rest."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether any process that is recorded still runs."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> int:
+        """Events known to have been lost since start()."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Detaches; what was recorded stays until the next drain(). May be called again, and without start()."""
+
+
 class Residency:
     """Remembers, by file, the blocks that were filled and not accessed since."""
 
     def __init__(self) -> None:
-        self._fresh: dict[tuple[int, int], Int64s] = {}
+        self._fresh: dict[Key, Int64s] = {}
 
     def mark(self, records: Records) -> Records:
         """Sets `miss` of the accesses among `records`, which are in order; splits those that are partly a miss."""
@@ -105,7 +180,7 @@ class Residency:
         split = [piece for piece in pieces if piece is not None]
         return _spliced(records, split) if split else records
 
-    def _mark_file(self, key: tuple[int, int], records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
+    def _mark_file(self, key: Key, records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
         fresh = self._fresh.get(key)
         kinds = records["kind"][rows]
         if fresh is None and not (kinds == FILL).any():

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from llmcache.arrays import Records
-from llmcache.trace.kernel import POLL_S, FilemapSource, Scope, Source
-from llmcache.trace.records import ACCESS, FILL
+from llmcache.trace.kernel import FilemapSource
+from llmcache.trace.records import ACCESS, FILL, POLL_S, Scope, Source
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import resident_bytes, wait_for
 

@@ -236,6 +236,7 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
         (["--", "no-such-program"], 2, "not found"),
         (["--tier", "magic", "--", "true"], 2, "--tier"),
         (["--tier", "syscalls", "--mmap-rerefs", "1", "--", "true"], 3, "--mmap-rerefs"),
+        (["--tier", "faults", "--block", "--", "true"], 3, "--block"),
         (["-d", "0", "--", "true"], 2, "-d"),
         (["-o", "run.csv", "--", "true"], 2, ".parquet"),
         (["-o", "/nowhere/run.parquet", "--", "true"], 2, "/nowhere"),
@@ -256,12 +257,21 @@ def test_an_ended_process_is_refused() -> None:
     assert done.returncode == 3 and "has ended" in done.stderr
 
 
-def test_without_privilege_it_says_what_is_needed(tmp_path: Path) -> None:
-    bare = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *LLMCACHE, "-o", str(tmp_path / "run.parquet")]
-    for options, said in (([], "can record this: filemap: "), (["--tier", "fexit"], "fexit cannot record here: ")):
+def test_without_privilege_it_says_what_would_work(tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    bare = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *LLMCACHE, "-o", str(out)]
+    for options, said in (
+        (["--block"], "can record this: filemap: "),
+        (["--tier", "fexit"], "--tier faults works here"),
+        (["--tier", "fexit", "--block"], "no other tier works here either"),
+    ):
         done = subprocess.run([*bare, *options, "--", "true"], capture_output=True, text=True)
         assert done.returncode == 3 and said in done.stderr and "hint:" in done.stderr
     assert not list(tmp_path.iterdir())
+    done = subprocess.run([*bare, "--", "true"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Trace.load(out).provenance.tier == "faults"
+    assert "better tiers cannot record here" in done.stderr
 
 
 def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Path, tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ def _held(pid: int) -> dict[int, set[int]]:
 def test_nothing_stays_attached_when_the_recorder_is_killed(number: signal.Signals) -> None:
     script = (
         "import os,time\n"
-        "from llmcache.trace.kernel import FilemapSource, Scope\n"
+        "from llmcache.trace.kernel import FilemapSource\n"
+        "from llmcache.trace.records import Scope\n"
         "s = FilemapSource()\n"
         "s.start(Scope([os.getppid()], writes=True, block=True))\n"
         "print('started', flush=True)\n"

@@ -18,10 +18,10 @@ from llmcache.arrays import Records
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace import rerefs
-from llmcache.trace.kernel import FilemapSource, Scope, SyscallSource, start_source
+from llmcache.trace.kernel import FilemapSource, SyscallSource, start_source
 from llmcache.trace.processes import descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
-from llmcache.trace.records import SAMPLED
+from llmcache.trace.records import SAMPLED, Scope
 from llmcache.trace.rerefs import Sampler
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import wait_for

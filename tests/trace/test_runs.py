@@ -16,9 +16,9 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace import kernel
-from llmcache.trace.kernel import FilemapSource, Scope
+from llmcache.trace.kernel import FilemapSource
 from llmcache.trace.record import HIT, MISS
-from llmcache.trace.records import EVICT, FILL
+from llmcache.trace.records import EVICT, FILL, Scope
 from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drained, drop, lock, warm, warm_but
 
 pytestmark = pytest.mark.bpf
@@ -161,7 +161,8 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
     script = (
         "import json,subprocess,sys\n"
         "from tests.trace.conftest import drained\n"
-        "from llmcache.trace.kernel import FilemapSource, Scope\n"
+        "from llmcache.trace.kernel import FilemapSource\n"
+        "from llmcache.trace.records import Scope\n"
         "p=subprocess.Popen(sys.argv[1:],stdin=subprocess.PIPE,text=True,stdout=subprocess.DEVNULL)\n"
         "s=FilemapSource(); s.start(Scope([p.pid])); p.stdin.write('x\\n'); p.stdin.close()\n"
         "r=drained(s,p); r=r[r['kind']==0]\n"

@@ -22,7 +22,7 @@ CASES = [
     (("llmcache", "help", "st"), {"stats"}, True),
     (("llmcache", "help", "kv", "pl"), {"plot", "plan"}, True),
     (("llmcache", "trace", "--ti"), {"--tier"}, True),
-    (("llmcache", "trace", "--tier", ""), {"auto", "filemap", "syscalls"}, False),
+    (("llmcache", "trace", "--tier", ""), {"auto", "filemap", "faults"}, False),
     (("llmcache", "simulate", "x.csv", "--policy", "lru,le"), {"lru,lecar"}, True),
     (("llmcache", "kv", "bench", "--policy", "ic"), {"icecache"}, True),
     (("llmcache", "kv", "bench", "--device", ""), {"csd", "file"}, True),

@@ -115,7 +115,7 @@ def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None}
+    reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None, "faults": None}
     for name, reason in reasons.items():
         monkeypatch.setitem(SOURCES, name, SimpleNamespace(probe=lambda reason=reason: reason))
     tier = named(tracing.examine())["tier"]

@@ -1,9 +1,10 @@
-"""The parts of a recording that need no privilege: journal, mounts, names, options, and what a mount keeps locked."""
+"""The parts of a recording that need no privilege: journal, mounts, names, mappings, options, what a mount keeps locked."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,10 +21,11 @@ from llmcache.mountinfo import Mount
 from llmcache.report.classify import summary
 from llmcache.trace import files
 from llmcache.trace.capture import CaptureSettings
+from llmcache.trace.faults import FORK, MMAP, AddressSpace, AddressSpaces
 from llmcache.trace.files import FileTable, LockedBytes
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
-from llmcache.trace.processes import target_of
+from llmcache.trace.processes import FileMapping, target_of
 from llmcache.trace.record import (
     LOCKED,
     MAP,
@@ -124,6 +126,36 @@ def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, m
     assert len(names.files) == names.changes == 1
     names.finish()
     assert names.unnamed == 0
+
+
+def test_a_new_mapping_replaces_what_it_covers() -> None:
+    space = AddressSpace([FileMapping(0x1000, 0x9000, 1, 10, 0, "")])
+    space.put(FileMapping(0x3000, 0x5000, 1, 20, 7, ""))
+    address = np.array([0x1000, 0x2FFF, 0x3000, 0x4FFF, 0x5000, 0x8FFF, 0x9000, 0x0], np.uint64)
+    _, inode, block = space.files(address)
+    assert inode.tolist() == [10, 10, 20, 20, 10, 10, 0, 0]
+    assert block.tolist()[:6] == [0, 1, 7, 8, 4, 7]
+    space.put(FileMapping(0x2000, 0x9000, 1, 30, 1, ""))
+    assert space.files(address)[1].tolist() == [10, 30, 30, 30, 30, 30, 0, 0]
+
+
+def test_faults_belong_to_the_mapping_of_their_time() -> None:
+    paths: dict[tuple[int, int], str] = {}
+    spaces = AddressSpaces(paths)
+    time = struct.Struct("<IIQ")
+
+    def mapped(pid: int, inode: int, t_ns: int) -> bytes:
+        head = struct.pack("<IIQQQIIQQII", pid, pid, 0x1000, 0x1000, 0x2000, 8, 1, inode, 0, 0, 0)
+        return head + b"/data/file\0\0\0\0\0\0" + time.pack(pid, pid, t_ns)
+
+    for number, t_ns in ((5, 10), (6, 20)):
+        spaces.note(MMAP, mapped(9, number, t_ns))
+    spaces.note(FORK, struct.pack("<IIIIQ", 11, 9, 11, 9, 30) + time.pack(9, 9, 30))
+    pid = np.array([9, 9, 11], np.uint64)
+    dev, inode, block = spaces.files(pid, np.array([15, 25, 35], np.uint64), np.full(3, 0x1000, np.uint64))
+    assert inode.tolist() == [5, 6, 6] and block.tolist() == [2, 2, 2]
+    assert set(dev.tolist()) == {os.makedev(8, 1)}
+    assert paths[os.makedev(8, 1), 6] == "/data/file"
 
 
 def test_options_that_cannot_be() -> None:

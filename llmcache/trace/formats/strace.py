@@ -38,7 +38,7 @@ _NO_FILES = (
 
 def read(path: Path, writer: TraceWriter) -> None:
     """Append the accesses in the log `path`; DataError if it is none. Constant memory, but for names and descriptors."""
-    log = StraceLog(writer)
+    log = StraceLog()
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
@@ -48,9 +48,20 @@ def read(path: Path, writer: TraceWriter) -> None:
                 log.take(line.rstrip("\n"), number)
             except ValueError as error:  # Python makes no number of thousands of digits
                 raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
+            if len(log.rows) >= _BATCH_ROWS:
+                _flush(log, writer)
     if not log.counts["calls"]:
         raise DataError(f"rows: no system call found in '{path}'", "not a log of strace, or one of another format (-c, -X)")
-    log.finish()
+    _flush(log, writer)
+    for file in log.accessed():
+        writer.add_file(file)
+    writer.provenance = log.provenance()
+
+
+def _flush(log: StraceLog, writer: TraceWriter) -> None:
+    if log.rows:
+        writer.append(dict(zip(COLUMNS, map(list, zip(*log.rows, strict=True)), strict=True)))
+        log.rows = []
 
 
 # The lines: processes, times, calls that were interrupted by those of others, arguments and results.
@@ -198,7 +209,7 @@ class FileNames:
 
     def __init__(self) -> None:
         self._names: dict[str, LoggedFile] = {}
-        self._all: list[LoggedFile] = []
+        self.all: list[LoggedFile] = []  # by number
         self._generations: dict[str, int] = {}
 
     def named(self, path: str) -> LoggedFile | None:
@@ -208,8 +219,8 @@ class FileNames:
         if path not in self._names:
             generation = self._generations.get(path, -1) + 1
             self._generations[path] = generation
-            self._names[path] = LoggedFile(len(self._all), path, generation, path)
-            self._all.append(self._names[path])
+            self._names[path] = LoggedFile(len(self.all), path, generation, path)
+            self.all.append(self._names[path])
         return self._names[path]
 
     def remove(self, path: str) -> None:
@@ -225,7 +236,7 @@ class FileNames:
 
     def table(self, numbers: set[int]) -> list[TraceFile]:
         """Returns the files `numbers` for the trace."""
-        chosen = (file for file in self._all if file.number in numbers)
+        chosen = (file for file in self.all if file.number in numbers)
         return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
 
@@ -316,12 +327,14 @@ class Tasks:
 
 
 class StraceLog:
-    """Follows the lines of a log, and appends the accesses in them to a trace; `counts` is what provenance tells of it."""
+    """Follows the lines of a log, whole or as it grows; `counts` is what provenance tells of it.
 
-    def __init__(self, writer: TraceWriter) -> None:
+    `rows`: the accesses in it, as tuples of COLUMNS, until somebody takes them.
+    """
+
+    def __init__(self) -> None:
         self.counts = Counter[str]()
-        self._writer = writer
-        self._rows: list[tuple[int, ...]] = []
+        self.rows: list[tuple[int, ...]] = []
         self._accessed: set[int] = set()  # numbers of files
         self._files, self._tasks, self._clock = FileNames(), Tasks(), LogClock()
         self._begun: dict[int, str] = {}  # by thread: the call that others have interrupted
@@ -357,14 +370,19 @@ class StraceLog:
             except (IndexError, ValueError):
                 self.counts["calls_not_understood"] += 1  # arguments in another form, or a line that was cut
 
-    def finish(self) -> None:
-        """Append what is left, the files and the provenance."""
-        self._flush()
-        for file in self._files.table(self._accessed):
-            self._writer.add_file(file)
+    def path(self, number: int) -> str:
+        """Returns the first path of the file that rows have as `number`."""
+        return self._files.all[number].path
+
+    def accessed(self) -> list[TraceFile]:
+        """Returns the files of all rows."""
+        return self._files.table(self._accessed)
+
+    def provenance(self) -> Provenance:
+        """Returns what is to be known of a trace that is made of the log."""
         self.counts["threads_of_unknown_origin"] = self._tasks.adopted
         self.counts["clock_steps_back"] = self._clock.steps_back
-        self._writer.provenance = Provenance(
+        return Provenance(
             tier="strace",
             clock=self._clock.kind,
             command=self._command,
@@ -377,14 +395,7 @@ class StraceLog:
         first = offset // BLOCK_BYTES
         self._accessed.add(file.number)
         count = (offset + length - 1) // BLOCK_BYTES - first + 1
-        self._rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
-        if len(self._rows) >= _BATCH_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.append(dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)))
-            self._rows = []
+        self.rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
 
     def _description(self, text: str, task: Task) -> Description | None:
         """Returns what the descriptor written as `text` stands for; None if it is no file or not known.

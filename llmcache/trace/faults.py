@@ -1,0 +1,539 @@
+"""The tier without privilege: page faults of your own processes, and their reads and writes where strace is installed.
+
+The kernel's perf events tell the address of each fault, and every new mapping and fork: they come through a ring for each
+processor (`EventRing`), and `AddressSpaces` knows which block of which file an address was at that time. System calls are
+told by strace, the tool of the paper: slow, but it needs no privilege either; the importer of its logs follows what it
+writes into a pipe (`Strace`). `FaultSource` brings both into one order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from contextlib import suppress
+from operator import attrgetter, itemgetter
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from llmcache.arrays import Records, Uint64s
+from llmcache.bpf.ring import Fence
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace.formats.strace import StraceLog
+from llmcache.trace.processes import FileMapping, descendants, mappings
+from llmcache.trace.record import MAP, UNKNOWN, WRITE
+from llmcache.trace.records import ACCESS, RECORD, Key, Scope, Source, no_records
+from llmcache.units import BLOCK_BYTES, PAGE_BYTES
+
+# Perf events: linux/perf_event.h.
+_NUMBERS = {"x86_64": 298, "aarch64": 241}
+_SOFTWARE, _PAGE_FAULTS = 1, 2
+_TID, _TIME, _ADDR = 1 << 1, 1 << 2, 1 << 3
+_INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
+_USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
+# mmap, task, mmap_data, sample_id_all, mmap2
+_TELL_MAPPINGS = 1 << 8 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 23
+_CLOSE_ON_EXEC = 8
+_SET_OUTPUT, _DISABLE = 0x2405, 0x2401
+_HEAD, _TAIL = 128, 129  # words of the control page
+_HEADER = struct.Struct("<IHH")  # kind, -, size
+_LOST, FORK, _SAMPLE, MMAP = 2, 7, 9, 10  # kinds of records; the last is PERF_RECORD_MMAP2
+_NAME = 64  # where the name begins in the latter
+_FAULT = np.dtype(
+    [("kind", "<u4"), ("flags_size", "<u4"), ("pid", "<u4"), ("tid", "<u4"), ("t_ns", "<u8"), ("address", "<u8")]
+)
+# What a user may lock for perf without privilege is 516 KiB by default, control pages included.
+_LOCKED_BYTES = 480 << 10
+_ROOT_RING_BYTES = 1 << 20
+
+_SETTLED_NS = 50_000_000  # strace is not in a hurry
+_LOOK_S = 0.1
+_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_ATTACH_S = 60.0  # of a strace that neither attaches nor says why not: only a machine that stands still
+_PIPE_BYTES = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("config", ctypes.c_uint64),
+        ("sample_period", ctypes.c_uint64),
+        ("sample_type", ctypes.c_uint64),
+        ("read_format", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("wakeup_watermark", ctypes.c_uint32),
+        ("bp_type", ctypes.c_uint32),
+        ("config1_to_sample_stack", ctypes.c_uint64 * 4),
+        ("sample_stack_user", ctypes.c_uint32),
+        ("clockid", ctypes.c_int32),
+        ("rest", ctypes.c_uint8 * 40),
+    )
+
+
+def _opened(tid: int, cpu: int, follow: bool) -> int:
+    """Returns a descriptor of the page faults of thread `tid` on `cpu` and of all threads (`follow`: processes) it starts.
+
+    Only those of the program, not those in the kernel's own code; new mappings and forks are told as well. OSError.
+    """
+    flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _TELL_MAPPINGS
+    attributes = _Attributes(
+        type=_SOFTWARE,
+        size=ctypes.sizeof(_Attributes),
+        config=_PAGE_FAULTS,
+        sample_period=1,
+        sample_type=_TID | _TIME | _ADDR,
+        flags=flags if follow else flags | _INHERIT_THREADS_ONLY,
+        wakeup_watermark=1 << 30,  # nobody waits for it: it is read at intervals
+        clockid=time.CLOCK_MONOTONIC,
+    )
+    arguments = (ctypes.byref(attributes), ctypes.c_int(tid), ctypes.c_int(cpu), ctypes.c_int(-1))
+    fd = int(_libc.syscall(ctypes.c_long(_NUMBERS[platform.machine()]), *arguments, ctypes.c_ulong(_CLOSE_ON_EXEC)))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+def _processors() -> list[int]:
+    """Numbers of the processors that are on: an event that processes inherit has to be opened on each of them."""
+    found: list[int] = []
+    with open("/sys/devices/system/cpu/online") as file:
+        for part in file.read().strip().split(","):
+            low, _, high = part.partition("-")
+            found += range(int(low), int(high or low) + 1)
+    return found
+
+
+class EventRing:
+    """The buffer of the events on one processor, which any number of threads share."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """`size_bytes`: a power of two. OSError where the kernel gives no memory."""
+        self.lost = 0
+        self._fds = [fd]
+        self._size = size_bytes
+        self._map = mmap.mmap(fd, PAGE_BYTES + size_bytes)
+        self._control = np.frombuffer(self._map, np.uint64, PAGE_BYTES // 8)
+        self._fence = Fence()
+
+    def add(self, fd: int) -> None:
+        """Send the events of descriptor `fd`, of the same processor, to this buffer as well."""
+        self._fds.append(fd)
+        if _libc.ioctl(fd, ctypes.c_ulong(_SET_OUTPUT), ctypes.c_int(self._fds[0])):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def read(self) -> tuple[list[Records], list[tuple[int, bytes]]]:
+        """Returns samples, and kinds and contents of the records that are none, since the last call."""
+        head, tail = int(self._control[_HEAD]), int(self._control[_TAIL])
+        self._fence()
+        begin = PAGE_BYTES + tail % self._size
+        data = self._map[begin : begin + head - tail]
+        data += self._map[PAGE_BYTES : PAGE_BYTES + head - tail - len(data)]
+        self._fence()
+        self._control[_TAIL] = head
+        samples, others, at = [], [], 0
+        while at < len(data):
+            kind, _, size = _HEADER.unpack_from(data, at)
+            if kind == _SAMPLE:
+                # They have one size: a run of them is taken at once.
+                rows = np.frombuffer(data, _FAULT, (len(data) - at) // _FAULT.itemsize, at)
+                other = np.flatnonzero(rows["kind"] != _SAMPLE)
+                samples.append(rows[: other[0]] if len(other) else rows)
+                size = samples[-1].nbytes
+            elif kind == _LOST:
+                self.lost += struct.unpack_from("<Q", data, at + 16)[0]
+            else:
+                others.append((kind, data[at + _HEADER.size : at + size]))
+            at += size
+        return samples, others
+
+    def stop(self) -> None:
+        """Count no more; what is there can still be read."""
+        for fd in self._fds:
+            _libc.ioctl(fd, ctypes.c_ulong(_DISABLE), 0)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for fd in self._fds:
+            os.close(fd)
+        del self._control
+        self._map.close()
+
+
+class AddressSpace:
+    """The address space of a process: mappings that do not overlap, in ascending order."""
+
+    def __init__(self, mappings: Iterable[FileMapping] = ()) -> None:
+        self.mappings = list(mappings)
+        self._table: Uint64s | None = None
+
+    def put(self, new: FileMapping) -> None:
+        """Take a mapping, which replaces what was there."""
+        self._table = None
+        at = bisect_right(self.mappings, new.low, key=attrgetter("high"))
+        end = bisect_left(self.mappings, new.high, key=attrgetter("low"))
+        below = [dataclasses.replace(old, high=new.low) for old in self.mappings[at:end] if old.low < new.low]
+        above = [
+            dataclasses.replace(old, low=new.high, block=old.block + (new.high - old.low) // BLOCK_BYTES)
+            for old in self.mappings[at:end]
+            if new.high < old.high
+        ]
+        self.mappings[at:end] = [*below, new, *above]
+
+    def files(self, address: Uint64s) -> tuple[Uint64s, Uint64s, Uint64s]:
+        """Returns device, inode and block of each address; inode 0 where there is no file."""
+        if not self.mappings:
+            nothing = np.zeros(len(address), np.uint64)
+            return nothing, nothing, nothing
+        if self._table is None:
+            rows = [(each.low, each.high, each.dev, each.inode, each.block) for each in self.mappings]
+            self._table = np.array(rows, np.uint64).T
+        low, high, dev, inode, block = self._table
+        at = np.maximum(np.searchsorted(low, address, "right").astype(np.int64) - 1, 0)
+        inside = (low[at] <= address) & (address < high[at])
+        blocks = block[at] + (address - low[at]) // np.uint64(BLOCK_BYTES)
+        return dev[at], np.where(inside, inode[at], np.uint64(0)), blocks
+
+
+class AddressSpaces:
+    """The address spaces of all recorded processes, kept up to date by the kernel's records of mappings and forks."""
+
+    def __init__(self, paths: dict[Key, str]) -> None:
+        """Puts what is mapped into `paths`."""
+        self._paths = paths
+        self._by_pid: dict[int, AddressSpace] = {}
+        self._changes: list[tuple[int, int, FileMapping | int]] = []  # time, process, its new mapping or its parent
+
+    def look(self, pid: int) -> None:
+        """Take the mappings that `pid` has now."""
+        self._by_pid[pid] = AddressSpace(mappings(pid))
+
+    def note(self, kind: int, record: bytes) -> None:
+        """Take a record of perf events, without its header, that has process and time (`sample_id_all`) at its end."""
+        (t_ns,) = struct.unpack_from("<Q", record, len(record) - 8)
+        if kind == FORK:
+            pid, parent = struct.unpack_from("<II", record)
+            if pid != parent:
+                self._changes.append((t_ns, pid, parent))
+        elif kind == MMAP:
+            pid, _, low, length, offset, major, minor, inode = struct.unpack_from("<IIQQQIIQ", record)
+            path = os.fsdecode(record[_NAME:].partition(b"\0")[0])
+            mapping = FileMapping(low, low + length, os.makedev(major, minor), inode, offset // BLOCK_BYTES, path)
+            self._changes.append((t_ns, pid, mapping))
+            if inode:
+                self._paths[mapping.dev, inode] = path
+
+    def files(self, pid: Uint64s, t_ns: Uint64s, address: Uint64s) -> tuple[Uint64s, Uint64s, Uint64s]:
+        """Returns device, inode and block of faults that ascend in time; inode 0 for those in no file."""
+        found = np.zeros((3, len(pid)), np.uint64)
+        begin = 0
+        for when, process, change in sorted(self._changes, key=itemgetter(0)):
+            end = int(np.searchsorted(t_ns, np.uint64(when)))
+            self._fill(found[:, begin:end], pid[begin:end], address[begin:end])
+            begin = end
+            if isinstance(change, FileMapping):
+                self._by_pid.setdefault(process, AddressSpace()).put(change)
+            elif change in self._by_pid:
+                self._by_pid[process] = AddressSpace(self._by_pid[change].mappings)
+            else:
+                self.look(process)
+        self._changes = []
+        self._fill(found[:, begin:], pid[begin:], address[begin:])
+        dev, inode, block = found
+        return dev, inode, block
+
+    def _fill(self, found: Uint64s, pid: Uint64s, address: Uint64s) -> None:
+        for process in np.unique(pid).tolist():
+            mine = pid == process
+            if process not in self._by_pid:
+                self.look(process)
+            found[:, mine] = self._by_pid[process].files(address[mine])
+
+
+class Strace:
+    """Follows the targets of a scope with strace; `drain` gives what they read (and wrote, if it is wanted) by call."""
+
+    def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
+        """Returns when strace has them; EnvironmentProblem if it may not, or another debugger has them.
+
+        Puts what is accessed into `paths`.
+        """
+        self.lost = 0
+        self._scope, self._paths = scope, paths
+        self._keys: dict[int, Key | None] = {}  # by number of the log's file; None if it was gone
+        self._log, self._lines, self._rest = StraceLog(), 0, b""
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
+            fifo = Path(directory) / "log"
+            os.mkfifo(fifo, 0o600)
+            self._pipe = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # Threads that it does not know are attributed to processes only with -f, which threads need anyway.
+            attach = [word for pid in scope.targets for word in ("-p", str(pid))]
+            self._process = subprocess.Popen(
+                ["strace", "-f", "-q", "-ttt", "-y", "-s", "0", "-e", "trace=desc,process", "-o", str(fifo), *attach],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the recorder, which ends strace
+            )
+            try:
+                self._wait()
+            except BaseException:
+                self.stop()
+                self.close()
+                raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _ATTACH_S
+        while any(_tracer(pid) != self._process.pid for pid in self._scope.targets):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                said = self._process.communicate()[1].decode(errors="replace").strip()
+                reason = said.splitlines()[0] if said else "it does not attach"
+                raise EnvironmentProblem(f"strace: {reason}", "only your own processes without root, and no other debugger")
+            time.sleep(0.005)
+
+    @property
+    def guessed(self) -> int:
+        """Accesses whose offset was not told: of files that were open before, read where the process was."""
+        return self._log.counts["guessed_offsets"]
+
+    def drain(self) -> Records:
+        """What was logged since the last call, in the order of the log."""
+        self._follow()
+        found = []
+        for t_ns, number, first, count, op, _, pid in self._log.rows:
+            # What was touched of a mapping is told by page faults.
+            if op == MAP or (op == WRITE and not self._scope.writes):
+                continue
+            if not self._scope.follow and pid not in self._scope.targets:
+                continue
+            if key := self._key(number):
+                dev, inode = key
+                found.append((max(0, t_ns - self._offset_ns), first, inode, dev, count, pid, 1, op, UNKNOWN, ACCESS, 0))
+            else:
+                self.lost += 1
+        self._log.rows = []
+        return np.array(found, RECORD)
+
+    def _follow(self) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(self._pipe, _PIPE_BYTES):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._lines += 1
+                    self._log.take(os.fsdecode(line), self._lines)
+
+    def _key(self, number: int) -> Key | None:
+        """Device and inode of a file that strace knows by its path; None if there is none by that name any more."""
+        if number not in self._keys:
+            self._keys[number] = None
+            path = self._log.path(number)
+            with suppress(OSError, ValueError):
+                stat = os.stat(path)
+                self._keys[number] = stat.st_dev, stat.st_ino
+                self._paths[stat.st_dev, stat.st_ino] = path
+        return self._keys[number]
+
+    def stop(self) -> None:
+        """End strace, which lets the processes go on; what it has logged can still be drained."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            # It may wait for room in the pipe.
+            while self._process.poll() is None:
+                self._follow()
+                time.sleep(0.002)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def close(self) -> None:
+        """Give the pipe back."""
+        os.close(self._pipe)
+
+
+def _tracer(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("TracerPid:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+class _Processes:
+    """Which of some processes, and with `follow` of what they start, still run, as far as /proc shows it in time."""
+
+    def __init__(self, pids: Iterable[int], follow: bool) -> None:
+        self._follow = follow
+        self._known: dict[int, psutil.Process] = {}
+        self._looked_s = 0.0
+        self._add(pids)
+
+    def note(self, pids: Iterable[int]) -> None:
+        """Processes that were seen to belong to it."""
+        if self._follow:
+            self._add(pid for pid in pids if pid not in self._known)
+
+    def alive(self) -> bool:
+        """Whether any of them runs; looked at ten times in a second at most."""
+        now_s = time.monotonic()
+        if self._known and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            for pid in list(self._known):
+                self.note(descendants(pid))
+            self._known = {pid: process for pid, process in self._known.items() if _runs(process)}
+        return bool(self._known)
+
+    def _add(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                self._known[pid] = psutil.Process(pid)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it runs: its number may have been given to another since, or it only waits to be buried."""
+    try:
+        return bool(process.is_running() and process.status() not in _DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class FaultSource(Source):
+    """See `sees` and `cannot_see`."""
+
+    name = "faults"
+    sees = "the page of every page fault in a mapped file; reads and writes by call where strace is installed"
+    cannot_see = (
+        "whether the page cache had the blocks; accesses to pages that are mapped already or were mapped around a fault; "
+        "faults in calls of the kernel; io_uring; where files go that were open before, unless they are read at offsets"
+    )
+    pages = False
+    requests = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rings: dict[int, EventRing] = {}  # by processor
+        self._spaces = AddressSpaces(self.paths)
+        self._processes = _Processes((), False)
+        self._strace: Strace | None = None
+
+    @classmethod
+    def probe(cls) -> str | None:
+        """Why not here: perf events are forbidden, or there are none."""
+        if platform.machine() not in _NUMBERS:
+            return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+        try:
+            os.close(_opened(os.getpid(), 0, True))
+        except PermissionError:
+            return "perf events are forbidden (kernel.perf_event_paranoid is above 2)"
+        except OSError as error:
+            return f"perf events: {error.strerror}"
+        return None
+
+    def start(self, scope: Scope) -> None:
+        """See Source."""
+        self._processes = _Processes(scope.targets, scope.follow)
+        if not self._processes.alive():
+            raise scope.nobody()
+        try:
+            self._attach(scope)
+            if shutil.which("strace"):
+                self._strace = Strace(scope, self.paths)
+            else:
+                self.remarks.append("not recorded: reads and writes by call (strace is not installed)")
+        except PermissionError as error:
+            self._close()
+            raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
+        except OSError as error:
+            self._close()
+            raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
+        except BaseException:
+            self._close()
+            raise
+
+    def _attach(self, scope: Scope) -> None:
+        cpus = _processors()
+        most = _ROOT_RING_BYTES if os.geteuid() == 0 else max(4096, _LOCKED_BYTES // len(cpus) - 4096)
+        size = 1 << most.bit_length() - 1  # a power of two
+        for pid in scope.targets:
+            for task in Path(f"/proc/{pid}/task").glob("*"):
+                with suppress(ProcessLookupError):
+                    for cpu in cpus:
+                        fd = _opened(int(task.name), cpu, scope.follow)
+                        if cpu in self._rings:
+                            self._rings[cpu].add(fd)
+                        else:
+                            self._rings[cpu] = EventRing(fd, size)
+            self._spaces.look(pid)
+
+    def drain(self) -> Records:
+        """See Source."""
+        horizon: int | None = None if self._stopped else time.monotonic_ns() - _SETTLED_NS
+        samples: list[Records] = []
+        for ring in self._rings.values():
+            found, others = ring.read()
+            samples += found
+            for kind, record in others:
+                self._spaces.note(kind, record)
+        parts = [no_records()]
+        if samples:
+            parts.append(self._in_files(np.concatenate(samples)))
+        if self._strace is not None:
+            parts.append(self._strace.drain())
+        records = np.concatenate(parts)
+        self._processes.note(np.unique(records["pid"]).tolist())
+        if self._stopped:
+            self._close()
+        return self._order.put(records, horizon)
+
+    def _in_files(self, samples: Records) -> Records:
+        """The faults in files among `samples`."""
+        samples = samples[np.argsort(samples["t_ns"], kind="stable")]
+        records = no_records(len(samples))
+        records["pid"], records["t_ns"] = samples["pid"], samples["t_ns"]
+        found = self._spaces.files(samples["pid"], samples["t_ns"], samples["address"])
+        records["dev"], records["inode"], records["first"] = found
+        records["count"], records["aux"], records["op"] = 1, 1, MAP
+        records["miss"], records["kind"] = UNKNOWN, ACCESS
+        in_files: Records = records[records["inode"] != 0]
+        return in_files
+
+    def alive(self) -> bool:
+        """See Source."""
+        return self._processes.alive()
+
+    @property
+    def lost(self) -> int:
+        """See Source."""
+        of_strace = self._strace.lost if self._strace else 0
+        return self._lost + of_strace + sum(ring.lost for ring in self._rings.values())
+
+    def stop(self) -> None:
+        """See Source."""
+        self._stopped = True
+        for ring in self._rings.values():
+            ring.stop()
+        if self._strace is not None:
+            self._strace.stop()
+
+    def _close(self) -> None:
+        self._lost = self.lost
+        for ring in self._rings.values():
+            ring.close()
+        self._rings = {}
+        if self._strace is not None:
+            self._strace.close()
+            if self._strace.guessed:
+                self.remarks.append(f"offsets guessed, of files that were open before: {self._strace.guessed}")
+            self._strace = None
