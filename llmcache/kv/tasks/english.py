@@ -58,7 +58,7 @@ def texts(
 
     UsageError: the task is not one in English, or `tokens` are too few for it.
     """
-    writer = _Writer(rng, tokens, encode, first)
+    writer = _Author(rng, tokens, encode, first)
     tasks: dict[str, Callable[[], Probe]] = {
         "recall": lambda: writer.numbers(single=False),
         "needle": lambda: writer.numbers(single=True),
@@ -81,7 +81,7 @@ def texts(
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _Author:
     """Writes contexts of `tokens`, which begin with `first`."""
 
     rng: np.random.Generator
