@@ -32,7 +32,7 @@ from llmcache.errors import UsageError, run_cli
 from tests.fuzz.target import Machine, Target
 
 MODULES = (
-    *(f"tests.fuzz.test_{name}" for name in ("gguf", "safetensors", "trace", "spill", "prompt_blocks")),
+    *(f"tests.fuzz.test_{name}" for name in ("gguf", "safetensors", "trace", "spill", "spill_index", "prompt_blocks")),
     *(f"tests.fuzz.test_{name}" for name in ("spill_operations", "control", "settings")),
     "tests.mount.test_fsx",
 )

@@ -10,6 +10,7 @@ import torch
 
 from llmcache import files
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.transformers import SpillCache
 from llmcache.kv.transformers.cache import SpillLayer
@@ -59,6 +60,18 @@ def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(ll
         with torch.no_grad():
             got = llama(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
     assert torch.equal(expected, got)
+
+
+def test_trees_of_keys_are_saved_and_go_on(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"policy": "icecache", "token_budget": 64, "scorer": "dci", "threads": 2}
+    with SpillCache(llama.config, path=tmp_path / "talk.kv", **options) as cache:
+        inputs = longer(generate(llama, cache, prompt()))
+        cache.save()
+        shutil.copytree(tmp_path, tmp_path / "kept")
+        expected = generate(llama, cache, inputs)
+    monkeypatch.setattr(DciIndex, "_build", None)  # no tree is built anew
+    with SpillCache.restore(llama, tmp_path / "kept" / "talk.kv", **options) as cache:
+        check_same(expected, generate(llama, cache, inputs))
 
 
 def test_what_a_killed_process_has_left_is_cleared_away(llama: Any, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Move:
 def make_moves(seed: int, count: int, mounted: bool, ssd: str) -> list[Move]:
     """Return a plan of so many moves, one of three a fault: each of them once before any comes again."""
     chance, faults = random.Random(seed), ["crash", "full"]
-    names = {"step": 9, "crop": 3, "reorder": 2, "select": 2, "save": 2, "look": 6, "move": 3}
+    names = {"step": 9, "crop": 3, "reorder": 2, "select": 2, "save": 2, "look": 6, "move": 3, "spill": 1}
     names |= {"again": 1, "repair": 5}
     if mounted or ssd == "file":
         faults += ["unreadable", "unwritable", "unsynced", "slow", "short"]
@@ -136,6 +136,11 @@ class KvRig:
         if self.tried(self.store.save):
             self.note(True)
             self.unsynced = self.unsynced[-1:]
+
+    def do_spill(self, chance: random.Random) -> None:
+        """What could not be written before."""
+        if self.tried(self.store.spill):
+            self.note(True)
 
     def do_look(self, chance: random.Random) -> None:
         """Every byte, or an error."""
@@ -233,10 +238,10 @@ class KvRig:
         """Everything works again: all is there, and nothing more than the bound stays in memory."""
         self._heal()
         if "device" in self.broken:
-            crash(self.store)
-            self._restore()
+            self.store.restart_device()
         self.broken.clear()
-        self.do_save(chance)
+        self.store.spill()
+        self.note(True)
         self.plain.check_all(self.store)
 
     def do_again(self, chance: random.Random) -> None:

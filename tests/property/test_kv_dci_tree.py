@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmcache.kv.index.dci import DciIndex, DciSettings
-from llmcache.kv.index.dci.tree import BASE, COUNT, HOME, LEVEL, LEVELS, LIVE_PAGES, NODES, PAGES, SIZE, Tree
+from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.kv.index.dci import DciIndex, DciSettings, load_indexes, save_indexes
+from llmcache.kv.index.dci.file import fault_of
+from llmcache.kv.index.dci.tree import BASE, COUNT, HOME, LEVEL, LEVELS, LIVE_PAGES, NODES, PAGES, ROOT, SIZE, Tree
 from tests.conftest import examples
 
 DIM = 24
@@ -50,22 +53,11 @@ def held(index: DciIndex) -> dict[int, tuple[int, int]]:
 
 
 def well_formed(index: DciIndex, tokens: set[int]) -> None:
-    """Check that all points are reached from the root, once, and that pages, nodes, levels and places tell the same."""
-    tree, found = index.tree, held(index)
+    """Check a tree by its own checks, and by a walk that knows nothing of them."""
+    assert fault_of(index.tree) is None
+    found = held(index)
     assert set(found) == tokens and len(index) == len(tokens)
-    top, size = int(tree.state[LEVELS]), index.settings.page_slots
-    for token, (level, _) in found.items():
-        slot = int(tree.where[token - int(tree.state[BASE])])
-        assert tree.tokens[slot] == token and slot % size < tree.pages[slot // size, COUNT]
-        below = tree.children[slot]
-        assert below == -1 if level == 1 else (tree.nodes[below, 1], tree.nodes[below, LEVEL]) == (token, level - 1)
-    assert (tree.where >= 0).sum() == len(tokens) and np.isfinite(tree.lifts[tree.where[tree.where >= 0]]).all()
-    counts = np.bincount([level for level, _ in found.values()], minlength=len(tree.population))
-    assert (counts == tree.population).all()
-    pages = tree.pages[: tree.state[PAGES]]
-    assert (pages[:, COUNT] > 0).sum() == tree.state[LIVE_PAGES]
-    for node in np.flatnonzero(tree.nodes[: tree.state[NODES], LEVEL] > 0):
-        assert tree.nodes[node, SIZE] == pages[(pages[:, HOME] == node), COUNT].sum()
+    top = int(index.tree.state[LEVELS])
     for level, parent in found.values():
         assert (parent == -1) == (level == top)
         assert parent == -1 or found[parent][0] == level + 1
@@ -170,6 +162,63 @@ def test_keys_come_back_as_halves_on_a_scale() -> None:
     zero = DciIndex(DIM, SMALL)
     zero.insert(np.zeros((50, DIM), np.float32), numbers(0, 50))
     well_formed(zero, set(range(50)))
+
+
+@pytest.mark.parametrize("knobs", [SMALL, replace(SMALL, retrieve=0.7, simple=2, composite=2)])
+def test_saved_and_restored_it_is_the_same(tmp_path: Path, knobs: DciSettings) -> None:
+    indexes = {(0, 0, head): built(100 + 100 * head, replace(knobs, seed=head), 16)[0] for head in range(2)}
+    identity = {"model": "m", "tokens": 216}
+    size = save_indexes(tmp_path / "dci-a.kv", indexes, identity)
+    assert size == (tmp_path / "dci-a.kv").stat().st_size and len(list(tmp_path.iterdir())) == 1
+    restored = load_indexes(tmp_path / "dci-a.kv", identity)
+    assert list(restored) == list(indexes)
+    for place, index in indexes.items():
+        again = restored[place]
+        asked = some_keys(3, 8)
+        for mine, theirs in zip(index.query(asked, 20), again.query(asked, 20), strict=True):
+            assert (mine.tokens == theirs.tokens).all() and (mine.scores == theirs.scores).all()
+        for one in (index, again):  # and they go on alike
+            one.insert(some_keys(40, 5), numbers(16 + 300, 40))
+            one.remove(numbers(20, 30))
+        assert [held(index), len(index)] == [held(again), len(again)] and index.settings == again.settings
+        well_formed(again, set(held(index)))
+
+
+def test_what_is_damaged_or_of_another_file_is_refused(tmp_path: Path) -> None:
+    path, identity = tmp_path / "dci-a.kv", {"model": "m", "tokens": 100}
+    save_indexes(path, {(0, 0, 0): built(100)[0]}, identity)
+    whole = path.read_bytes()
+    for field, value in (("model", "other"), ("tokens", 99)):
+        with pytest.raises(DataError, match=field):
+            load_indexes(path, {**identity, field: value})
+    for place, match in ((0, "magic"), (9, "version"), (40, "header"), (len(whole) - 3000, "damaged")):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DataError, match=match):
+            load_indexes(path, identity)
+    path.write_bytes(whole[:-5000])
+    with pytest.raises(DataError, match="ends at"):
+        load_indexes(path, identity)
+    with pytest.raises(EnvironmentProblem, match="reading an index"):
+        load_indexes(tmp_path / "none", identity)
+    with pytest.raises(EnvironmentProblem, match="writing an index"):
+        save_indexes(tmp_path / "no" / "such", {}, identity)
+
+
+def test_the_check_of_a_tree_sees_what_is_wrong() -> None:
+    tree = built(200)[0].tree
+    for name, at, value in (
+        ("pages", (0, COUNT), 5),
+        ("pages", (3, HOME), 10_000),
+        ("nodes", (ROOT, SIZE), 99),
+        ("nodes", (1, 0), 9999),
+        ("where", 150, -1),
+        ("children", int(np.flatnonzero(tree.children[: tree.state[PAGES] * 4] > 0)[0]), 0),
+        ("population", 1, 3),
+        ("state", LEVELS, 1),
+    ):
+        array = getattr(tree, name).copy()
+        array[at] = value
+        assert fault_of(tree._replace(**{name: array})), (name, at)
 
 
 def test_arguments_that_do_not_fit() -> None:

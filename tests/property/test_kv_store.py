@@ -236,6 +236,13 @@ class Device(Store):
 
     ssd = "csd"
 
+    @precondition(lambda self: self.starts < 3)
+    @rule()
+    def device_dies(self) -> None:
+        self.starts += 1
+        self.store.ssd.device.kill()  # type: ignore[union-attr]
+        self.store.restart_device()
+
 
 TestFile: Any = Store.TestCase
 TestFile.settings = settings(max_examples=examples(30), stateful_step_count=25, deadline=None)

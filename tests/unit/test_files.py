@@ -17,6 +17,7 @@ from llmcache.cache.simulate import simulate_all
 from llmcache.files import create
 from llmcache.fs.client import control
 from llmcache.fs.layout.modelfile import ModelHeaders
+from llmcache.kv.index import dci
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers.table import Tables
 from llmcache.report.plot import plot
@@ -51,6 +52,10 @@ def report(path: Path) -> None:
     write_report(str(path), simulate_all([recorded()], Plan(("lru",), (1 << 20,))), force=False)
 
 
+def indexes(path: Path) -> None:
+    dci.save_indexes(path, {}, {"spill": "x"})
+
+
 def page_tables(path: Path) -> None:
     Tables([[(0, 3)]]).write(path)
 
@@ -62,14 +67,14 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.mark.parametrize("write", [journal, trace, converted, picture, report, page_tables])
+@pytest.mark.parametrize("write", [journal, trace, converted, picture, report, indexes, page_tables])
 def test_what_is_written_is_closed_to_others(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "file.kv")
     (made,) = tmp_path.iterdir()
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("write", [trace, page_tables])
+@pytest.mark.parametrize("write", [trace, indexes, page_tables])
 def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, write: Callable[[Path], None]) -> None:
     target = tmp_path / "target"
     target.write_text("untouched")
@@ -104,7 +109,7 @@ def told(path: Path) -> None:
     control.ControlFiles(str(path), os.geteuid()).write_info({"pid": 1})
 
 
-@pytest.mark.parametrize("write", [trace, page_tables, removed_tables, new_spill_file, told])
+@pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, told])
 def test_names_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]) -> None:
     """The directory is synced behind the last change of a name in it, and a file before it takes its name."""
     events: list[str] = []

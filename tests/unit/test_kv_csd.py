@@ -20,7 +20,7 @@ from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
 from llmcache.kv.csd.profile import ModelledClock
 from llmcache.kv.csd.wire import decode, encode
 from llmcache.kv.kernels import RunningTop, score, top
-from llmcache.kv.spill import KvShape, SpillReader
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import ids
@@ -131,22 +131,23 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
         assert min(firsts) < modelled_s / 2
 
 
-def test_a_killed_device_is_reported_and_what_it_acknowledged_is_in_its_file(make: Make) -> None:
+def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> None:
     device = make()
     keys = filled(device, 3000)
+    device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
     index, queries = ready(device), normal((2, 64), 2)
     before = gathered(device.execute(index, queries, 0, 1), 3000)
     old = device.pid
     os.kill(old, signal.SIGKILL)
     with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
         device.read(0, 1, [0])
-    assert caught.value.exit_code == 3 and caught.value.hint and "restore" in caught.value.hint
+    assert caught.value.exit_code == 3 and caught.value.hint and "restart" in caught.value.hint
     with pytest.raises(EnvironmentProblem, match="not running"):
         device.flush()
-    device = make(create=False)
-    assert device.pid != old and device.pages(0, 0) == 188
-    assert (gathered(device.execute(ready(device), queries, 0, 1), 3000) == before).all()
-    assert (device.read(0, 1, [3]).keys == keys.reshape(2, -1, 64)[:, 48:64]).all()
+    device.restart()
+    assert device.pid != old and device.pages(1, 0) == 188
+    assert (gathered(device.execute(index, queries, 0, 1), 3000) == before).all()
+    assert (device.read(1, 0, [3]).keys == keys.reshape(2, -1, 64)[:, 48:64]).all()
     device.close()
     assert not psutil.pid_exists(device.pid)
 
@@ -160,6 +161,19 @@ def test_a_device_that_hangs_is_taken_for_dead(make: Make, monkeypatch: pytest.M
         patch.setattr(host, "ANSWER_S", 0.3)
         device.flush()
     assert device.process.poll() is not None, "it does not stay behind"
+    device.restart()
+    assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
+
+
+@FORKED
+def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
+    device = make()
+    filled(device, 3000)
+    device.kill()
+    with SpillFile.open(device.path, SHAPE) as file:
+        file.truncate(0, 100)
+    with pytest.raises(DataError, match="pages by layer"):
+        device.restart()
 
 
 def test_the_device_ends_with_its_host(make: Make) -> None:

@@ -274,21 +274,27 @@ def test_from_the_ssd_looking_ahead_changes_nothing_either(tmp_path: Path, ssd: 
 
 
 @FORKED
-def test_a_device_killed_while_looking_ahead_is_told_by_the_layer(tmp_path: Path) -> None:
-    store, policy = spilling(tmp_path, "csd")
-    with (
-        pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"),
-        store,
-        KvEngine(store, policy) as engine,
-    ):
+def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_without_loss(tmp_path: Path) -> None:
+    plain, policy = spilling(tmp_path, "csd")
+    with plain, KvEngine(plain, policy) as engine:
         fill(engine)
-        decode(engine, 0, 0)
-        layer_step(engine, 0, 1)
+        wanted = [decode(engine, step, 0) for step in range(4)]
+    store, policy = spilling(tmp_path, "csd")
+    with store, KvEngine(store, policy) as engine:
+        fill(engine)
+        found = [decode(engine, 0, 0)]
+        first = layer_step(engine, 0, 1)
         engine.rest()
         assert isinstance(store.ssd, CsdTier)
         os.kill(store.ssd.device.pid, signal.SIGKILL)
         engine.ahead(1, STREAM.queries(1, 1))
-        layer_step(engine, 1, 1)
+        with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
+            layer_step(engine, 1, 1)
+        store.restart_device()
+        found.append([first, *(layer_step(engine, layer, 1) for layer in (1, 2))])
+        engine.finish_step(ids(at(1)), ids(at(1)))
+        found += [decode(engine, step, 0) for step in (2, 3)]
+    assert same(found, wanted)
 
 
 def test_a_disk_full_for_a_while_costs_nothing_but_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

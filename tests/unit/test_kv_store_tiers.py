@@ -315,4 +315,6 @@ def test_arguments_that_do_not_fit(make: Make) -> None:
     for told, call in calls.items():
         with pytest.raises(ValueError, match=told):
             call()
+    with pytest.raises(UsageError, match="no device"):
+        store.restart_device()
     plain.check_all(store)

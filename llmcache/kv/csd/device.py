@@ -100,6 +100,7 @@ class Device:
         profile: CsdProfile,
         *,
         create: bool,
+        again: bool,
         direct: bool | None,
         force: bool,
         threads: int | None,
@@ -109,7 +110,7 @@ class Device:
         if create:
             self._file = SpillFile.create(path, shape, direct=direct, force=force)
         else:
-            self._file = SpillFile.open(path, shape, direct=direct)
+            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
         self._profile, self._clock = profile, ModelledClock(profile)
         self._threads = threads or processors()
         return self._identify()

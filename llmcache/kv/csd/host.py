@@ -1,4 +1,4 @@
-"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death.
+"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death, starts it again.
 
 One thread at a time uses a device. It works on one command at a time; while an execution runs, its score blocks come in
 as the host asks for them, and the host is free to score its own keys in between.
@@ -86,14 +86,16 @@ class EmulatedCsd:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report = Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
-        self._pages: dict[int, list[int]] = {}
+        self._programs: list[str] = []
+        self._active: list[int] = []
         self._running: Execution | None = None
         self.end: Connection | None = None
-        self._start(create)
+        self._pages = self._start(create)
 
     # The process
 
-    def _start(self, create: bool) -> None:
+    def _start(self, create: bool, again: bool = False) -> dict[int, list[int]]:
+        """Starts the process and has it open the file; returns the pages that are there."""
         ours, theirs = Pipe()
         memory = Shared.make()
         try:
@@ -112,18 +114,34 @@ class EmulatedCsd:
             os.close(memory)
         opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", create=create, **opening)
+            found = self._command("open", create=create, again=again, **opening)
         except BaseException:
             self.kill()
             raise
         self.direct: bool = found["direct"]
         self.recovery: Recovery = found["recovery"]
-        self._pages = found["pages"]
+        pages: dict[int, list[int]] = found["pages"]
+        return pages
 
     @property
     def pid(self) -> int:
         """Process id of the device."""
         return self.process.pid
+
+    def restart(self) -> None:
+        """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
+        self.kill()
+        found = self._start(create=False, again=True)
+        for sequence, pages in self._pages.items():
+            there = found.get(sequence, [0] * len(pages))
+            if any(mine > theirs for mine, theirs in zip(pages, there, strict=True)):
+                lost = f"{there} pages by layer, {pages} were acknowledged"
+                raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
+        self._pages = found
+        for name in self._programs:
+            self._command("load_program", name=name)
+        for index in self._active:
+            self._command("activate_program", index=index)
 
     def kill(self) -> None:
         """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
@@ -177,7 +195,7 @@ class EmulatedCsd:
     def _pipe(self) -> Connection:
         """What leads to the device; EnvironmentProblem if it does not run."""
         if self.end is None:
-            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restore the context from its file")
+            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
         return self.end
 
     def _send(self, command: str, **arguments: Any) -> None:
@@ -209,9 +227,7 @@ class EmulatedCsd:
             code = self.process.wait()
             how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
         self.kill()
-        return EnvironmentProblem(
-            f"{self.path}: its emulated device {how}", "restore the context from its file: what it has acknowledged is there"
-        )
+        return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
@@ -227,11 +243,14 @@ class EmulatedCsd:
 
     def load(self, program: str = SCORE_KEYS) -> int:
         """Loads a program into the device; returns its number. It runs once it is activated."""
-        return int(self._command("load_program", name=program)["index"])
+        index = int(self._command("load_program", name=program)["index"])
+        self._programs.append(program)
+        return index
 
     def activate(self, index: int) -> None:
         """Makes a loaded program ready to run."""
         self._command("activate_program", index=index)
+        self._active.append(index)
 
     def execute(
         self,

@@ -223,6 +223,12 @@ class KvPolicy(ABC):
         wanted = min(inside, max(0, self.settings.attended(self.store.length) - pinned))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
 
+    def saved(self) -> None:  # noqa: B027 - not all keep anything
+        """Follows `KvStore.save`, between steps: keeps beside the spill file what takes long to make again."""
+
+    def restored(self) -> None:  # noqa: B027 - not all keep anything
+        """Takes back what `saved` has kept, before the first step over a store that was restored; after `pad`."""
+
     # What happens to the sequences
 
     def pad(self, first: Int64s) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from llmcache.errors import DataError
+from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.index import DciSettings
-from llmcache.kv.index.scorers import SCORERS, ScorerSettings
+from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
+
+log = logging.getLogger("llmcache.kv")
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,51 @@ class IceCache(IndexedPolicy):
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
         asked, made = self.settings, SCORERS[self.settings.scorer]
-        knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
-        self._use(lambda first: made(self.store.shape, first, knobs))
+        self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
+        self._use(lambda first: made(self.store.shape, first, self.knobs))
 
     @property
     def whys(self) -> list[str]:
         """Which scorer each layer uses for its first sequence, and why; empty for a layer without one."""
         firsts = [row[0] for row in self.indexes.scorers]
         return ["" if scorer is None else scorer.why for scorer in firsts]
+
+    # Beside the spill file
+
+    def saved(self) -> None:
+        """Writes the trees beside the spill file, in place of older ones; EnvironmentProblem if it cannot."""
+        if self.store.config.path is None:
+            return
+        found: dict[tuple[int, int, int], Any] = {}
+        for layer, row in enumerate(self.indexes.scorers):
+            for sequence, scorer in enumerate(row):
+                tree = scorer.used if isinstance(scorer, AutoScorer) else scorer
+                if isinstance(tree, DciScorer):
+                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
+        save_indexes(path_of(self.store.config.path), found, self._identity())
+
+    def restored(self) -> None:
+        """Takes the trees that were saved, where trees are asked for; a layer without them builds its own.
+
+        Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
+        """
+        path = self.store.config.path
+        if path is None or self.settings.scorer not in ("dci", "auto") or not path_of(path).exists():
+            return
+        try:
+            found = load_indexes(path_of(path), self._identity())
+        except DataError as error:
+            log.warning("%s: trees are built anew", error.message)
+            return
+        for layer, sequence in {place[:2] for place in found}:
+            tree = DciScorer(self.store.shape, int(self._starts[sequence]), self.knobs)
+            tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
+            tree.end = tree.first + len(tree.indexes[0])
+            self.indexes.scorers[layer][sequence] = tree
+
+    def _identity(self) -> dict[str, Any]:
+        """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""
+        store = self.store
+        ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
+        identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}
+        return {**identity, "ids": ids, "first": self.first.tolist()}

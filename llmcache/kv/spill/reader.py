@@ -238,12 +238,19 @@ class SpillReader:
         self.recovery = Recovery(0, found.torn_entries)
 
     @classmethod
-    def open(cls: type[Self], path: str | Path, shape: KvShape | None = None, *, direct: bool | None = None) -> Self:
+    def open(
+        cls: type[Self],
+        path: str | Path,
+        shape: KvShape | None = None,
+        *,
+        direct: bool | None = None,
+        keep_unfinished: bool = False,
+    ) -> Self:
         """Opens a file with all that it held; `recovery` tells what of it was not whole and therefore dropped.
 
         `shape`: refuse the file of another model. `direct`: as `RawFile`. DataError: not a spill file, another model's, a
-        newer version's, damaged. EnvironmentProblem: not there; or it is to be written, and another
-        process does that.
+        newer version's, damaged. `keep_unfinished`: also pages that not all layers have, for who goes on where it ended in
+        the middle of a step. EnvironmentProblem: not there; or it is to be written, and another process does that.
         """
         raw = RawFile(Path(path), cls._flags, direct)
         try:
@@ -256,7 +263,7 @@ class SpillReader:
             raw.open_direct()
             found = Scan.latest(raw, layout)
             file = cls(raw, layout, found)
-            cuts = file._unfinished()
+            cuts = [] if keep_unfinished else file._unfinished()
             file.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
             if cuts or found.wipe:
                 file._cut(cuts, found.wipe)

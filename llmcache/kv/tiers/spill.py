@@ -1,7 +1,7 @@
 """Between the pools and the ssd tier: pages are written through in order, read back, and dropped where memory is full.
 
 A page is written once it is full. Where that fails, it stays in the pool, beyond the bound if it must, and is written
-before the next one, or by `save`: nothing that was appended is lost. Where writing *back* fails, much
+before the next one, or when `write_all` is called: nothing that was appended is lost. Where writing *back* fails, much
 later, the system may let go what the pool has let go before. The tier tells of that once, by a DataError, and is then
 without these pages: what memory has of them is written again. What no sequence uses any more is taken away.
 
@@ -38,6 +38,8 @@ class Spill:
         self._written = written
         self._cuts: dict[int, int] = {}
         self._takes_streams = False  # whole ones, which the tables on the disk may still name
+        self._is_behind = False  # the file, as an error was in the way of taking away, or of the tables
+        self._is_unsynced = False  # what was written, as an error was in the way of writing it back
         self._partial: list[tuple[int, int]] = []
 
     def adopt(self, full: int, is_partial: bool, streams: dict[int, int]) -> None:
@@ -145,6 +147,29 @@ class Spill:
             part = slice((border - fresh[0]) * size, (pages.stop - fresh[0]) * size)
             self.ssd.append(stream, layer, [array[:, part] for array in fresh[1][b]])
 
+    def write_all(self) -> None:
+        """Writes everything that is full and not written yet."""
+        for layer in range(self._state.shape.layers):
+            self.write(layer)
+        self.write_tokens()
+
+    def resume(self) -> None:
+        """As `write_all`, but leaves what `save` has written as it is while there is nothing to follow it."""
+        full = int(self._state.lengths.max()) // self._state.shape.page_tokens
+        if self._is_behind or not self.is_saved or self._settled(0) < full:
+            self.write_all()
+        if self._is_unsynced:
+            _twice(self._write_back)
+
+    def _write_back(self) -> None:
+        self.write_all()
+        self._flush()
+
+    def _flush(self) -> None:
+        self._is_unsynced = True
+        self.ssd.flush()
+        self._is_unsynced = False
+
     # Taking away
 
     def shrink(self, before: dict[int, int]) -> None:
@@ -153,14 +178,17 @@ class Spill:
         for stream, end in before.items():
             if after.get(stream, 0) < end:
                 self._cuts[stream] = min(after.get(stream, 0), self._cuts.get(stream, end))
+        self._is_behind = True
         if self._cuts:
             self._takes_streams |= bool(after) and any(stream not in after for stream in before)
             self.uncut()
         elif self._written is None or self._written.opened() != self._tables().opened():
             self.note()
+        self._is_behind = False
 
     def uncut(self) -> None:
         """Does what is left of taking away, and takes back what `save` has said and written."""
+        self._is_behind = True
         if self.is_saved:
             partial, self._partial = self._partial, []
             for stream, place in partial:
@@ -173,6 +201,7 @@ class Spill:
                 _twice(functools.partial(self.ssd.truncate, stream, pages))
                 del self._cuts[stream]
             self._takes_streams = False
+        self._is_behind = False
 
     def note(self, closed: bool = False, needed: bool = False) -> None:
         """Writes the tables if those on the disk are others; sequences that were never forked need none, unless `needed`."""
@@ -205,9 +234,7 @@ class Spill:
 
     def _save(self, beside: str) -> None:
         state, size = self._state, self._state.shape.page_tokens
-        for layer in range(state.shape.layers):
-            self.write(layer)
-        self.write_tokens()
+        self.write_all()
         full, rest = divmod(state.tokens.length, size)
         if rest:
             state.table.settle(full, full + 1)
@@ -217,7 +244,7 @@ class Spill:
                 self.note(needed=True)
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
-            self.ssd.flush()
+            self._flush()
             self._put(Tables(self._tables().sequences, True, beside))
         finally:
             if rest:
@@ -298,7 +325,7 @@ class Spill:
         with pool.lock:
             here = pool.slot_of[numbers] != NOT_HERE
             if not spilled[here].all():
-                raise ValueError(f"pages: not all of {pages.tolist()} could be written to the ssd tier so far: save first")
+                raise ValueError(f"pages: not all of {pages.tolist()} could be written to the ssd tier so far: spill first")
             self._drop(pool, np.unique(numbers[here]))
 
     def _drop(self, pool: Pool, numbers: Int64s) -> None:

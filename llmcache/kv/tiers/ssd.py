@@ -207,6 +207,11 @@ class CsdTier:
         with self._command("spill") as device:
             device.flush()
 
+    def restart(self) -> None:
+        """Starts the device anew over its file; DataError if pages are missing that it had acknowledged."""
+        with self._command("restore") as device:
+            device.restart()
+
     def close(self) -> None:
         """Ends the device once its file is flushed."""
         with self._lock:

@@ -213,7 +213,7 @@ class KvStore(Sequences):
 
         Layers of a step come in any order; `commit` ends it.
         EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
-        are written with the next page, or by `save`.
+        are written with the next page, or by `spill`.
         """
         size = self.shape.page_tokens
         self.checked(layer)
@@ -285,6 +285,11 @@ class KvStore(Sequences):
         finally:
             for layer in range(self.shape.layers):
                 self._spill.trim(layer, self.length)
+
+    def spill(self) -> None:
+        """Writes what could not be written before; EnvironmentProblem if it still cannot."""
+        if self._spill is not None:
+            self._spill.resume()
 
     # Looking and bringing
 
@@ -687,6 +692,16 @@ class KvStore(Sequences):
             raise UsageError("path: the store has no spill file to save to", "make it with one")
         self.check_between_steps()
         self._spill.save(beside)
+
+    def restart_device(self) -> None:
+        """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.
+
+        DataError if something is missing that it had.
+        """
+        if self._spill is None or not isinstance(self._spill.ssd, CsdTier):
+            raise UsageError("ssd: the store has no device", "make it with ssd='csd'")
+        self._spill.ssd.restart()
+        self._spill.resume()
 
     def close(self) -> None:
         """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""

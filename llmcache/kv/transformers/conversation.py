@@ -178,6 +178,7 @@ class Conversation:
         self._most_full, self._is_measured = 0, False
         self._own_file: Path | None = None  # in a directory, until it is closed
         self._padding_known = False
+        self._is_restored = False
         self._done: set[int] = set()
         self._expected: int | None = None
 
@@ -327,6 +328,9 @@ class Conversation:
         if not self._padding_known:
             policy.pad(first_tokens(mask, self.store.batch))
             self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())
+            if self._is_restored:
+                self._is_restored = False
+                policy.restored()
 
     def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
         """Ids and positions of the newest tokens, as the model got them."""
@@ -385,6 +389,7 @@ class Conversation:
         batch = len(look(self.settings.path, shape).sequences)
         config = self.settings.store_config(shape, batch, self.settings.path)
         self._store = KvStore.restore(self.settings.path, config)
+        self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
         """Writes what no page is full of yet, and the states of `sliding` layers: all or nothing; between steps only.
@@ -404,11 +409,14 @@ class Conversation:
             store.save(sidecar.write(self.settings.path, store, sliding))
         finally:
             sidecar.prune(self.settings.path, store)
+        if self.engine is not None:
+            self.engine.policy.saved()
 
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
         self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
+        self._is_restored = False
         if engine is not None:
             engine.close()
         own_file, self._own_file = self._own_file, None

@@ -3,6 +3,7 @@
 Source: icecache.txt, sections 3.3 and 4, algorithms 1 to 4.
 """
 
+from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.index import DciIndex, DciSettings, Nearest
 
-__all__ = ["DciIndex", "DciSettings", "Nearest"]
+__all__ = ["DciIndex", "DciSettings", "Nearest", "load_indexes", "path_of", "save_indexes"]

@@ -2,6 +2,7 @@
 
 A point (a key) lies in one slot; `page_slots` slots are a page; a chain of pages is a node: the points that share a parent.
 A point of a level above the lowest owns the node below it. Node 0 is the root. Levels count from 1, the lowest.
+Everything is an array of numbers, so that a tree is saved and restored as it lies.
 
 The query is algorithm 4: a node at a time by P-DCI, the best nodes of a level opened at the next. Points are added by
 algorithm 1, lines 28 to 35; parents have been found and room has been made (`with_room`) before. Many keys that come
@@ -93,6 +94,13 @@ def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree
     return tree
 
 
+def _sizes(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
+    """How long the arrays of a tree are that has so many."""
+    slots = pages * int(tree.state[SLOTS])
+    sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
+    return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
+
+
 def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
     """Returns the tree with room for `pages` and `nodes` more and for tokens below number `last`; itself if it has it.
 
@@ -104,17 +112,21 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
     if all(needed <= there for needed, there in zip(needs, has, strict=True)):
         return tree
     room = [max(needed, there + there // 4) if needed > there else there for needed, there in zip(needs, has, strict=True)]
-    slots = room[0] * int(tree.state[SLOTS])
-    sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
-    sizes |= {"lifts": slots, "tokens": slots, "children": slots, "pages": room[0], "nodes": room[1], "where": room[2]}
     changed: dict[str, NDArray[Any]] = {}
-    for name, size in sizes.items():
+    for name, size in _sizes(tree, *room).items():
         array: NDArray[Any] = getattr(tree, name)
         if size > len(array):
             changed[name] = np.empty((size, *array.shape[1:]), array.dtype)
             changed[name][: len(array)] = array
             changed[name][len(array) :] = NONE if name in ("tokens", "children", "where") else 0
     return tree._replace(**changed)
+
+
+def trimmed(tree: Tree) -> Tree:
+    """Returns the tree without the room it does not use: what is saved."""
+    used = np.flatnonzero(tree.where >= 0)
+    sizes = _sizes(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
+    return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}

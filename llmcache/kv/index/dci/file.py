@@ -1,0 +1,259 @@
+"""Indexes beside a spill file: one file with the arrays of all trees, bound to what the spill file holds.
+
+0   magic, version, length of the header, its CRC
+20  header, JSON: the identity; for each index where it belongs, its settings, its scale and its arrays with their
+    types, shapes, offsets and CRCs
+    the arrays as they lie in memory, each from a multiple of 64 on
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Bytes, Int64s
+from llmcache.errors import DataError
+from llmcache.files import replacing
+from llmcache.kv.index.dci.index import DciIndex, DciSettings, Scale
+from llmcache.kv.index.dci.tree import (
+    BASE,
+    COUNT,
+    DIM,
+    FOLLOW,
+    HEAD,
+    HOME,
+    KEYS,
+    LEVEL,
+    LEVELS,
+    LIVE_PAGES,
+    NODES,
+    NONE,
+    OWNER,
+    PAGES,
+    ROOT,
+    SIZE,
+    SLOTS,
+    Ints,
+    Tree,
+    empty_tree,
+    trimmed,
+)
+from llmcache.kv.spill.raw import explained
+
+MAGIC = b"LLMDCI\r\n"
+VERSION = 1
+_START = struct.Struct("<8sIII")
+_ALIGN = 64
+_HINT = "delete it: the index is built anew from the keys"
+
+Place = tuple[int, ...]
+"""Where an index belongs: layer, sequence, head."""
+
+
+def path_of(spill: Path) -> Path:
+    """Returns where the indexes of a spill file are; the name ends like its own (--spill globs)."""
+    return spill.with_name(f"dci-{spill.name}")
+
+
+def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> int:
+    """Writes indexes in place of those that are there, as a whole; returns the bytes. EnvironmentProblem if it cannot.
+
+    `indexes`: by their places. `identity`: what must be the same when they are restored, as plain data.
+    """
+    entries, arrays, at = [], [], 0
+    for place, index in indexes.items():
+        tree, described = trimmed(index.tree), {}
+        for name, array in zip(Tree._fields, tree, strict=True):
+            data = np.ascontiguousarray(array)
+            described[name] = [data.dtype.str, list(data.shape), at, zlib.crc32(data.tobytes())]
+            arrays.append(data)
+            at += -(-data.nbytes // _ALIGN) * _ALIGN
+        scale = [index.scale.unit.hex(), index.scale.bound.hex()]
+        entries.append({"place": list(place), "settings": index.settings.to_json(), "scale": scale, "arrays": described})
+    header = json.dumps({"identity": dict(identity), "indexes": entries, "bytes": at}).encode()
+    start = _START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header
+    parts: list[Any] = [start, *arrays]
+    with explained(path, "writing an index"), replacing(path) as stream:
+        for part in parts:
+            stream.write(part)
+            stream.write(bytes(-stream.tell() % _ALIGN))
+    return _data_at(len(header)) + at
+
+
+def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
+    """Returns what `save_indexes` has written. DataError: damaged, of another version, or of another spill file.
+
+    EnvironmentProblem: not there, or it cannot be read.
+    """
+    with explained(path, "reading an index"):
+        data = np.fromfile(path, np.uint8)
+    header, first = _header(path, data)
+    try:
+        for field, value in identity.items():
+            if (has := header["identity"].get(field)) != value:
+                raise DataError(f"{path}: {field}: the index is of {reprlib.repr(has)}, the spill file of {value!r}", _HINT)
+        if len(data) < first + header["bytes"]:
+            raise DataError(f"{path}: ends at {len(data)}, the index needs {first + header['bytes']} bytes", _HINT)
+        return {tuple(entry["place"]): _index(path, entry, data[first:]) for entry in header["indexes"]}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path}: header: {reprlib.repr(error)}", _HINT) from None
+
+
+def _header(path: Path, data: Bytes) -> tuple[dict[str, Any], int]:
+    if len(data) < _START.size or bytes(data[:8]) != MAGIC:
+        raise DataError(f"{path}: magic: this is not an index", _HINT)
+    _, version, size, crc = _START.unpack(bytes(data[: _START.size]))
+    if version != VERSION:
+        raise DataError(f"{path}: version: {version}, this is {VERSION}", _HINT)
+    header = bytes(data[_START.size : _START.size + size])
+    if zlib.crc32(header) != crc or len(header) != size:
+        raise DataError(f"{path}: header: damaged", _HINT)
+    try:
+        found = json.loads(header)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: header: not a JSON object", _HINT)
+    return found, _data_at(size)
+
+
+def _data_at(header_bytes: int) -> int:
+    return -(-(_START.size + header_bytes) // _ALIGN) * _ALIGN
+
+
+def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
+    where, settings = f"in the index of {reprlib.repr(entry['place'])}", DciSettings(**entry["settings"])
+    found: dict[str, NDArray[Any]] = {}
+    for name, (dtype, shape, at, crc) in entry["arrays"].items():
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        part = data[at : at + size]
+        if at < 0 or len(part) != size or zlib.crc32(part.tobytes()) != crc:
+            raise DataError(f"{path}: {reprlib.repr(name)}: damaged {where}", _HINT)
+        found[name] = part.view(dtype).reshape(shape).copy()
+    tree = Tree(**found)
+    # Compiled loops go through these arrays without looking at their ends.
+    fault = misfit_of(tree, settings) or fault_of(tree)
+    if fault:
+        raise DataError(f"{path}: tree: {fault} {where}", _HINT)
+    index = DciIndex(int(tree.state[DIM]), settings, int(tree.state[BASE]))
+    index.tree = tree
+    index.scale = Scale(*map(float.fromhex, entry["scale"]))
+    return index
+
+
+def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
+    """Returns which array of a tree, as it is saved, has not the type or the size that its state tells; None if none."""
+    one = empty_tree(1, 1, 0, np.zeros((1, 2), np.float32))
+    for name in Tree._fields:
+        array, wanted = getattr(tree, name), getattr(one, name)
+        if array.dtype != wanted.dtype or array.ndim != wanted.ndim:
+            return f"{name}: {array.ndim} dimensions of {array.dtype}"
+    if tree.state.shape != one.state.shape or tree.population.shape != one.population.shape:
+        return "state or population: their sizes are fixed"
+    dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
+    if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
+        return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
+    directions, all_slots = settings.directions, pages * slots
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("lifts", "tokens", "children"), (all_slots,))
+    sizes |= {"rows": (all_slots * dim,), "projections": (all_slots * directions,), "directions": (directions, dim + 1)}
+    sizes |= {"pages": (pages, 4), "nodes": (int(tree.state[NODES]), 4)}
+    return next((f"{name}: its size" for name, size in sizes.items() if getattr(tree, name).shape != size), None)
+
+
+def fault_of(tree: Tree) -> str | None:
+    """Returns what is wrong with a tree, None if nothing is.
+
+    All points are reached from the root, once; pages, nodes, levels and the places of tokens tell the same.
+    """
+    return next((fault for check in (_records, _chains, _tokens, _levels) for fault in check(tree)), None)
+
+
+def _records(tree: Tree) -> Iterator[str]:
+    """Faults of single pages and nodes; what is told of others counts only if there is none before."""
+    slots, used_pages, used_nodes = (int(tree.state[at]) for at in (SLOTS, PAGES, NODES))
+    if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
+        yield "more pages or nodes in use than there are"
+    pages, nodes = tree.pages[:used_pages], tree.nodes[:used_nodes]
+    if not ((nodes[:, LEVEL] >= 0) & (nodes[:, LEVEL] < len(tree.population))).all():
+        yield "a node of a level that there cannot be"
+    live = nodes[:, LEVEL] > 0
+    if not ((pages[:, COUNT] >= 0) & (pages[:, COUNT] <= slots)).all():
+        yield "a page with more tokens than it has slots"
+    if not ((pages[:, FOLLOW] >= NONE) & (pages[:, FOLLOW] < used_pages)).all():
+        yield "a page followed by one that is not there"
+    homes = pages[pages[:, COUNT] > 0, HOME]
+    if not ((homes >= 0) & (homes < used_nodes)).all() or not live[homes].all():
+        yield "a page of a node that is not there"
+    if (nodes[:, HEAD] < NONE).any() or (nodes[live, HEAD] >= used_pages).any():
+        yield "a node whose first page is not there"
+
+
+def _chains(tree: Tree) -> Iterator[str]:
+    """Every page in use is on the chain of its node, once."""
+    pages, nodes = tree.pages[: tree.state[PAGES]], tree.nodes[: tree.state[NODES]]
+    used, live = np.flatnonzero(pages[:, COUNT] > 0), np.flatnonzero(nodes[:, LEVEL] > 0)
+    seen, held = np.zeros(len(pages), np.int64), np.zeros(len(nodes), np.int64)
+    owners = live[nodes[live, HEAD] != NONE]
+    at = nodes[owners, HEAD]
+    for _ in range(len(pages) + 1):  # all chains at a time
+        if not len(at):
+            break
+        if (pages[at, HOME] != owners).any():
+            yield "a chain of pages that leads into another node"
+        np.add.at(seen, at, 1)
+        np.add.at(held, owners, pages[at, COUNT])
+        goes_on = pages[at, FOLLOW] != NONE
+        owners, at = owners[goes_on], pages[at, FOLLOW][goes_on]
+    if len(at) or (seen[used] != 1).any() or seen.sum() != len(used) or len(used) != tree.state[LIVE_PAGES]:
+        yield "pages that are on no chain, or on two"
+    if (held[live] != nodes[live, SIZE]).any():
+        yield "a node that counts its points wrong"
+
+
+def _filled(tree: Tree) -> tuple[Int64s, Ints]:
+    """The slots in use, and the levels of the points in them."""
+    slots = int(tree.state[SLOTS])
+    filled = np.flatnonzero(np.arange(slots) < tree.pages[: tree.state[PAGES], COUNT, None])
+    return filled, tree.nodes[tree.pages[filled // slots, HOME], LEVEL]
+
+
+def _tokens(tree: Tree) -> Iterator[str]:
+    """The places of tokens and the tokens of places; points above the lowest level own a node of the level below."""
+    filled, levels = _filled(tree)
+    tokens = tree.tokens[filled]
+    places = tokens.astype(np.int64) - int(tree.state[BASE])
+    if (places < 0).any() or (places >= len(tree.where)).any() or (tree.where[places] != filled).any():
+        yield "a token that is not where it is said to be"
+    if not len(filled) == (tree.where >= 0).sum() == tree.state[KEYS]:
+        yield "tokens that are nowhere"
+    if not np.isfinite(tree.lifts[filled]).all():
+        yield "a lift that is not finite"
+    above, children = levels > 1, tree.children[filled]
+    if (children[levels == 1] != NONE).any():
+        yield "a point of the lowest level with points below it"
+    own = children[above]
+    if not ((own > ROOT) & (own < tree.state[NODES])).all() or len(np.unique(own)) < len(own):
+        yield "a point without a node below it, or with that of another"
+    if (tree.nodes[own, OWNER] != tokens[above]).any() or (tree.nodes[own, LEVEL] != levels[above] - 1).any():
+        yield "a node below a point that is not its owner"
+    if (tree.nodes[: tree.state[NODES], LEVEL] > 0).sum() != 1 + len(own):
+        yield "nodes that hang nowhere"
+
+
+def _levels(tree: Tree) -> Iterator[str]:
+    """No level is empty, and all are counted."""
+    top, (filled, levels) = int(tree.state[LEVELS]), _filled(tree)
+    found = np.bincount(levels, minlength=len(tree.population))
+    if len(found) > len(tree.population) or (found != tree.population).any():
+        yield "levels that are counted wrong"
+    if tree.nodes[ROOT, LEVEL] != top or (len(filled) and not found[1 : top + 1].all()) or found[top + 1 :].any():
+        yield "a level that is empty"
