@@ -148,6 +148,8 @@ def test_a_replayed_log_is_the_mount(source: Path, tmp_path: Path, work: Work) -
     held = held_by_file(trace)
     assert sum(held.values()) == arena["held_blocks"] * BLOCK_BYTES
     for entry in stats["files"]:
+        if not entry["loops"]:  # of a file that was written single pages are held: those that were read from storage again
+            continue
         pinned = sum(loop["pinned_bytes"] for loop in entry["loops"])
         assert abs(held.get(entry["path"], 0) - pinned) < MIB, "the last extent of a file may be short"
 
