@@ -35,14 +35,20 @@ PAGE = 2
 class Operations(RuleBasedStateMachine):
     """A file and its dictionary: the tokens of each sequence. `possible`: what a crash may bring back."""
 
-    @initialize(dtype=st.sampled_from(["float16", "float32"]), extent_pages=st.integers(1, 3), layers=st.integers(1, 2))
-    def make(self, dtype: str, extent_pages: int, layers: int) -> None:
+    @initialize(
+        dtype=st.sampled_from(["float16", "float32"]),
+        extent_pages=st.integers(1, 3),
+        layers=st.integers(1, 2),
+        interleaved=st.booleans(),
+    )
+    def make(self, dtype: str, extent_pages: int, layers: int, interleaved: bool) -> None:
         self.shape = KvShape("tiny", layers, 1, 3, dtype, page_tokens=PAGE, value_dim=5)
         self.stack = ExitStack()
         self.directory = Path(self.stack.enter_context(scratch()))
         self.disk, self.next_id, self.crashes = Disk(), 0, 0
         self.stack.enter_context(recorded(self.disk))
-        self.file = SpillFile.create(self.directory / "0.kv", self.shape, extent_pages=extent_pages, direct=False)
+        options: dict[str, Any] = {"extent_pages": extent_pages, "interleaved": interleaved, "direct": False}
+        self.file = SpillFile.create(self.directory / "0.kv", self.shape, **options)
         self.state: State = {}
         self.possible: list[State] = [{}]
         self.readers: list[tuple[SpillReader, State, list[State]]] = []

@@ -256,7 +256,7 @@ class Doubtful:
     """A file on a disk that fails now and then, and what must be in it: beginnings of `state`, with all of `flushed`."""
 
     def __init__(self, path: Path, cache: Cache) -> None:
-        self.file, self.cache = SpillFile.create(path, SHAPE, extent_pages=2, direct=False), cache
+        self.file, self.cache = SpillFile.create(path, SHAPE, extent_pages=2, interleaved=True, direct=False), cache
         self.state: State = {}
         self.flushed: State = {}
         self.next_id = 0

@@ -43,13 +43,14 @@ class Store(RuleBasedStateMachine):
 
     ssd = "file"
 
-    @initialize(dtype=st.sampled_from(DTYPES), batch=st.integers(1, 2), wide=st.booleans())
-    def make(self, dtype: str, batch: int, wide: bool) -> None:
+    @initialize(dtype=st.sampled_from(DTYPES), batch=st.integers(1, 2), wide=st.booleans(), interleaved=st.booleans())
+    def make(self, dtype: str, batch: int, wide: bool, interleaved: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
         self.shape = shape_of(dtype, LAYERS, value_dim=601 if wide else 3)  # 601: in several blocks, some rows in two
         self.plain = Plain(self.shape, batch)
         path = self.directory / "a.kv"
-        self.config = StoreConfig(self.shape, batch, 4, 4, BOUND, path, self.ssd, threads=2, cpu_rows=ROWS)
+        more: dict[str, Any] = {"cpu_rows": ROWS, "interleaved": interleaved}
+        self.config = StoreConfig(self.shape, batch, 4, 4, BOUND, path, self.ssd, threads=2, **more)
         self.store = KvStore(self.config)
         self.fast = HostFastTier(1000)
         self.saved = False

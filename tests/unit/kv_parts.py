@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.raw import RawFile
 
@@ -81,9 +80,14 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     reads: list[int] = []
     read_runs = RawFile.read_runs
 
-    def counted(self: RawFile, buffer: Bytes, places: Rows, sizes: Rows, *rest: Any) -> None:
-        reads.extend(sizes.tolist())
-        read_runs(self, buffer, places, sizes, *rest)
+    def counted(self: RawFile, wanted: Rows, *rest: Any) -> None:
+        end = -1
+        for offset, _, size in sorted(wanted.tolist()):
+            if offset != end:
+                reads.append(0)
+            reads[-1] += size
+            end = offset + size
+        read_runs(self, wanted, *rest)
 
     monkeypatch.setattr(RawFile, "read_runs", counted)
     return reads

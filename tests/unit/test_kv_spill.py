@@ -11,6 +11,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +21,20 @@ from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layou
 from llmcache.kv.spill.checksum import by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
-from tests.unit.kv_parts import append, counted_reads, flip, ids, restored
+from tests.unit.kv_parts import Rows, append, counted_reads, flip, ids, restored
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "extent_pages", "direct"),
-    [("float32", 1, None), ("float16", 3, False), ("bfloat16", 3, None)],
+    ("dtype", "extent_pages", "direct", "head_dim"),
+    [("float32", 1, None, 5), ("float16", 3, False, 5), ("bfloat16", 3, None, 5), ("float16", 3, None, 1200)],
 )
-def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None) -> None:
-    shape = KvShape("tiny", 3, 2, 5, dtype, page_tokens=3, value_dim=1207)  # values in several blocks
-    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=extent_pages, direct=direct) as file:
+def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None, head_dim: int) -> None:
+    shape = KvShape("tiny", 3, 2, head_dim, dtype, page_tokens=3, value_dim=1207)  # values in several blocks
+    options: dict[str, Any] = {"extent_pages": extent_pages, "direct": direct, "interleaved": head_dim > 5}
+    with SpillFile.create(tmp_path / "a.kv", shape, **options) as file:
         append(file, 0, ids(0, 21))
         append(file, 5, ids(100, 3))
         append(file, 0, ids(21, 8))  # 2 of its pages are whole, the last has 2 tokens
@@ -49,8 +51,9 @@ def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, d
         assert restored(reader, 0) == list(range(33)) and reader.shape == shape
 
 
-def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8) as file:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
+    with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8, interleaved=interleaved) as file:
         append(file, 0, ids(0, 80))
         whole = file.read(0, 1, list(range(20)))
         order = [19, 2, 3, 4, 0, 15, 16, 3]
@@ -58,7 +61,8 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
         part = file.read(0, 1, order, threads=1)
         assert part.keys.tobytes() == whole.keys[order].tobytes()
         assert part.values.tobytes() == whole.values[order].tobytes()
-        assert [size // 4096 for size in reads] == [1, 3, 1, 1, 1, 1] * 2, "15 and 16 lie in two extents"
+        together = [2, 3, 2, 3, 2, 2, 2] if interleaved else [1, 2, 2, 1, 1, 1] * 2
+        assert sorted(size // 4096 for size in reads) == sorted(together), "15 and 16 lie in two extents"
         taken: list[tuple[int, int, bytes]] = []
         file.read_through(0, 1, order, lambda *given: taken.append((*given[:2], given[2].tobytes())), threads=1)
         for side, rows in ((0, part.keys), (1, part.values)):
@@ -80,13 +84,17 @@ WIDE = KvShape("wide", 1, kv_heads=3, head_dim=600, dtype="float16", page_tokens
 
 
 @pytest.mark.parametrize("aio", [True, False], ids=["at a time", "one by one"])
-def test_of_rows_only_their_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aio: bool) -> None:
-    shape, random = WIDE, np.random.default_rng(5)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_rows_only_their_blocks_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aio: bool, interleaved: bool
+) -> None:
+    shape, random = replace(WIDE, value_dim=598 if interleaved else 64), np.random.default_rng(5)
     monkeypatch.setattr(raw, "_queues", [])
-    monkeypatch.setattr(reader, "SCATTERED_BYTES", 3 * (shape.key_slot_bytes + shape.value_slot_bytes))
+    monkeypatch.setattr(reader, "SCATTERED_ROWS", 25)
     if not aio:
         monkeypatch.setattr(raw, "_AIO_NUMBERS", {})
-    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
+    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4, interleaved=interleaved) as file:
+        assert file.interleaved == interleaved
         append(file, 0, ids(0, 48))
         order = np.array([0, 1, 3, 5])
         whole = file.read(0, 0, order)
@@ -94,23 +102,27 @@ def test_of_rows_only_their_blocks_are_read(tmp_path: Path, monkeypatch: pytest.
         for count in (0, 1, 2, 9, 60):
             of_page, rows = random.integers(0, 4, count), random.integers(0, 24, count)
             reads.clear()
-            found, read_bytes = file.read_rows(0, 0, order, of_page, rows)
+            found, read_bytes = file.read_rows(0, 0, order[of_page], rows)
             for got, wanted in zip(found, (whole.keys, whole.values), strict=True):
                 assert got.tobytes() == wanted.reshape(4, 24, -1)[of_page, rows].tobytes()
-            assert sum(reads) == read_bytes <= count * 3 * 4096
+            assert sum(reads) == read_bytes <= count * (4 if interleaved else 3) * 4096
+            assert count != 1 or len(reads) == 2 - interleaved
             assert count > 9 or read_bytes < 4 * (shape.key_slot_bytes + shape.value_slot_bytes)
     assert len(raw._queues) == 1
 
 
-def test_a_file_of_version_1_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One checksum for the keys of a page and one for its values; the header does not tell of parts."""
-    path, told = tmp_path / "a.kv", {**WIDE.to_json(), "extent_pages": 4}
+@pytest.mark.parametrize(("version", "more", "blocks"), [(1, {}, 9), (2, {"parts": [8, 1]}, 2)])
+def test_files_of_before_go_on_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, more: dict[str, Any], blocks: int
+) -> None:
+    """Of version 1: one checksum for the keys of a page and one for its values; the header does not tell of parts."""
+    path, told = tmp_path / "a.kv", {**WIDE.to_json(), "extent_pages": 4, **more}
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "MOST_PARTS", 1)
+        patch.setattr(layout, "MOST_PARTS", 1 if version == 1 else layout.MOST_PARTS)
         with SpillFile.create(path, WIDE, extent_pages=4) as file:
             append(file, 0, ids(0, 40))
     identity = json.dumps(told, sort_keys=True).encode()
-    start = struct.pack("<II", 1, len(identity))
+    start = struct.pack("<II", version, len(identity))
     header = b"LLMCKV\r\n" + start + struct.pack("<I", zlib.crc32(identity, zlib.crc32(start))) + identity
     with path.open("r+b") as stream:
         stream.write(header.ljust(4096, b"\0"))
@@ -118,9 +130,9 @@ def test_a_file_of_version_1_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytes
         with SpillFile.open(path, WIDE) as file:
             assert restored(file, 0) == list(range(first))
             append(file, 0, ids(first, 16))
-            (keys, _), read_bytes = file.read_rows(0, 0, np.array([3]), np.array([0]), np.array([7]))
+            (keys, _), read_bytes = file.read_rows(0, 0, np.array([3]), np.array([7]))
             assert keys.tobytes() == file.read(0, 0, [3]).keys[0, 0, 7].tobytes()
-            assert read_bytes == 9 * 4096, "a page is the least that can be compared"
+            assert read_bytes == blocks * 4096, "of version 1 a page is the least that can be compared"
     assert path.read_bytes()[:4096] == header.ljust(4096, b"\0")
 
 
@@ -236,7 +248,7 @@ def test_another_models_file_is_refused(tmp_path: Path, field: str, other: KvSha
     [
         (0, b"", "not a spill file"),
         (0, b"GGUF" + bytes(9000), "not a spill file"),
-        (8, struct.pack("<I", 3), "version: 3, this llmcache reads up to 2"),
+        (8, struct.pack("<I", 4), "version: 4, this llmcache reads up to 3"),
     ],
 )
 def test_files_that_are_none_or_newer(tmp_path: Path, place: int, written: bytes, told: str) -> None:
@@ -263,7 +275,7 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
         reader.read(3, 1, [1, 3])
         for call in (
             lambda: reader.read(3, 1, [1, 2]),
-            lambda: reader.read_rows(3, 1, np.array([1, 2]), np.array([0, 1]), np.array([0, 0])),
+            lambda: reader.read_rows(3, 1, np.array([1, 2]), np.array([0, 0])),
             lambda: reader.read_through(3, 1, [2], lambda side, *_: taken.append(side)),
         ):
             with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
@@ -274,14 +286,17 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
 def test_of_many_reads_the_one_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(range(200)))
     raw, buffer = RawFile(tmp_path / "a", os.O_RDONLY), np.zeros(60, np.uint8)
-    places, sizes = np.array([0, 10, 31]), np.array([10, 20, 29])
-    raw.read_runs(buffer, places, sizes, np.array([100, 0, 150]))
+
+    def wanted(*offsets: int) -> Rows:
+        return np.stack([offsets, buffer.ctypes.data + np.array([0, 10, 31]), [10, 20, 29]], axis=1)
+
+    raw.read_runs(wanted(100, 0, 150))
     assert buffer.tolist() == [*range(100, 110), *range(20), 0, *range(150, 179)]
     with pytest.raises(DataError, match="ends at 200, a page needs it up to 210"):
-        raw.read_runs(buffer, places, sizes, np.array([100, 190, 0]))
+        raw.read_runs(wanted(100, 190, 0))
     raw.close()
-    with pytest.raises(EnvironmentProblem, match="reading at 100: Bad file descriptor"):
-        raw.read_runs(buffer, places, sizes, np.array([100, 0, 150]))
+    with pytest.raises(EnvironmentProblem, match="reading at 0: Bad file descriptor"):
+        raw.read_runs(wanted(100, 0, 150))
 
 
 def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int) -> list[int]:

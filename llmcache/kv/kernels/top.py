@@ -47,16 +47,12 @@ def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     Of each head 1 to `MOST_SHARED` times `k`. Heads of which there are fewer than others have their last position again and
     again: see `Selection`.
     """
-    heads, tokens = scores.shape
-    positions = top(scores, min(tokens, MOST_SHARED * k), threads)
-    found = np.take_along_axis(scores, positions, 1)
-    np.put_along_axis(found, found.argmax(1)[:, None], np.inf, 1)
-    taken = np.zeros(found.shape, np.bool_)
-    taken.reshape(-1)[np.argpartition(found.reshape(-1), -min(heads * k, found.size))[-heads * k :]] = True
-    counts = taken.sum(1)
-    order = np.argsort(~taken, axis=1, kind="stable")
-    places = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-    return np.take_along_axis(positions, np.take_along_axis(order, places, 1), 1)
+    positions = top(scores, min(scores.shape[1], MOST_SHARED * k), threads)
+    size = positions.size
+    if len(_scratch.places) <= size:
+        _scratch.fit(size)
+    most = _share(scores, positions, min(len(positions) * k, size), _scratch.keys, _scratch.rest)
+    return positions[:, :most]
 
 
 class RunningTop:
@@ -155,6 +151,35 @@ def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
         if take:
             out[done] = places[i]
             done += 1
+
+
+@njit(nogil=True, cache=True)
+def _share(scores, positions, count, keys, rest):  # type: ignore[no-untyped-def]
+    """Moves to the front of `positions` [heads, n] those with the `count` largest `scores` and the best of each head.
+
+    Their last of a head stands behind them, up to the end. Returns how many the head with the most has.
+    """
+    heads, each = positions.shape
+    for head in range(heads):
+        best = head * each
+        for i in range(each):
+            keys[head * each + i] = _key(scores[head, positions[head, i]])
+            if keys[head * each + i] > keys[best]:
+                best = head * each + i
+        keys[best] = np.uint32(0xFFFFFFFF)
+    least, equal = _kth(keys, heads * each, count, rest)
+    most = 0
+    for head in range(heads):
+        taken = 0
+        for i in range(each):
+            key = keys[head * each + i]
+            if key > least or (key == least and equal > 0):
+                equal -= key == least
+                positions[head, taken] = positions[head, i]
+                taken += 1
+        positions[head, taken:] = positions[head, taken - 1]
+        most = max(most, taken)
+    return most
 
 
 @njit(nogil=True, cache=True)

@@ -142,6 +142,8 @@ class KvPolicy(ABC):
     """Which ssd tier it is meant for: "file", read by the host; or "csd", the *emulated* device."""
     ahead: ClassVar[bool] = False
     """True if it is meant to run with look-ahead, one layer before the one that computes."""
+    interleaved: ClassVar[bool] = False
+    """True if it reads no keys of a file to choose by: keys and values may lie together there."""
     whole_pages: ClassVar[bool] = False
     """True if it chooses pages rather than tokens."""
     sink_tokens: ClassVar[int] = 16

@@ -28,6 +28,7 @@ class IndexedPolicy(KvPolicy):
     """Feeds scorers with the keys that leave the window, and asks them; see `KeyIndexes` and the file of the policy."""
 
     ahead = True
+    interleaved = True
     settings_class = IndexedSettings
     settings: IndexedSettings
     indexes: KeyIndexes

@@ -74,29 +74,48 @@ def by_tables(crc, word):  # type: ignore[no-untyped-def]
 _step = _instruction if has_instruction() else by_tables
 
 
+@numba.njit(inline="always")
+def _sum_of(words):  # type: ignore[no-untyped-def]
+    whole = words.size // 4 * 4
+    a = b = c = d = np.uint64(_START)
+    for i in range(0, whole, 4):
+        a = _step(a, words[i])
+        b = _step(b, words[i + 1])
+        c = _step(c, words[i + 2])
+        d = _step(d, words[i + 3])
+    for i in range(whole, words.size):
+        a = _step(a, words[i])
+    return np.uint32(_step(_step(_step(_step(np.uint64(_START), a), b), c), d))
+
+
 @numba.njit(nogil=True, cache=True)
-def _sum_parts(words, which, out):  # type: ignore[no-untyped-def]
-    whole = words.shape[1] // 4 * 4
-    for at in range(which.size):
-        page = which[at]
-        a = b = c = d = np.uint64(_START)
-        for i in range(0, whole, 4):
-            a = _step(a, words[page, i])
-            b = _step(b, words[page, i + 1])
-            c = _step(c, words[page, i + 2])
-            d = _step(d, words[page, i + 3])
-        for i in range(whole, words.shape[1]):
-            a = _step(a, words[page, i])
-        out[at] = _step(_step(_step(_step(np.uint64(_START), a), b), c), d)
+def _sum_parts(words, out):  # type: ignore[no-untyped-def]
+    for part in range(len(words)):
+        out[part] = _sum_of(words[part])
 
 
-def checksums(slots: NDArray[np.uint8], parts: int = 1, which: Int64s | None = None) -> Uint32s:
+@numba.njit(nogil=True, cache=True)
+def _first_other(words, written, which):  # type: ignore[no-untyped-def]
+    for part in range(len(words)):
+        if _sum_of(words[part]) != written[which[part]]:
+            return part
+    return -1
+
+
+def checksums(slots: NDArray[np.uint8], parts: int = 1) -> Uint32s:
     """Returns the checksums of the `parts` of each of `slots` [pages, slot bytes], as [pages, parts].
 
-    A part has a multiple of 8 bytes. `which` [n]: of these parts alone, counted through all pages, as [n].
+    A part has a multiple of 8 bytes.
     """
     words = slots.reshape(len(slots) * parts, -1).view(np.uint64)
-    wanted = np.arange(len(words)) if which is None else which
-    out = np.empty(len(wanted), np.uint32)
-    _sum_parts(words, wanted, out)
-    return out.reshape(-1, parts) if which is None else out
+    out = np.empty(len(words), np.uint32)
+    _sum_parts(words, out)
+    return out.reshape(-1, parts)
+
+
+def first_other(parts: NDArray[np.uint8], written: Uint32s, which: Int64s) -> int:
+    """Returns the first of `parts` [n, part bytes] whose checksum is not that of `written` with the number `which` [n].
+
+    -1: there is none.
+    """
+    return int(_first_other(parts.view(np.uint64), written, which))

@@ -28,6 +28,7 @@ from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
     EXTENT_TOKENS,
+    KEYS,
     RECORD_BYTES,
     Commit,
     ExtentEntry,
@@ -36,6 +37,7 @@ from llmcache.kv.spill.layout import (
     Layout,
     PageChain,
     PageEntry,
+    aligned,
     check_rows,
     check_tokens,
     pack,
@@ -75,15 +77,23 @@ class SpillFile(SpillReader):
 
     @classmethod
     def create(
-        cls, path: str | Path, shape: KvShape, *, extent_pages: int = 0, direct: bool | None = None, force: bool = False
+        cls,
+        path: str | Path,
+        shape: KvShape,
+        *,
+        extent_pages: int = 0,
+        interleaved: bool = False,
+        direct: bool | None = None,
+        force: bool = False,
     ) -> SpillFile:
         """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
 
-        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). UsageError if the file is there, unless `force`,
-        or its directory is not.
+        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). `interleaved`: for who reads rows, and never keys
+        alone. UsageError if the file is there, unless `force`, or its directory is not.
         """
         path = Path(path)
-        layout = Layout(shape, extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens))
+        extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
+        layout = Layout(shape, extent_pages, interleaved=interleaved)
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
         with _replaced(path, force) as is_there:
@@ -203,6 +213,15 @@ class SpillFile(SpillReader):
             self._cutting = False
 
     def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: tuple[Bytes, Bytes]) -> None:
+        if plan.interleaved:
+            joined = aligned(sum(slots.size for slots in sides))
+            shapes = [
+                (len(slots), plan.parts[side], plan.part_bytes(side)) for side, slots in zip(SIDES, sides, strict=True)
+            ]
+            parts = [slots.reshape(shape) for slots, shape in zip(sides, shapes, strict=True)]
+            np.concatenate(parts, axis=2, out=joined.reshape(*shapes[KEYS][:2], sum(shape[2] for shape in shapes)))
+            self._write(joined, at + plan.slot_at(KEYS, slot), plan.direct)
+            return
         for side, slots in zip(SIDES, sides, strict=True):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
@@ -308,7 +327,7 @@ class SpillFile(SpillReader):
         """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
 
         def read(some: list[int]) -> tuple[Bytes, Bytes]:
-            keys, values = (self._read_side(chain, some, side) for side in SIDES)
+            keys, values = self._read_sides(chain, some, SIDES)
             return keys, values
 
         try:

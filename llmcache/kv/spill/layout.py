@@ -5,9 +5,11 @@
     8192  extents, all of one size. Each belongs to one layer of one sequence (or to its tokens) and holds
           a table of entries (the first is the extent's own), the keys of its pages, the values of its pages
 
-Keys and values lie apart, so that scoring reads nothing but keys, in long runs. A page has a checksum for each of its
-parts, whole blocks of keys or of values, so that a few rows are read without the rest of their page. Entries of pages
-have as many bytes as that takes: they never cross a sector of 512 bytes, as a disk writes each whole or not at all.
+A page has a checksum for each of its parts, whole blocks of keys or of values, so that a few rows are read without the
+rest of their page. Keys and values lie apart, so that scoring reads nothing but keys, in long runs; or, in a file that is
+interleaved, each part of the keys of a page before the same part of its values, so that a row takes one read, not two.
+Entries of pages have as many bytes as their checksums take: they never cross a sector of 512 bytes, as a disk writes each
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from llmcache.errors import DataError
 from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
-VERSION = 2
-"""Files of version 1 are read and written as they are: one part to a page, entries of 64 bytes."""
+VERSION = 3
+"""Files of before are read and written as they are. Of version 1: one part to a page, entries of 64 bytes; of 2: apart."""
 RECORD_BYTES = 64
 ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)
 """What an entry of a page may take."""
@@ -250,12 +252,14 @@ class ExtentPlan:
     """How an extent of one kind is divided: `slots` pages, of which `sizes` are the bytes of keys and of values.
 
     `parts`: in how many parts of one size those are, each with a checksum. `direct`: these are whole blocks.
+    `interleaved`: each part of keys lies before that of values, of which there are as many.
     """
 
     slots: int
     sizes: tuple[int, int]
     parts: tuple[int, int]
     direct: bool
+    interleaved: bool = False
 
     @property
     def entry_bytes(self) -> int:
@@ -271,9 +275,22 @@ class ExtentPlan:
         """Returns where the entry of `slot` begins in the extent; the extent's own is slot -1."""
         return (slot + 1) * self.entry_bytes
 
+    def part_bytes(self, side: int) -> int:
+        """Returns the bytes of a part of keys (`side` 0) or of values (1)."""
+        return self.sizes[side] // self.parts[side]
+
+    def step_bytes(self, side: int) -> int:
+        """Returns the bytes from the beginning of a part to that of the next of the same side."""
+        return (sum(self.sizes) if self.interleaved else self.sizes[side]) // self.parts[side]
+
     def slot_at(self, side: int, slot: int) -> int:
         """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
-        return self.table_bytes + side * self.slots * self.sizes[KEYS] + slot * self.sizes[side]
+        before = self.part_bytes(KEYS) if side and self.interleaved else side * self.slots * self.sizes[KEYS]
+        return self.table_bytes + before + slot * self.parts[side] * self.step_bytes(side)
+
+    def end_at(self, slot: int) -> int:
+        """Returns where all of `slot` has ended in the extent."""
+        return self.slot_at(VALUES, slot) + (self.parts[VALUES] - 1) * self.step_bytes(VALUES) + self.part_bytes(VALUES)
 
 
 def parts_of(slot_bytes: int) -> int:
@@ -283,9 +300,14 @@ def parts_of(slot_bytes: int) -> int:
 
 
 class Layout:
-    """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer. `parts`: None as `parts_of`."""
+    """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer. `parts`: None as `parts_of`.
 
-    def __init__(self, shape: KvShape, extent_pages: int, parts: Sequence[int] | None = None) -> None:
+    `interleaved`: as far as keys and values have equally many parts.
+    """
+
+    def __init__(
+        self, shape: KvShape, extent_pages: int, parts: Sequence[int] | None = None, interleaved: bool = False
+    ) -> None:
         if type(extent_pages) is not int or not 1 <= extent_pages <= 1 << 20:
             raise ValueError(f"extent_pages: {extent_pages!r}, between 1 and {1 << 20} is needed")
         sizes = shape.key_slot_bytes, shape.value_slot_bytes
@@ -295,11 +317,13 @@ class Layout:
                 raise ValueError(f"parts: {count!r} of {size} bytes, up to {MOST_PARTS} of whole blocks are needed")
         self.shape = shape
         self.extent_pages = extent_pages
-        self.of_layer = ExtentPlan(extent_pages, sizes, (of_keys, of_values), True)
+        self.of_layer = ExtentPlan(
+            extent_pages, sizes, (of_keys, of_values), True, bool(interleaved) and of_keys == of_values
+        )
         # Token ids and positions are 8 bytes each: far more pages of them fit, but at least one must.
         slot = 8 * shape.page_tokens
         least = whole_blocks(2 * RECORD_BYTES) + 2 * slot
-        self.extent_bytes = whole_blocks(max(self.of_layer.slot_at(VALUES, extent_pages), least))
+        self.extent_bytes = whole_blocks(max(self.of_layer.end_at(extent_pages - 1), least))
         slots = max(1, (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot))
         if self.extent_bytes > LARGEST_EXTENT:
             raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
@@ -316,7 +340,9 @@ class Layout:
 
     def header(self) -> bytes:
         """Returns the first block of the file."""
-        told = {**self.shape.to_json(), "extent_pages": self.extent_pages, "parts": self.of_layer.parts}
+        plan = self.of_layer
+        told = {"extent_pages": self.extent_pages, "parts": plan.parts, "interleaved": plan.interleaved}
+        told |= self.shape.to_json()
         identity = json.dumps(told, sort_keys=True).encode()
         if _HEADER.size + len(identity) > BLOCK_BYTES:
             raise ValueError(f"model: a name of {len(self.shape.model)} characters does not fit the header")
@@ -338,8 +364,8 @@ def read_header(block: bytes, path: Path) -> Layout:
     try:
         found: dict[str, Any] = json.loads(identity)
         names = {field.name for field in fields(KvShape)}
-        parts = found["parts"] if version > 1 else (1, 1)
-        return Layout(KvShape(**{name: found[name] for name in names}), found["extent_pages"], parts)
+        parts, interleaved = found["parts"] if version > 1 else (1, 1), version > 2 and found["interleaved"]
+        return Layout(KvShape(**{name: found[name] for name in names}), found["extent_pages"], parts, interleaved)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: header: {error}", "the file is damaged: spill the context again") from None
 
@@ -395,13 +421,9 @@ class PageChain:
 
     def entry(self, page: int, page_tokens: int) -> PageEntry:
         """Returns the entry of a page, as it was written."""
-        crcs = (*self.crcs_of(KEYS, page, 1), *self.crcs_of(VALUES, page, 1))
+        of_sides = zip(self.crcs, self.plan.parts, strict=True)
+        crcs = tuple(crc for of_side, parts in of_sides for crc in of_side[page * parts : (page + 1) * parts])
         return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], crcs)
-
-    def crcs_of(self, side: int, page: int, pages: int) -> array[int]:
-        """Returns the checksums of the parts of `pages` pages from `page` on."""
-        parts = self.plan.parts[side]
-        return self.crcs[side][page * parts : (page + pages) * parts]
 
     def cut(self, pages: int, page_tokens: int) -> None:
         """Forgets all pages from number `pages` on."""

@@ -35,13 +35,19 @@ _AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 """Of io_setup, io_submit and io_getevents, which glibc has no functions for."""
 _IOCB = np.dtype(
     {
-        "names": ["data", "fd", "address", "size", "offset"],
-        "formats": ["u8", "u4", "u8", "u8", "i8"],
-        "offsets": [0, 20, 24, 32, 40],
+        "names": ["data", "opcode", "fd", "segments", "count", "offset"],
+        "formats": ["u8", "u2", "u4", "u8", "u8", "i8"],
+        "offsets": [0, 16, 20, 24, 32, 40],
         "itemsize": 64,
     }
 )
-"""struct iocb of linux/aio_abi.h; 0 in the other fields is a plain read."""
+"""struct iocb of linux/aio_abi.h."""
+_PREADV = 7
+"""IOCB_CMD_PREADV."""
+_MOST_SEGMENTS = 1024
+"""IOV_MAX."""
+LARGEST_READ = 1 << 20
+"""Beyond it a disk gets no faster, and threads have less to share."""
 _EVENT = np.dtype([("data", "u8"), ("block", "u8"), ("result", "i8"), ("more", "i8")])
 """struct io_event."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -146,28 +152,25 @@ class RawFile:
                 raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
             done += count
 
-    def read_runs(
-        self,
-        buffer: Bytes,
-        places: Int64s,
-        sizes: Int64s,
-        offsets: Int64s,
-        direct: bool = False,
-        queue: ReadQueue | None = None,
-    ) -> None:
-        """Fills `buffer` from each of `places` [n] on with `sizes` bytes from `offsets` on; errors as `read_into`.
+    def read_runs(self, wanted: Int64s, direct: bool = False, queue: ReadQueue | None = None) -> None:
+        """Does reads `wanted` [n, 3]: an offset in the file, an address in memory, bytes. Errors as `read_into`.
 
-        One after the other, or all at a time by a `queue` that the buffer is of.
+        Those that follow each other in the file are read in one go, wherever they go to. One after the other, or all at a
+        time by a `queue` that the memory is of.
         """
-        fd, addresses = self._fd_for(direct), buffer.ctypes.data + places
+        fd = self._fd_for(direct)
+        segments, firsts, starts = _joined(wanted)
         if queue is None:
-            left = np.arange(len(sizes)) >= _read_all(fd, addresses, sizes, offsets)
+            left = np.arange(len(starts)) >= _read_all(fd, segments, firsts, starts)
         else:
             with explained(self.path, "reading"):
-                left = queue.read(fd, addresses, sizes, offsets) != sizes
+                left = queue.read(fd, segments, firsts, starts) != np.add.reduceat(segments[:, 1], firsts[:-1])
         # What failed is tried once more, which tells why, or goes on where it was short.
-        for at, size, offset in zip(*(side[left].tolist() for side in (places, sizes, offsets)), strict=True):
-            self.read_into(buffer[at : at + size], offset, direct)
+        for run in np.flatnonzero(left):
+            offset = int(starts[run])
+            for address, size in segments[firsts[run] : firsts[run + 1]].tolist():
+                self.read_into(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)), offset, direct)
+                offset += size
 
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
@@ -241,21 +244,48 @@ class RawFile:
             raise problem(self.path, "closing", failed)
 
 
-# ssize_t pread(int, void *, size_t, off_t): all of 64 bits but the first, on the machines that this runs on.
-_pread = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
+# ssize_t preadv(int, const struct iovec *, int, off_t): all of 64 bits but two, on the machines that this runs on.
+_preadv = types.ExternalFunction("preadv", types.int64(types.int32, types.uintp, types.int32, types.int64))
 
 
 @numba.njit(nogil=True, cache=True)
-def _read_all(fd, addresses, sizes, offsets):  # type: ignore[no-untyped-def]
+def _joined(wanted):  # type: ignore[no-untyped-def]
+    """As few reads as `wanted` (see `read_runs`) takes, in the order of their offsets.
+
+    Returns their segments (address, bytes), int64 [m, 2]; the first segment of each read, and of one more; their offsets.
+    """
+    segments, firsts = np.empty((len(wanted), 2), np.int64), np.empty(len(wanted) + 1, np.int64)
+    starts = np.empty(len(wanted), np.int64)
+    count = runs = run_bytes = 0
+    end = np.int64(-1)
+    for i in np.argsort(wanted[:, 0]):
+        offset, address, size = wanted[i]
+        fresh = offset != end or run_bytes + size > LARGEST_READ or count - firsts[runs - 1] == _MOST_SEGMENTS
+        if fresh:
+            firsts[runs], starts[runs], run_bytes = count, offset, 0
+            runs += 1
+        if not fresh and segments[count - 1, 0] + segments[count - 1, 1] == address:
+            segments[count - 1, 1] += size
+        else:
+            segments[count, 0], segments[count, 1] = address, size
+            count += 1
+        end = offset + size
+        run_bytes += size
+    firsts[runs] = count
+    return segments[:count], firsts[: runs + 1], starts[:runs]
+
+
+@numba.njit(nogil=True, cache=True)
+def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
     """Many reads without the interpreter in between, which all threads share and wait for.
 
-    Fills memory at `addresses` with `sizes` bytes at `offsets`, all int64 [n]. Ends at the first that fails or is short;
-    returns how many were read whole.
+    Takes what `_joined` returns. Ends at the first that fails or is short; returns how many were read whole.
     """
-    for i in range(sizes.size):
-        if _pread(fd, np.uintp(addresses[i]), np.uintp(sizes[i]), offsets[i]) != sizes[i]:
+    for i in range(starts.size):
+        some = segments[firsts[i] : firsts[i + 1]]
+        if _preadv(fd, np.uintp(some.ctypes.data), np.int32(len(some)), starts[i]) != some[:, 1].sum():
             return i
-    return sizes.size
+    return starts.size
 
 
 def huge_memory(size_bytes: int) -> Bytes:
@@ -293,18 +323,19 @@ class ReadQueue:
             self._memory = huge_memory(size_bytes)
         return self._memory[:size_bytes]
 
-    def read(self, fd: int, addresses: Int64s, sizes: Int64s, offsets: Int64s) -> Int64s:
-        """Reads `sizes` [n] bytes at `offsets` to `addresses`; returns how many each has got, below 0 for an error."""
-        found = np.full(len(sizes), -1, np.int64)
+    def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
+        """Reads what `_joined` has put together; returns how many bytes each has got, below 0 for an error."""
+        found = np.full(len(starts), -1, np.int64)
         if self._calls is None:
-            whole = _read_all(fd, addresses, sizes, offsets)
-            found[:whole] = sizes[:whole]
+            whole = _read_all(fd, segments, firsts, starts)
+            found[:whole] = np.add.reduceat(segments[:, 1], firsts[:-1])[:whole]
             return found
-        for first in range(0, len(sizes), DEPTH):
+        places, counts = segments.ctypes.data + firsts[:-1] * segments.strides[0], np.diff(firsts)
+        for first in range(0, len(starts), DEPTH):
             part = slice(first, first + DEPTH)
-            blocks = self._blocks[: len(sizes[part])]
-            blocks["data"], blocks["fd"] = np.arange(len(blocks)), fd
-            blocks["address"], blocks["size"], blocks["offset"] = addresses[part], sizes[part], offsets[part]
+            blocks = self._blocks[: len(starts[part])]
+            blocks["data"], blocks["opcode"], blocks["fd"] = np.arange(len(blocks)), _PREADV, fd
+            blocks["segments"], blocks["count"], blocks["offset"] = places[part], counts[part], starts[part]
             done = self._run(len(blocks))
             found[first + done["data"].astype(np.int64)] = done["result"]
         return found

@@ -20,13 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Flags, Int64s
+from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError, LlmcacheError
-from llmcache.kv.kernels.threads import Job, processors, run_all
-from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.kernels.threads import processors, run_all
+from llmcache.kv.spill.checksum import checksums, first_other
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
     EXTENTS_AT,
@@ -41,14 +42,13 @@ from llmcache.kv.spill.layout import (
     PageBuffer,
     PageChain,
     PageEntry,
-    PageRun,
     aligned,
     check_identity,
     read_header,
     unpack,
     view_slots,
 )
-from llmcache.kv.spill.raw import RawFile, ReadQueue, huge_memory, read_queue
+from llmcache.kv.spill.raw import LARGEST_READ, RawFile, ReadQueue, huge_memory, read_queue
 from llmcache.units import BLOCK_BYTES
 
 SIDES = (KEYS, VALUES)
@@ -58,14 +58,12 @@ TakeRows = Callable[[int, int, NDArray[Any]], None]
 
 They are valid until it returns. It is called by several threads at a time.
 """
-LARGEST_READ = 1 << 20
-"""Beyond it a disk gets no faster, and threads have less to share."""
-JOB_BYTES = 1 << 18
+JOB_BYTES = 1 << 19
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
 TAKEN_BYTES = 1 << 20
 """What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
-SCATTERED_BYTES = 1 << 24
-"""Pages, whole, of which parts are read at a time."""
+SCATTERED_ROWS = 4096
+"""Rows of which parts are read at a time."""
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
 """A record has 32 bits for an epoch, and pages are those of the next."""
@@ -197,7 +195,7 @@ class Scan:
 
     def _is_whole(self, entry: PageEntry, chain: PageChain, at: int, slot: int) -> bool:
         plan = chain.plan
-        if not 1 <= entry.tokens <= self._layout.shape.page_tokens or at + plan.slot_at(VALUES, slot + 1) > self._size:
+        if not 1 <= entry.tokens <= self._layout.shape.page_tokens or at + plan.end_at(slot) > self._size:
             return False
         if entry.epoch <= self.commit.epoch:
             return True
@@ -205,8 +203,10 @@ class Scan:
             return False
         found: list[int] = []
         for side in SIDES:
-            buffer = aligned(plan.sizes[side])
-            self.raw.read_into(buffer, at + plan.slot_at(side, slot), plan.direct)
+            buffer, size = aligned(plan.sizes[side]), plan.part_bytes(side)
+            first, step = at + plan.slot_at(side, slot), plan.step_bytes(side)
+            wanted = [(first + i * step, buffer.ctypes.data + i * size, size) for i in range(plan.parts[side])]
+            self.raw.read_runs(np.array(wanted), plan.direct)
             found += checksums(buffer[None], plan.parts[side])[0].tolist()
         return tuple(found) == entry.crcs
 
@@ -294,6 +294,11 @@ class SpillReader:
         return self.raw.direct
 
     @property
+    def interleaved(self) -> bool:
+        """True if keys cannot be read without the values of the same tokens."""
+        return self._layout.of_layer.interleaved
+
+    @property
     def size_bytes(self) -> int:
         """Length of the file."""
         return EXTENTS_AT + self._extents * self._layout.extent_bytes
@@ -325,7 +330,7 @@ class SpillReader:
         if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         chain, pages = self._chains[sequence, self.shape.layers], list(range(self.pages(sequence)))
-        ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in SIDES)
+        ids, positions = (side.view(np.int64).reshape(-1)[:count] for side in self._read_sides(chain, pages, SIDES))
         return ids, positions
 
     def read(
@@ -341,8 +346,9 @@ class SpillReader:
         room = PageBuffer(self.shape, len(wanted)) if room is None else room
         if len(room) < len(wanted):
             raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
-        slots = [side[: len(wanted)] for side in room.sides]
-        run_all([job for side in SIDES for job in self._jobs(chain, wanted, side, slots[side])], threads or 2 * processors())
+        slots = self._read_sides(
+            chain, wanted, SIDES, [side.reshape(-1) for side in room.sides], threads or 2 * processors()
+        )
         filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
         return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
 
@@ -355,72 +361,44 @@ class SpillReader:
         chain, wanted = self._chain_with(sequence, layer, pages)
         # None: four a processor, as most of them wait for the disk while some take.
         threads, dims = threads or 4 * processors(), (self.shape.head_dim, self.shape.value_dim)
+        sizes = chain.plan.sizes
+        least = min(TAKEN_BYTES // sum(sizes), len(wanted) // (2 * threads))  # of few pages every thread gets some
 
-        def read_and_take(side: int, size: int, first: int, count: int, runs: list[PageRun]) -> None:
-            slots = thread_memory(count * size).reshape(count, size)
-            self._fill(chain, side, runs, slots)
-            take(side, first, view_slots(self.shape, slots, dims[side]))
+        def read_and_take(first: int, end: int) -> None:
+            some = wanted[first:end]
+            memory = thread_memory(len(some) * sum(sizes))
+            sides = np.split(memory, [len(some) * sizes[KEYS]])
+            for side, slots in enumerate(self._read_sides(chain, some, SIDES, sides, 1)):
+                take(side, first, view_slots(self.shape, slots, dims[side]))
 
-        jobs: list[Job] = []
-        for side in SIDES:
-            size = chain.plan.sizes[side]
-            at_a_time = min(TAKEN_BYTES, len(wanted) * size // (2 * threads))  # of few pages every thread gets some
-            jobs += [partial(read_and_take, side, size, *share) for share in _shares(chain, wanted, size, at_a_time)]
-        run_all(jobs, threads)
+        run_all([partial(read_and_take, *share) for share in _shares(chain, wanted, least)], threads)
 
-    def read_rows(
-        self, sequence: int, layer: int, pages: Int64s, of_page: Int64s, rows: Int64s
-    ) -> tuple[list[NDArray[Any]], int]:
+    def read_rows(self, sequence: int, layer: int, pages: Int64s, rows: Int64s) -> tuple[list[NDArray[Any]], int]:
         """Returns keys and values of rows [n, dim], and how many bytes were read for them.
 
-        `of_page` [n]: of which of `pages`, ascending, `rows` [n] are, counted there as head x page_tokens + token. Only the
-        parts of pages that hold them are read, all at a time. Errors as `read`.
+        `rows` [n] are those of `pages` [n], counted there as head x page_tokens + token. Only the parts of pages that hold
+        them are read, each once, all at a time. Errors as `read`.
         """
-        chain, _ = self._chain_with(sequence, layer, pages)
-        plan, parts = chain.plan, [self._parts_with(side, len(pages), of_page, rows) for side in SIDES]
-        found = [np.empty(*form) for form in self.shape.forms(len(rows))]
-        many, size_bytes = max(1, SCATTERED_BYTES // sum(plan.sizes)), 0
-        for first in range(0, len(pages), many):
-            some = slice(first, first + many)
-            here = (of_page >= first) & (of_page < first + many) if len(pages) > many else slice(None)
-            with read_queue() as queue:
-                sides, count = self._fill_parts(queue, chain, pages[some], [part[some] for part in parts])
-                for into, slots in zip(found, sides, strict=True):
-                    dim = into.shape[1]
-                    by_row = view_slots(self.shape, slots, dim).reshape(len(slots), -1, dim)
-                    into[here] = by_row[of_page[here] - first, rows[here]]
-            size_bytes += count
+        chain = self._chain_of(sequence, layer, int(pages.min(initial=0)), int(pages.max(initial=-1)))
+        found, size_bytes = [np.empty(*form) for form in self.shape.forms(len(rows))], 0
+        for first in range(0, len(rows), SCATTERED_ROWS):
+            some = slice(first, first + SCATTERED_ROWS)
+            size_bytes += self._read_some(chain, pages[some], rows[some], [side[some] for side in found])
         return found, size_bytes
 
-    def _fill_parts(self, queue: ReadQueue, chain: PageChain, pages: Int64s, parts: list[Flags]) -> tuple[list[Bytes], int]:
-        """Reads `parts` [pages, parts] of each side of `pages`: their slots [pages, slot bytes], and the bytes read."""
+    def _read_some(self, chain: PageChain, pages: Int64s, rows: Int64s, outs: list[NDArray[Any]]) -> int:
         plan = chain.plan
-        ordinals, slots = np.divmod(pages, plan.slots)
-        extents = self._layout.at(0) + np.array(chain.extents, np.int64)[ordinals] * self._layout.extent_bytes
-        memory = queue.memory(len(pages) * sum(plan.sizes))
-        sides = [side.reshape(len(pages), -1) for side in np.split(memory, [len(pages) * plan.sizes[KEYS]])]
-        which = [np.flatnonzero(part) for part in parts]
-        reads = []
-        for side, at in enumerate(which):
-            size = plan.sizes[side] // plan.parts[side]
-            page, part = np.divmod(at, plan.parts[side])
-            offsets = (extents + plan.slot_at(side, 0) + slots * plan.sizes[side])[page] + part * size
-            reads.append(np.stack([side * sides[KEYS].size + at * size, np.full(len(at), size), offsets]))
-        places, sizes, offsets = _merged(*np.concatenate(reads, axis=1))
-        self.raw.read_runs(memory, places, sizes, offsets, plan.direct, queue)
-        for side, at in enumerate(which):
-            self._compare(chain, side, pages, sides[side], at)
-        return sides, int(sizes.sum())
-
-    def _parts_with(self, side: int, pages: int, of_page: Int64s, rows: Int64s) -> Flags:
-        """Which parts [pages, parts] of keys (`side` 0) or values (1) have rows [n] of a page."""
-        shape, plan = self.shape, self._layout.of_layer
-        dim = (shape.head_dim, shape.value_dim)[side]
-        size, part = dim * shape.numpy_dtype.itemsize, plan.sizes[side] // plan.parts[side]
-        found = np.zeros((pages, plan.parts[side]), np.bool_)
-        for at in range(0, size + part - 1, part):
-            found[of_page, (rows * size + min(at, size - 1)) // part] = True
-        return found
+        wanted = [
+            _parts_with(pages, rows, out.shape[1] * out.itemsize, plan.part_bytes(side), plan.parts[side])
+            for side, out in zip(SIDES, outs, strict=True)
+        ]
+        sizes = [len(parts) * plan.part_bytes(side) for side, (parts, _) in zip(SIDES, wanted, strict=True)]
+        with read_queue() as queue:
+            sides = np.split(queue.memory(sum(sizes)), [sizes[KEYS]])
+            self._read_parts(chain, {side: (wanted[side][0], sides[side]) for side in SIDES}, queue)
+            for memory, (_, places), out in zip(sides, wanted, outs, strict=True):
+                _take(memory, places, out.view(np.uint8))
+        return sum(sizes)
 
     def read_keys(self, sequence: int, layer: int, pages: Pages) -> NDArray[Any]:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim]; errors as `read`."""
@@ -433,7 +411,8 @@ class SpillReader:
 
         `into`: aligned memory for them; else it is fresh. `threads`: None for one a processor.
         """
-        return self._read_side(*self._chain_with(sequence, layer, pages), side, into, threads)
+        chain, wanted = self._chain_with(sequence, layer, pages)
+        return self._read_sides(chain, wanted, [side], None if into is None else [into], threads)[0]
 
     def pages_by_layer(self, sequence: int) -> list[int]:
         """Returns how many pages each layer of `sequence` has, and last how many its tokens have."""
@@ -451,50 +430,81 @@ class SpillReader:
             for run in chain.runs(wanted)
         ]
 
-    def _read_side(
-        self, chain: PageChain, pages: list[int], side: int, into: Bytes | None = None, threads: int | None = None
-    ) -> Bytes:
-        size = chain.plan.sizes[side]
-        slots = (aligned(len(pages) * size) if into is None else into[: len(pages) * size]).reshape(len(pages), size)
-        run_all(self._jobs(chain, pages, side, slots), threads)
+    def _read_sides(
+        self,
+        chain: PageChain,
+        pages: list[int],
+        sides: Sequence[int],
+        into: Sequence[Bytes] | None = None,
+        threads: int | None = None,
+    ) -> list[Bytes]:
+        """Returns the slots [pages, slot bytes] of some sides, compared with their checksums; some pages are one job."""
+        plan, least = chain.plan, JOB_BYTES // sum(chain.plan.sizes)
+        memory = [aligned(len(pages) * plan.sizes[side]) for side in sides] if into is None else into
+        slots = [
+            some[: len(pages) * plan.sizes[side]].reshape(len(pages), plan.sizes[side])
+            for side, some in zip(sides, memory, strict=True)
+        ]
+
+        def read(first: int, end: int) -> None:
+            some = np.array(pages[first:end])
+            wanted = {}
+            for side, of_side in zip(sides, slots, strict=True):
+                parts = (some[:, None] * plan.parts[side] + np.arange(plan.parts[side])).reshape(-1)
+                wanted[side] = parts, of_side[first:end].reshape(-1)
+            self._read_parts(chain, wanted)
+
+        run_all([partial(read, *share) for share in _shares(chain, pages, least)], threads)
         return slots
 
-    def _jobs(self, chain: PageChain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
-        """What to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
-        shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
-        return [partial(self._fill, chain, side, runs, slots[first : first + count]) for first, count, runs in shares]
+    def _read_parts(self, chain: PageChain, wanted: dict[int, tuple[Int64s, Bytes]], queue: ReadQueue | None = None) -> None:
+        """Reads parts [n], counted through all pages, of each side into memory [n x bytes of a part], and compares them.
 
-    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes) -> None:
-        """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
-        sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
-        offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
-        self.raw.read_runs(slots.reshape(-1), np.cumsum(sizes) - sizes, sizes, offsets, chain.plan.direct)
-        self._compare(chain, side, np.concatenate([np.arange(run.first, run.first + run.pages) for run in runs]), slots)
+        Of an interleaved file the other side is read too: a read that has gaps would be many.
+        """
+        plan, unwanted = chain.plan, not next(iter(wanted))
+        reads, done = np.empty(((1 + plan.interleaved) * sum(len(parts) for parts, _ in wanted.values()), 3), np.int64), 0
+        into = {side: (parts, memory, plan.part_bytes(side)) for side, (parts, memory) in wanted.items()}
+        if plan.interleaved and len(into) == 1:
+            into[unwanted] = next(iter(into.values()))[0], aligned(plan.part_bytes(unwanted)), 0
+        extents = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
+        for side, (parts, memory, apart) in into.items():
+            each = plan.parts[side], plan.slots, plan.slot_at(side, 0), plan.step_bytes(side), plan.part_bytes(side)
+            _place(parts, extents, *each, memory.ctypes.data, apart, reads[done : done + len(parts)])
+            done += len(parts)
+        self.raw.read_runs(reads[:done], plan.direct, queue)
+        for side, (parts, memory) in wanted.items():
+            self._compare(chain, side, parts, memory)
 
-    def _compare(self, chain: PageChain, side: int, pages: Int64s, slots: Bytes, which: Int64s | None = None) -> None:
-        """DataError if one of the slots [pages, slot bytes] is not what was written; `which` [n]: of these parts alone."""
-        parts = chain.plan.parts[side]
-        which = np.arange(len(pages) * parts) if which is None else which
-        page, first = pages[which // parts], int(pages.min())
+    def _compare(self, chain: PageChain, side: int, parts: Int64s, memory: Bytes) -> None:
+        """DataError if one of the parts [n] of one side, in memory [n x bytes of a part], is not what was written."""
+        if not len(parts):
+            return
+        first = int(parts.min())
         # A copy: who appends meanwhile could not while there is a view.
-        of_chain = np.frombuffer(chain.crcs_of(side, first, int(pages.max()) + 1 - first), np.uint32)
-        wrong = checksums(slots, parts, which) != of_chain[(page - first) * parts + which % parts]
-        if wrong.any():
-            where = f"page {page[wrong][0]} of layer {chain.layer} of sequence {chain.sequence}"
+        written = np.frombuffer(chain.crcs[side][first : int(parts.max()) + 1], np.uint32)
+        wrong = first_other(memory.reshape(len(parts), -1), written, parts - first)
+        if wrong >= 0:
+            page = parts[wrong] // chain.plan.parts[side]
+            where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
             told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
             raise DataError(told, "the disk lost it: compute the context again")
 
     def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[PageChain, list[int]]:
+        wanted = pages.tolist() if isinstance(pages, np.ndarray) else [int(page) for page in pages]
+        return self._chain_of(sequence, layer, min(wanted, default=0), max(wanted, default=-1)), wanted
+
+    def _chain_of(self, sequence: int, layer: int, least: int, most: int) -> PageChain:
+        """The chain that has pages `least` to `most`; ValueError if there are none such, DataError if they are lost."""
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
-        wanted = pages.tolist() if isinstance(pages, np.ndarray) else [int(page) for page in pages]
-        least, most = min(wanted, default=0), max(wanted, default=-1)
         if least < 0 or most >= max(chain.pages, chain.lost):
-            raise ValueError(f"pages: layer {layer} of sequence {sequence} has {chain.pages} pages, not all of {wanted}")
+            told = f"has {chain.pages} pages, not {least} to {most}"
+            raise ValueError(f"pages: layer {layer} of sequence {sequence} {told}")
         if most >= chain.pages:
             where = f"page {most} of layer {layer} of sequence {sequence}"
             raise DataError(f"{self.path}: {where} is lost: it could not be written back", "compute the context again")
-        return chain, wanted
+        return chain
 
     def _checked_layer(self, layer: int) -> int:
         if not 0 <= layer < self.shape.layers:
@@ -532,28 +542,53 @@ class SpillReader:
         self.close()
 
 
-def _shares(chain: PageChain, pages: list[int], slot_bytes: int, at_a_time: int) -> Iterator[tuple[int, int, list[PageRun]]]:
-    """Where in `pages` a share begins, how many it has and their runs, of at least `at_a_time` bytes each.
+def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[int, int]]:
+    """Where in `pages` shares of at least `least` begin and end, each of whole runs: checksums of many at once cost less."""
+    first = end = 0
+    for run in chain.runs(pages, max(1, LARGEST_READ // sum(chain.plan.sizes))):
+        end += run.pages
+        if end - first >= least:
+            yield first, end
+            first = end
+    if first < end:
+        yield first, end
 
-    Checksums of many pages at once cost less.
+
+@numba.njit(nogil=True, cache=True)
+def _parts_with(pages, rows, row_bytes, part_bytes, parts):  # type: ignore[no-untyped-def]
+    """The parts, ascending, counted through all pages, in which `rows` [n] of `pages` [n] lie.
+
+    And where in the memory that these have been read to, one after the other, each row [n] begins.
     """
-    first = count = 0
-    share: list[PageRun] = []
-    for run in chain.runs(pages, max(1, LARGEST_READ // slot_bytes)):
-        share.append(run)
-        count += run.pages
-        if count * slot_bytes >= at_a_time:
-            yield first, count, share
-            first, count, share = first + count, 0, []
-    if share:
-        yield first, count, share
+    found = np.empty(rows.size * ((row_bytes + part_bytes - 2) // part_bytes + 1), np.int64)
+    count = 0
+    for i in range(rows.size):
+        for part in range(rows[i] * row_bytes // part_bytes, ((rows[i] + 1) * row_bytes - 1) // part_bytes + 1):
+            found[count] = pages[i] * parts + part
+            count += 1
+    found = np.unique(found[:count])
+    places = np.empty(rows.size, np.int64)
+    for i in range(rows.size):
+        part, rest = divmod(rows[i] * row_bytes, part_bytes)
+        places[i] = np.searchsorted(found, pages[i] * parts + part) * part_bytes + rest
+    return found, places
 
 
-def _merged(places: Int64s, sizes: Int64s, offsets: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The same reads, ascending by place in memory, joined where they follow each other there and in the file."""
-    follows = (np.diff(places) == sizes[:-1]) & (np.diff(offsets) == sizes[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~follows])[: len(places)])
-    return places[first], np.add.reduceat(sizes, first), offsets[first]
+@numba.njit(nogil=True, cache=True)
+def _place(parts, extents, each, slots, at, step, size, address, apart, out):  # type: ignore[no-untyped-def]
+    """Writes to `out` [n, 3] what `RawFile.read_runs` needs to read `parts` [n] to places in memory that lie `apart`.
+
+    `each` are of a page, `slots` pages of an extent; from `at` in it on a part of `size` bytes follows every `step` bytes.
+    """
+    for i in range(parts.size):
+        extent, part = divmod(parts[i], each * slots)
+        out[i, 0], out[i, 1], out[i, 2] = extents[extent] + at + part * step, address + i * apart, size
+
+
+@numba.njit(nogil=True, cache=True)
+def _take(memory, places, out):  # type: ignore[no-untyped-def]
+    for i in range(places.size):
+        out[i] = memory[places[i] : places[i] + out.shape[1]]
 
 
 def thread_memory(size_bytes: int) -> Bytes:

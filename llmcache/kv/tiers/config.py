@@ -36,7 +36,8 @@ class StoreConfig:
     being filled is not); None: no bound. `path`: the spill file, the ssd tier; None: there is none, and no bound can be
     kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `force`: replace a file that is there. `direct`: as SpillFile.
     `threads` for copying, reading and scoring: None for one a processor. `cpu_rows`: rows of each head that came from a file
-    and were attended to last stay beside the pages, up to so many, and up to an eighth of the context.
+    and were attended to last stay beside the pages, up to so many, and up to an eighth of the context. `interleaved`: as
+    SpillFile, where one is made.
     """
 
     shape: KvShape
@@ -51,6 +52,7 @@ class StoreConfig:
     direct: bool | None = None
     threads: int | None = None
     cpu_rows: int = 0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sink_tokens", 0), ("window_tokens", 0), ("cpu_rows", 0)):

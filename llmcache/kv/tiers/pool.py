@@ -187,8 +187,7 @@ class RowCache:
                 return
             self._sides = [np.empty((*out.shape[:2], self.capacity, out.shape[3]), out.dtype) for out in outs]
         self._clock += 1
-        sizes = [out.shape[3] * out.itemsize for out in outs]
-        word = np.uint64 if all(size % 8 == 0 for size in sizes) else np.uint8
+        word = _word(outs)
         views = [array.view(word) for array in (*self._sides, *outs)]
         tables = (self._positions, self._counts, self._slots, self._used)
         _turn_rows(*tables, index, positions, page_tokens, absent, self._clock, most, *views)
@@ -246,9 +245,6 @@ def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, th
     share = max(1, heads * count // (threads or processors()))
     for source, out in zip(sides, outs, strict=True):
         for b in range(len(index)):
-            if positions.size * out.shape[3] * out.itemsize < FEW_BYTES:
-                copy_rows(source, index[b], positions[b], out[b])
-                continue
             # In about as many parts as there are threads, or as heads.
             for head in (slice(head, head + 1) for head in range(heads)):
                 for some in (slice(first, first + share) for first in range(0, count, share)):
@@ -309,6 +305,40 @@ def mark_missing(index: Int64s, positions: Int64s, tokens: int) -> tuple[int, In
     marks = np.zeros(len(index), np.uint8)
     count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0
     return count, np.flatnonzero(marks)
+
+
+def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> tuple[int, int]:
+    """As `copy_pages`, of so few rows that one call without the interpreter in between costs less than to share them.
+
+    Returns how many of `positions` are in no page, and how many are `repeated`.
+    """
+    word = _word(outs)
+    missing, again = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
+    return int(missing), int(again)
+
+
+def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
+    """What rows [.., dim] are copied by."""
+    return np.uint64 if all(out.shape[-1] * out.itemsize % 8 == 0 for out in outs) else np.uint8
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # type: ignore[no-untyped-def]
+    missing = again = 0
+    for b in range(positions.shape[0]):
+        for head in range(positions.shape[1]):
+            for i in range(positions.shape[2]):
+                position = positions[b, head, i]
+                again += i > 0 and position == positions[b, head, i - 1]
+                page, token = index[b, position // tokens], position % tokens
+                if page < 0:
+                    missing += 1
+                    continue
+                for j in range(keys.shape[3]):
+                    keys[b, head, i, j] = own_keys[page, head, token, j]
+                for j in range(values.shape[3]):
+                    values[b, head, i, j] = own_values[page, head, token, j]
+    return missing, again
 
 
 @numba.njit(nogil=True, cache=True)

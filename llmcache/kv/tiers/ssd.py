@@ -84,9 +84,9 @@ class FileTier:
         shape = self._file.shape
         self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
 
-    def read_rows(self, stream: int, layer: int, places: Int64s, of_page: Int64s, rows: Int64s, why: str) -> Arrays:
+    def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
         """Returns rows of the pages at `places` and no more of these than that takes; `SpillReader.read_rows`."""
-        found, size_bytes = self._file.read_rows(stream, layer, places, of_page, rows)
+        found, size_bytes = self._file.read_rows(stream, layer, places, rows)
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
 
@@ -99,8 +99,9 @@ class FileTier:
 
     def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> NDArray[Any]:
         """Returns the keys of pages."""
-        found = self._file.read_keys(stream, layer, places)
-        self._traffic.add("ssd", "cpu", why, len(places) * self._file.shape.key_slot_bytes)
+        found, shape = self._file.read_keys(stream, layer, places), self._file.shape
+        page_bytes = shape.key_slot_bytes + (shape.value_slot_bytes if self._file.interleaved else 0)
+        self._traffic.add("ssd", "cpu", why, len(places) * page_bytes)
         return found
 
     def score(
@@ -227,10 +228,11 @@ def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> tuple[SsdT
         return None, Recovery()
     if config.ssd == "file":
         if create:
-            file = SpillFile.create(config.path, config.shape, direct=config.direct, force=config.force)
+            options: dict[str, Any] = {"interleaved": config.interleaved, "direct": config.direct, "force": config.force}
+            file = SpillFile.create(config.path, config.shape, **options)
         else:
             file = SpillFile.open(config.path, config.shape, direct=config.direct)
         return FileTier(file, traffic, config.threads), file.recovery
-    options: dict[str, Any] = {"direct": config.direct, "threads": config.threads, "force": config.force}
+    options = {"direct": config.direct, "threads": config.threads, "force": config.force}
     device = EmulatedCsd(config.path, config.shape, config.profile, create=create, **options)
     return CsdTier(device, traffic), device.recovery

@@ -39,7 +39,17 @@ from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
-from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, RowCache, copy_pages, mark_missing, score_slots
+from llmcache.kv.tiers.pool import (
+    FEW_BYTES,
+    NOT_HERE,
+    Destination,
+    Pool,
+    RowCache,
+    copy_few,
+    copy_pages,
+    mark_missing,
+    score_slots,
+)
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, FileTier, SsdTier, open_tier
 from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
@@ -457,36 +467,36 @@ class KvStore(Sequences):
         with pool.lock:
             pool.know(self.table.numbers)  # another layer may have got pages since it was checked
             index = pool.slot_of[table]
-            marked = [mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True)]
-            missing = sum(count for count, _ in marked)
-            if missing < positions.size:
-                copy_pages(pool.sides, index, positions, outs, self.config.threads)
-        again = repeated(positions)
+            if sum(out.nbytes for out in outs) < FEW_BYTES:
+                missing, again = copy_few(pool.sides, index, positions, outs)
+            else:
+                marked = (mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True))
+                missing, again = sum(count for count, _ in marked), int(repeated(positions).sum())
+                if missing < positions.size:
+                    copy_pages(pool.sides, index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
-            if isinstance(self._spill.ssd, CsdTier):
-                pages = [of_sequence for _, of_sequence in marked]
-                missing = self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, ~again, outs)
-            else:
-                missing = self._fetch(self._spill.ssd, staged.layer, index, positions, ~again, outs)
-            for b, head in np.argwhere(again[..., -1]):
-                count = positions.shape[2] - int(again[b, head].sum())
+            missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
+            for b, head in np.argwhere(repeated(positions[..., -2:])[..., -1]) if again else ():
+                count = positions.shape[2] - int(repeated(positions[b, head]).sum())
                 for out in outs:
                     out[b, head, count:] = out[b, head, count - 1]
         if chosen:
-            self.traffic.count(hits_cpu=int(positions.size - again.sum()) - missing, hits_ssd=missing)
+            self.traffic.count(hits_cpu=positions.size - again - missing, hits_ssd=missing)
 
     # From the ssd tier: what of a file holds rows, once for all heads; single rows of a device
 
-    def _fetch(self, ssd: FileTier, layer: int, index: Int64s, positions: Int64s, once: Flags, outs: Arrays) -> int:
-        """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the file.
+    def _fetch(self, ssd: SsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
+        """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the tier.
 
-        `positions`, and `once` where they are not `repeated`, [batch, kv_heads, k]; `outs`: keys and values [.., k, dim].
+        `positions` [batch, kv_heads, k]; those that are `repeated` are not brought. `outs`: keys and values [.., k, dim].
         """
         size, recent = self.shape.page_tokens, self._recent[layer]
+        if isinstance(ssd, CsdTier):
+            return self._fetch_rows(ssd, layer, index, positions, outs)
         most = min(recent.capacity, self.length // RECENT_SHARE)
         if positions.shape[2] > most:
-            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & once
+            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & ~repeated(positions)
             self._read(ssd, layer, absent, positions, outs)
             return int(absent.sum())
         with recent.lock:
@@ -506,27 +516,28 @@ class KvStore(Sequences):
         where = np.nonzero(absent)
         tokens = positions[where]
         numbers = table[where[0], tokens // size]
-        for stream, found in self.table.by_stream(np.unique(numbers)):
-            known = np.full(self.table.numbers, NOT_HERE, np.int64)
-            known[found] = np.arange(len(found))
-            of_page = known[numbers]
-            here = of_page >= 0
+        streams = self.table.stream[numbers]
+        for stream in np.unique(streams).tolist():
+            here = streams == stream
+            found = np.unique(numbers[here])
             if here.sum() > MOST_SCATTERED * len(found) * self.shape.kv_heads:
+                found = found[np.argsort(self.table.place[found])]
+                known = np.full(self.table.numbers, NOT_HERE, np.int64)
+                known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
                 ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
                 continue
             rows = where[1][here] * size + tokens[here] % size
-            sides = ssd.read_rows(stream, layer, self.table.places(found), of_page[here], rows, "fetch")
+            sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows, "fetch")
             wanted = tuple(axis[here] for axis in where)
             for out, side in zip(outs, sides, strict=True):
                 out[wanted] = side
 
-    def _fetch_rows(
-        self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, once: Flags, outs: Arrays
-    ) -> int:
-        """As `_fetch`, of pages `missing` of each sequence; asks a device for rows alone."""
-        size, count = self.shape.page_tokens, 0
-        for b, pages in enumerate(missing):
+    def _fetch_rows(self, ssd: CsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
+        """As `_fetch`; asks a device for rows alone."""
+        size, count, once = self.shape.page_tokens, 0, ~repeated(positions)
+        for b, of_sequence in enumerate(index):
+            _, pages = mark_missing(of_sequence, positions[b], size)
             streams = self.table.stream[self.table.table[b]]
             wanted = np.zeros(len(streams), np.bool_)
             wanted[pages] = True

@@ -102,7 +102,7 @@ class SpillSettings:
             pages = max(*least, free_tokens(shape, batch) // shape.page_tokens)
         rows = RECENT_BUDGETS * (self.chosen.token_budget or 0)
         known = (shape, batch, sink, window, pages, path, self.ssd, self.profile)
-        return StoreConfig(*known, threads=self.threads, cpu_rows=rows)
+        return StoreConfig(*known, threads=self.threads, cpu_rows=rows, interleaved=self.policy.interleaved)
 
     def most_full(self, shape: KvShape, batch: int, device: torch.device) -> int:
         """Returns how many tokens may be attended to fully where that is faster than choosing: as `full_tokens` says, or as
