@@ -311,8 +311,7 @@ def weights(inside: Floats, around: Floats, scale: float) -> Floats:
     Exponentials are those of `single_power`, to a relative error of 2e-7.
     """
     out = np.empty((inside.shape[0], inside.shape[2]), np.float32)
-    for pair in zip(inside, around, out, strict=True):
-        _add_weights(*pair, np.float32(scale / math.log(2)))
+    _add_weights(inside, around, out, np.float32(scale / math.log(2)))
     return out
 
 
@@ -330,21 +329,22 @@ def single_power(x):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
 def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
-    for q in range(inside.shape[0]):
-        row, most = inside[q], np.float32(-np.inf)
-        for i in range(row.size):
-            most = max(most, row[i])
-        for i in range(around.shape[1]):
-            most = max(most, around[q, i])
-        total = np.float32(0)
-        for i in range(row.size):
-            row[i] = single_power((row[i] - most) * scale)
-            total += row[i]
-        for i in range(around.shape[1]):
-            total += single_power((around[q, i] - most) * scale)
-        share = np.float32(1) / total
-        for i in range(row.size):
-            out[i] = row[i] * share if q == 0 else out[i] + row[i] * share
+    for head in range(inside.shape[0]):
+        for q in range(inside.shape[1]):
+            row, beside, into, most = inside[head, q], around[head, q], out[head], np.float32(-np.inf)
+            for i in range(row.size):
+                most = max(most, row[i])
+            for i in range(beside.size):
+                most = max(most, beside[i])
+            total = np.float32(0)
+            for i in range(row.size):
+                row[i] = single_power((row[i] - most) * scale)
+                total += row[i]
+            for i in range(beside.size):
+                total += single_power((beside[i] - most) * scale)
+            share = np.float32(1) / total
+            for i in range(row.size):
+                into[i] = row[i] * share if q == 0 else into[i] + row[i] * share
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:

@@ -38,6 +38,7 @@ class IndexedPolicy(KvPolicy):
         self.indexes = KeyIndexes(self.store, make)
         self.remembered.append(self.indexes)
         self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
+        self._known = np.empty(0, np.int64), np.empty(0, np.int64)  # what `_starts` was made of, and is
 
     def anchor_of(self, layer: int) -> int:
         """Returns the layer whose choice `layer` takes; itself if it chooses."""
@@ -47,8 +48,11 @@ class IndexedPolicy(KvPolicy):
     @property
     def _starts(self) -> Int64s:
         """First token [batch] of the first page of each sequence that is indexed: behind the sink, and all of it real."""
-        lead = self.store.config.sink_pages * self.page_tokens
-        starts: Int64s = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
+        first, starts = self._known
+        if first is not self.first:
+            lead = self.store.config.sink_pages * self.page_tokens
+            starts = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
+            self._known = self.first, starts
         return starts
 
     def pad(self, first: Int64s) -> None:

@@ -499,7 +499,7 @@ class SpillReader:
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
         if least < 0 or most >= max(chain.pages, chain.lost):
-            told = f"has {chain.pages} pages, not {least} to {most}"
+            told = f"has {chain.pages} pages, not all of {least} to {most}"
             raise ValueError(f"pages: layer {layer} of sequence {sequence} {told}")
         if most >= chain.pages:
             where = f"page {most} of layer {layer} of sequence {sequence}"

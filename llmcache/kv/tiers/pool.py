@@ -317,6 +317,12 @@ def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> t
     return int(missing), int(again)
 
 
+def copy_repeated(positions: Int64s, outs: Arrays) -> None:
+    """Copies in `outs` [batch, kv_heads, k, dim] the last row of each head to where its position is `repeated`."""
+    word = _word(outs)
+    _copy_repeated(positions, *(out.view(word) for out in outs))
+
+
 def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
     """What rows [.., dim] are copied by."""
     return np.uint64 if all(out.shape[-1] * out.itemsize % 8 == 0 for out in outs) else np.uint8
@@ -372,6 +378,18 @@ def _copy_words(  # type: ignore[no-untyped-def]
                 for j in range(many * size):
                     out[to + np.uint64(j)] = words[at + np.uint64(j)]
             i += many
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_repeated(positions, keys, values):  # type: ignore[no-untyped-def]
+    for b in range(positions.shape[0]):
+        for head in range(positions.shape[1]):
+            of_head, last = positions[b, head], positions.shape[2] - 1
+            while last > 0 and of_head[last] == of_head[last - 1]:
+                last -= 1
+            for i in range(last + 1, of_head.size):
+                keys[b, head, i] = keys[b, head, last]
+                values[b, head, i] = values[b, head, last]
 
 
 @numba.njit(nogil=True, cache=True)

@@ -47,6 +47,7 @@ from llmcache.kv.tiers.pool import (
     RowCache,
     copy_few,
     copy_pages,
+    copy_repeated,
     mark_missing,
     score_slots,
 )
@@ -375,8 +376,7 @@ class KvStore(Sequences):
         """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""
         pool, middle, length, size = self.checked(layer), self.middle, int(self.lengths[layer]), self.shape.page_tokens
         pages = np.concatenate([np.arange(middle.start), np.arange(middle.stop, self.shape.pages_of(length))])
-        positions = (pages[:, None] * size + np.arange(size)).reshape(-1)
-        positions = positions[positions < length]
+        positions = np.concatenate([np.arange(middle.start * size), np.arange(middle.stop * size, length)])
         with pool.lock:
             by_head = pool.sides[0][pool.slot_of[self.table.table[:, pages]]].swapaxes(1, 2)
         keys = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[4])
@@ -477,10 +477,8 @@ class KvStore(Sequences):
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
             missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
-            for b, head in np.argwhere(repeated(positions[..., -2:])[..., -1]) if again else ():
-                count = positions.shape[2] - int(repeated(positions[b, head]).sum())
-                for out in outs:
-                    out[b, head, count:] = out[b, head, count - 1]
+            if again:
+                copy_repeated(positions, outs)
         if chosen:
             self.traffic.count(hits_cpu=positions.size - again - missing, hits_ssd=missing)
 
@@ -517,10 +515,11 @@ class KvStore(Sequences):
         tokens = positions[where]
         numbers = table[where[0], tokens // size]
         streams = self.table.stream[numbers]
-        for stream in np.unique(streams).tolist():
-            here = streams == stream
+        several = np.unique(streams).tolist()
+        for stream in several:
+            here = streams == stream if len(several) > 1 else slice(None)
             found = np.unique(numbers[here])
-            if here.sum() > MOST_SCATTERED * len(found) * self.shape.kv_heads:
+            if len(numbers[here]) > MOST_SCATTERED * len(found) * self.shape.kv_heads:
                 found = found[np.argsort(self.table.place[found])]
                 known = np.full(self.table.numbers, NOT_HERE, np.int64)
                 known[found] = np.arange(len(found))

@@ -83,10 +83,12 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
         found = mask.expand(batch, heads, -1, -1).gather(3, index[:, :, None])
     if not again.any():
         return found
-    hidden = torch.from_numpy(again).to(query.device).repeat_interleave(heads // kv_heads, 1)[:, :, None]
-    if found is None:
-        found = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    return found.masked_fill(hidden, False if found.dtype == torch.bool else torch.finfo(found.dtype).min)
+    hidden = again.repeat(heads // kv_heads, 1)[:, :, None]
+    if found is None:  # of every layer and step, mostly: made at once
+        least = np.float32(torch.finfo(query.dtype).min)
+        return torch.from_numpy(hidden * least).to(query.device, query.dtype)
+    least = False if found.dtype == torch.bool else torch.finfo(found.dtype).min
+    return found.masked_fill(torch.from_numpy(hidden).to(query.device), least)
 
 
 class TorchFastTier:
