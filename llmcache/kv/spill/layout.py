@@ -394,7 +394,7 @@ class PageChain:
     sequence: int
     layer: int
     plan: ExtentPlan
-    extents: list[int] = field(default_factory=list)
+    extents: array[int] = field(default_factory=lambda: array("q"))
     crcs: tuple[array[int], array[int]] = field(default_factory=lambda: (array("I"), array("I")))
     """Checksums of the parts of keys and of values, page after page."""
     epochs: array[int] = field(default_factory=lambda: array("I"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +61,7 @@ They are valid until it returns. It is called by several threads at a time.
 """
 JOB_BYTES = 1 << 19
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
-TAKEN_BYTES = 1 << 20
+TAKEN_BYTES = 1 << 21
 """What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
 SCATTERED_ROWS = 4096
 """Rows of which parts are read at a time."""
@@ -109,7 +110,7 @@ class Scan:
         self.raw, self._layout, self._size = raw, layout, raw.size()
         committed = 0
         for key, extents in self._owners().items():
-            self.chains[key] = chain = PageChain(*key, layout.plan(key[1]), extents)
+            self.chains[key] = chain = PageChain(*key, layout.plan(key[1]), array("q", extents))
             committed += self._read(chain)
         if committed < commit.pages:
             hint = "the file was damaged or cut after it was written: spill the context again"
@@ -365,11 +366,13 @@ class SpillReader:
         least = min(TAKEN_BYTES // sum(sizes), len(wanted) // (2 * threads))  # of few pages every thread gets some
 
         def read_and_take(first: int, end: int) -> None:
-            some = wanted[first:end]
-            memory = thread_memory(len(some) * sum(sizes))
-            sides = np.split(memory, [len(some) * sizes[KEYS]])
-            for side, slots in enumerate(self._read_sides(chain, some, SIDES, sides, 1)):
-                take(side, first, view_slots(self.shape, slots, dims[side]))
+            memory, slots, count = thread_memory((end - first) * sum(sizes)), {}, end - first
+            for side in SIDES:
+                at = side * count * sizes[KEYS]
+                slots[side] = memory[at : at + count * sizes[side]].reshape(count, -1)
+            self._read_pages(chain, wanted[first:end], slots)
+            for side in SIDES:
+                take(side, first, view_slots(self.shape, slots[side], dims[side]))
 
         run_all([partial(read_and_take, *share) for share in _shares(chain, wanted, least)], threads)
 
@@ -447,15 +450,19 @@ class SpillReader:
         ]
 
         def read(first: int, end: int) -> None:
-            some = np.array(pages[first:end])
-            wanted = {}
-            for side, of_side in zip(sides, slots, strict=True):
-                parts = (some[:, None] * plan.parts[side] + np.arange(plan.parts[side])).reshape(-1)
-                wanted[side] = parts, of_side[first:end].reshape(-1)
-            self._read_parts(chain, wanted)
+            some = {side: of_side[first:end] for side, of_side in zip(sides, slots, strict=True)}
+            self._read_pages(chain, pages[first:end], some)
 
         run_all([partial(read, *share) for share in _shares(chain, pages, least)], threads)
         return slots
+
+    def _read_pages(self, chain: PageChain, pages: list[int], slots: dict[int, Bytes]) -> None:
+        """Fills the slots [pages, slot bytes] of some sides."""
+        first, wanted = np.array(pages)[:, None], {}
+        for side, memory in slots.items():
+            each = chain.plan.parts[side]
+            wanted[side] = (first * each + np.arange(each)).reshape(-1), memory.reshape(-1)
+        self._read_parts(chain, wanted)
 
     def _read_parts(self, chain: PageChain, wanted: dict[int, tuple[Int64s, Bytes]], queue: ReadQueue | None = None) -> None:
         """Reads parts [n], counted through all pages, of each side into memory [n x bytes of a part], and compares them.
