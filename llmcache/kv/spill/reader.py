@@ -63,7 +63,7 @@ JOB_BYTES = 1 << 19
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
 TAKEN_BYTES = 1 << 21
 """What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
-SCATTERED_ROWS = 4096
+SCATTERED_ROWS = 2048
 """Rows of which parts are read at a time."""
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
@@ -469,17 +469,19 @@ class SpillReader:
 
         Of an interleaved file the other side is read too: a read that has gaps would be many.
         """
-        plan, unwanted = chain.plan, not next(iter(wanted))
-        reads, done = np.empty(((1 + plan.interleaved) * sum(len(parts) for parts, _ in wanted.values()), 3), np.int64), 0
+        plan = chain.plan
         into = {side: (parts, memory, plan.part_bytes(side)) for side, (parts, memory) in wanted.items()}
-        if plan.interleaved and len(into) == 1:
-            into[unwanted] = next(iter(into.values()))[0], aligned(plan.part_bytes(unwanted)), 0
+        if plan.interleaved and len(wanted) == 1:
+            ((asked, (parts, _)),) = wanted.items()
+            other = VALUES if asked == KEYS else KEYS
+            into[other] = parts, aligned(plan.part_bytes(other)), 0  # all to one place
+        reads, done = np.empty((sum(len(parts) for parts, _, _ in into.values()), 3), np.int64), 0
         extents = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
         for side, (parts, memory, apart) in into.items():
             each = plan.parts[side], plan.slots, plan.slot_at(side, 0), plan.step_bytes(side), plan.part_bytes(side)
             _place(parts, extents, *each, memory.ctypes.data, apart, reads[done : done + len(parts)])
             done += len(parts)
-        self.raw.read_runs(reads[:done], plan.direct, queue)
+        self.raw.read_runs(reads, plan.direct, queue)
         for side, (parts, memory) in wanted.items():
             self._compare(chain, side, parts, memory)
 
