@@ -90,7 +90,8 @@ def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int
 @pytest.mark.parametrize(("experts", "used", "share"), [(64, 4, 0.12), (128, 8, 0.3), (64, 4, 0.8)])
 def test_what_a_mixture_misses_is_what_an_exact_lru_reads(experts: int, used: int, share: float) -> None:
     """Of a generated routing, popularities drifting: within a tenth."""
-    layers, size, room = 4, MB, int(share * experts * 4)
+    layers, size = 4, MB
+    room = int(share * experts * layers)
     missed = misses(*ranked(500, layers, experts, used), Habits(), room, warmup=200)["lru"]
     mixture = MixtureBytes(0, layers * experts * size, experts, used)
     assert mixture.missed_expert_bytes(room * size) == pytest.approx(missed * size, rel=0.1)
