@@ -48,10 +48,8 @@ def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     again: see `Selection`.
     """
     positions = top(scores, min(scores.shape[1], MOST_SHARED * k), threads)
-    size = positions.size
-    if len(_scratch.places) <= size:
-        _scratch.fit(size)
-    most = _share(scores, positions, min(len(positions) * k, size), _scratch.keys, _scratch.rest)
+    _scratch.fit(positions.size)
+    most = _share(scores, positions, min(len(positions) * k, positions.size), _scratch.keys, _scratch.rest)
     return positions[:, :most]
 
 
@@ -106,20 +104,21 @@ class _Scratch(threading.local):
     """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
 
     def __init__(self) -> None:
-        self.fit(0)
+        self.keys, self.rest = (np.empty(1, np.uint32) for _ in range(2))
+        self.places = np.empty(1, np.int32)
 
     def fit(self, size: int) -> None:
-        """Makes it large enough for rows of `size`."""
-        self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
-        self.places = np.empty(size + 1, np.int32)
+        """Makes it large enough for rows of `size`, if it is not."""
+        if len(self.places) <= size:
+            self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
+            self.places = np.empty(size + 1, np.int32)
 
 
 _scratch = _Scratch()
 
 
 def _top_of(row: Floats, out: Int64s) -> None:
-    if len(_scratch.places) <= len(row):
-        _scratch.fit(len(row))
+    _scratch.fit(len(row))
     select(row, len(out), _scratch.keys, _scratch.rest, _scratch.places, out)
 
 

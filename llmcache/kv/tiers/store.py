@@ -520,7 +520,7 @@ class KvStore(Sequences):
             here = streams == stream if len(several) > 1 else slice(None)
             found = np.unique(numbers[here])
             if len(numbers[here]) > MOST_SCATTERED * len(found) * self.shape.kv_heads:
-                found = found[np.argsort(self.table.place[found])]
+                ((_, found),) = self.table.by_stream(found)
                 known = np.full(self.table.numbers, NOT_HERE, np.int64)
                 known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
