@@ -66,6 +66,13 @@ def report(error: LlmcacheError) -> None:
         print(f"hint: {printable(error.hint)}", file=sys.stderr)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C is what ended the work: also where compiled code says so as SystemErrors because of it."""
+    while isinstance(error, SystemError) and error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, KeyboardInterrupt)
+
+
 def run_cli(command: Callable[[], int]) -> int:
     """Exit code of `command()`: its own, or that of the error that ended it; anything unexpected is a bug (1)."""
     try:
@@ -73,8 +80,8 @@ def run_cli(command: Callable[[], int]) -> int:
     except LlmcacheError as error:
         report(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_OK
-    except Exception:  # noqa: BLE001 - the outermost frame: what arrives here is a bug, shown whole
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: what else arrives is a bug
+        if is_interrupt(error):
+            return EXIT_OK
         traceback.print_exc()
         return EXIT_BUG

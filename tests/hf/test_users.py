@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
     finally:
         torch.set_grad_enabled(True)
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_within_compiled_code_is_ctrl_c(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba makes arrays of its results by Python, which may be where the signal is met: it says SystemError then."""
+
+    error = SystemError("returned a result with an exception set")
+    with torch.no_grad(), SpillCache(llama.config) as cache:
+        monkeypatch.setattr(cache.conversation, "attend", Mock(side_effect=error))
+        for cause, expected in ((KeyboardInterrupt(), KeyboardInterrupt), (None, SystemError)):
+            error.__cause__ = cause
+            with pytest.raises(expected):
+                llama(**single(), past_key_values=cache)
 
 
 def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:

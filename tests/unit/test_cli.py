@@ -89,6 +89,10 @@ def test_a_terminal_without_our_letters_gets_others() -> None:
 
 # Errors
 
+INTERRUPTED = SystemError("what numba says if Ctrl-C comes while it makes an array of a result")
+INTERRUPTED.__cause__ = SystemError("and of a function that it calls for that")
+INTERRUPTED.__cause__.__cause__ = KeyboardInterrupt()
+
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
@@ -98,6 +102,7 @@ def test_a_terminal_without_our_letters_gets_others() -> None:
         (MountProblem("it broke"), 4, "llmcache: error: it broke\n"),
         (DataError("it broke"), 5, "llmcache: error: it broke\n"),
         (KeyboardInterrupt(), 0, ""),
+        (INTERRUPTED, 0, ""),
         (SystemExit(9), 9, ""),
         # Messages quote daemons of other users, names of mount points and of files: they cannot steer the terminal.
         (

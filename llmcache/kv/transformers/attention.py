@@ -8,10 +8,11 @@ query projection and rotary embedding give nearly its queries.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from llmcache.arrays import Int64s
-from llmcache.errors import UsageError
+from llmcache.errors import UsageError, is_interrupt
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
 from llmcache.kv.transformers.conversation import Call, Output
 from llmcache.kv.transformers.tensors import as_array
@@ -29,6 +30,27 @@ Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"
 
 _ENABLED = "_llmcache_hooks"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, whose caller gets KeyboardInterrupt for Ctrl-C wherever it comes.
+
+    Where numba makes an array of a result it runs Python, which then meets the signal: numba says SystemError because of it.
+    """
+
+    @functools.wraps(function)
+    def called(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*arguments, **options)
+        except SystemError as error:
+            if is_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise
+
+    return called
 
 
 def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
@@ -43,6 +65,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
 def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
     """Attention that does what `stock` does, over what the conversation says where keys are tagged by a SpillCache."""
 
+    @_interruptible
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
     ) -> Output:
@@ -98,6 +121,7 @@ def disable(model: Any) -> Any:
     return model
 
 
+@_interruptible
 def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Before a forward pass: checks that the cache is whole, tells it which tokens come, and where they are."""
     cache = options.get("past_key_values")
@@ -133,6 +157,7 @@ def look_ahead(behind: Any) -> Hook:
     Nothing happens with another cache, or while a prompt is read.
     """
 
+    @_interruptible
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         layers, index = getattr(options.get("past_key_values"), "layers", []), behind.self_attn.layer_idx
         spilled = layers[index] if index < len(layers) else None
