@@ -134,7 +134,6 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
 
 def test_ctrl_c_within_compiled_code_is_ctrl_c(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba makes arrays of its results by Python, which may be where the signal is met: it says SystemError then."""
-
     error = SystemError("returned a result with an exception set")
     with torch.no_grad(), SpillCache(llama.config) as cache:
         monkeypatch.setattr(cache.conversation, "attend", Mock(side_effect=error))
