@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
+from tests.mount.test_faults import places_on_disk
 from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
@@ -263,36 +264,86 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
         assert group.usage().oom_kills == other.usage().oom_kills == 0
 
 
-@pytest.mark.cgroup
-def test_xfs(tmp_path: Path) -> None:
-    """The other file system with large folios; and how far its storage reads ahead, which is nobody else's."""
+@contextmanager
+def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """A loop of SIZE on a file system of its own, the image that this is on, and the checksums of the loop."""
     if shutil.which("mkfs.xfs") is None:
         pytest.skip("no mkfs.xfs (package xfsprogs)")
-    image, source = tmp_path / "image", tmp_path / "source"
+    image, source = parent / "image", parent / "source"
     image.touch()
     os.truncate(image, 512 * MIB)
     source.mkdir()
     subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(source)], check=True)
     try:
-        path, setting = random_file(source / "loop.bin", SIZE), read_ahead_file(str(source))
-        assert setting is not None
-        before = setting.read_text()
-        (tmp_path / "loop.json").write_text(json.dumps(crcs(path)))
+        path = random_file(source / "loop.bin", SIZE)
+        (parent / "loop.json").write_text(json.dumps(crcs(path)))
         os.utime(path, (0, 0))
         forget(path)
-        with (
-            Cgroup("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group,
-            live(
-                source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", "--read-ahead", "64Ki", wrap=group.wrap
-            ) as mount,
-        ):
-            assert setting.read_text() == "64\n"
-            with reader(mount.mountpoint / "loop.bin", tmp_path / "loop.json", "mmap", group.wrap) as passes:
-                passes.until_kept(mount, CACHE // 4)
-        assert setting.read_text() == before != "64\n"
+        yield path, image, parent / "loop.json"
     finally:
         subprocess.run(["umount", str(source)], check=True)
+
+
+@pytest.mark.cgroup
+def test_xfs(tmp_path: Path) -> None:
+    """The other file system with large folios; and how far its storage reads ahead, which is nobody else's."""
+    with xfs(tmp_path) as (path, _, check), Cgroup("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group:
+        setting = read_ahead_file(str(path.parent))
+        assert setting is not None
+        before = setting.read_text()
+        words = ("--mode", "inplace", "--read-ahead", "64Ki")
+        with live(path.parent, tmp_path / "mnt", str(CACHE), *words, wrap=group.wrap) as mount:
+            assert setting.read_text() == "64\n"
+            with reader(mount.mountpoint / "loop.bin", check, "mmap", group.wrap) as passes:
+                passes.until_kept(mount, CACHE // 4)
+        assert setting.read_text() == before != "64\n"
+
+
+PIECE = 1 << 14
+STUBBORN = f"""
+import json, os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+while True:
+    failed = []
+    for offset in range(0, {SIZE}, {PIECE}):
+        try:
+            os.pread(fd, {PIECE}, offset)
+        except OSError:
+            failed.append(offset)
+    print(json.dumps({{"event": "step", "failed": failed}}), flush=True)
+"""
+
+
+@pytest.mark.cgroup
+def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None:
+    """What cannot be read is asked for in vain, what is kept is there, and so is the rest of what was in one huge page."""
+    with xfs(tmp_path) as (path, image, check), Cgroup("inplace-eio", directory=tmp_path, memory_bytes=CAP) as group:
+        places = places_on_disk(path)
+        subprocess.run(["mount", "-o", "remount,ro", str(path.parent)], check=True)
+        cut = sorted(places)[len(places) * 3 // 4 + 37]
+        bad = {4096 * number // PIECE * PIECE for number, place in enumerate(places) if place >= cut}
+        command = [sys.executable, "-c", STUBBORN]
+        with (
+            live(path.parent, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+            Passes(group.wrap([*command, str(mount.mountpoint / "loop.bin")]), "loop.bin") as passes,
+        ):
+            deadline = time.monotonic() + 120
+            while mount.pinned_bytes("loop.bin") < CACHE // 2:
+                assert passes.next()["failed"] == [] and time.monotonic() < deadline, mount.stats()
+            with image.open("r+b") as file:
+                file.seek(cut)
+                rest = file.read()
+                file.truncate(cut)
+                wait_for(lambda: passes.next()["failed"] != [], "what is broken is asked for")
+                for _ in range(20):
+                    failed = passes.next()["failed"]
+                assert failed and set(failed) < bad, "what is pinned is there"
+                file.seek(cut)
+                file.write(rest)
+            wait_for(lambda: passes.next()["failed"] == [], "all is read again")
+            with reader(mount.mountpoint / "loop.bin", check, "mmap", group.wrap) as others:
+                assert [others.next()["wrong"] for _ in range(3)] == [0] * 3
 
 
 def test_the_last_mount_puts_read_ahead_back(tmp_path: Path) -> None:
@@ -420,6 +471,38 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
         assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
     syscalls.munmap(address, SIZE)
     os.close(fd)
+
+
+NEIGHBOUR = f"""
+import sys, time
+taken = []
+while len(taken) < {3 * SIZE // 2 // MIB}:
+    taken.append(b"x" * {MIB})
+    time.sleep(0.02)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.cgroup
+def test_memory_gets_short_while_it_is_read_again(source: Path, tmp_path: Path) -> None:
+    """What was let go to be read again is not taken back beyond the limit; every byte is right meanwhile."""
+    path = source / "loop.bin"
+    forget(path)
+    with (
+        Cgroup("inplace-renewal", directory=source, memory_bytes=2 * SIZE + OVERHEAD_BYTES) as group,
+        live(source, tmp_path / "mnt", str(SIZE), "--mode", "inplace", wrap=group.wrap) as mount,
+        reader(mount.mountpoint / "loop.bin", source / "loop.json", "read", group.wrap) as program,
+    ):
+        wait_for(lambda: program.next()["wrong"] == 0 and mount.stats()["backing_read_bytes"] > 0, "it is read again")
+        with subprocess.Popen(group.wrap([sys.executable, "-c", NEIGHBOUR]), stdin=subprocess.PIPE) as neighbour:
+            wait_for(lambda: program.next()["wrong"] == 0 and mount.stats()["limit_bytes"] < SIZE, "memory is short")
+            for _ in range(20):
+                assert program.next()["wrong"] == 0
+            wait_for(lambda: (now := mount.stats())["pinned_bytes"] <= now["limit_bytes"], "what is pinned is what may be")
+            assert neighbour.poll() is None
+            neighbour.communicate()
+        program.until_kept(mount, SIZE - HUGE_BYTES)
+        assert group.usage().oom_kills == 0
 
 
 def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:

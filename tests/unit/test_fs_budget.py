@@ -161,12 +161,12 @@ class Watched:
         """Memory beyond the margin (negative: short of it)."""
         write_machine(self.root, TOTAL, MACHINE_MARGIN_BYTES + spare_bytes)
 
-    def limit(self, used_bytes: int = BUDGET, stalled: float = 0.0) -> int:
+    def limit(self, held_bytes: int = BUDGET, stalled: float = 0.0) -> int:
         """The limit a tick later; `stalled` is the share of that time in which a task stalled."""
         self.now_s += TICK_S
         self.stalled_us += int(stalled * TICK_S * 1e6)
         write_stalls(self.root, self.stalled_us)
-        return self.gauge.limit(used_bytes)
+        return self.gauge.limit(held_bytes)
 
 
 @pytest.fixture
@@ -174,11 +174,11 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(tmp_path, monkeypatch)
 
 
-def test_what_is_missing_is_given_back_at_once_from_what_is_used(watched: Watched) -> None:
+def test_what_is_missing_is_given_back_at_once_from_what_is_held(watched: Watched) -> None:
     assert {watched.limit() for _ in range(50)} == {BUDGET}
     watched.spare(-100 * MIB)
     assert BUDGET - 150 * MIB < watched.limit() <= BUDGET - 100 * MIB
-    assert 150 * MIB < watched.limit(used_bytes=300 * MIB) <= 200 * MIB
+    assert 150 * MIB < watched.limit(held_bytes=300 * MIB) <= 200 * MIB
 
 
 def test_the_less_is_left_the_sooner_it_looks_again(watched: Watched) -> None:
@@ -194,7 +194,7 @@ def test_it_comes_back_slowly(watched: Watched) -> None:
     watched.spare(-200 * MIB)
     low = watched.limit()
     watched.spare(GIB)
-    limits = [watched.limit(used_bytes=low) for _ in range(100)]
+    limits = [watched.limit(held_bytes=low) for _ in range(100)]
     calm = int(2 / TICK_S)
     assert limits[:calm] == [low] * calm
     assert limits == sorted(limits)
@@ -204,7 +204,7 @@ def test_it_comes_back_slowly(watched: Watched) -> None:
 
 def test_never_below_the_floor(watched: Watched) -> None:
     watched.spare(-MACHINE_MARGIN_BYTES)
-    assert min(watched.limit(used_bytes=20 * MIB) for _ in range(20)) == LEAST_LIMIT_BYTES
+    assert min(watched.limit(held_bytes=20 * MIB) for _ in range(20)) == LEAST_LIMIT_BYTES
 
 
 def test_stalls_on_a_scarce_machine_lower_the_limit_in_steps(watched: Watched) -> None:
@@ -229,10 +229,10 @@ def test_stalls_alone_or_short_ones_or_earlier_ones_do_not(watched: Watched, spa
 
 def test_a_new_budget_is_checked(watched: Watched) -> None:
     watched.spare(100 * MIB)
-    watched.gauge.check(BUDGET + 50 * MIB, used_bytes=BUDGET)
+    watched.gauge.check(BUDGET + 50 * MIB, held_bytes=BUDGET)
     for budget_bytes in (BUDGET + 150 * MIB, MIB):
         with pytest.raises(EnvironmentProblem) as caught:
-            watched.gauge.check(budget_bytes, used_bytes=BUDGET)
+            watched.gauge.check(budget_bytes, held_bytes=BUDGET)
         assert caught.value.exit_code == 3
     watched.gauge.reset(BUDGET // 2)
     assert watched.limit() == BUDGET // 2

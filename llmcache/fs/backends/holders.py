@@ -49,6 +49,7 @@ class PinService:
         self.on_failed = on_failed
         self.on_lost = on_lost
         self.pid = 0
+        self.locked_bytes = 0  # what the helper has locked: less what it was asked to unlock only once it has
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
         self._locked: dict[str, set[tuple[int, int]]] = {}
@@ -63,6 +64,7 @@ class PinService:
         self._stopping = False
         self._queue = queue.SimpleQueue()
         self._locked.clear()
+        self.locked_bytes = 0
         self._spawn()
         self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
         self._thread.start()
@@ -144,6 +146,13 @@ class PinService:
             self._locked.setdefault(path, set())
             self.on_attached(path, reply.get("node"))
             return
+        before = sum(length for _, length in self._locked.get(path, ()))
+        self._note(request, reply)
+        self.locked_bytes += sum(length for _, length in self._locked.get(path, ())) - before
+
+    def _note(self, request: dict[str, Any], reply: dict[str, Any]) -> None:
+        """Keeps the books of what is locked."""
+        path = request["path"]
         ranges = {(offset, length) for offset, length in request.get("ranges", [])}
         failed = reply.get("failed", [])
         if "errno" in reply:

@@ -474,6 +474,8 @@ class InPlaceBackend:
                 is_slow = RENEWAL_LEAST_BYTES < self._read_bytes < RENEWAL_BPS * self._read_s
                 if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
+                if self.engine.gauge.is_near:  # what is read takes memory before what it stands for is given back
+                    return
                 with self.files.lock:
                     if file.mappers > 1:
                         return

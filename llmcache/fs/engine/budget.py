@@ -2,7 +2,8 @@
 
 Pressure gives budget back before the OOM killer comes, and takes it again when it is over. Locked pages count as used to
 the OOM killer, so the margin is watched in every place that has a limit (machine, cgroups): four times a second, and thirty
-times when little is left. Short of the margin: the limit drops by what is missing, at once. PSI (where the kernel has it)
+times when little is left. Short of the margin: the limit drops, at once, to what is held less what is missing, where held is
+what the kernel cannot take itself. PSI (where the kernel has it)
 says earlier that others stall: the limit then drops in steps. After a calm time it grows back, slowly.
 """
 
@@ -118,17 +119,18 @@ class PressureGauge:
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
-        self.slack_bytes = 0  # memory that nobody wants (negative: so much is wanted), when the limit was asked for last
+        # When the limit was asked for last: memory that nobody wants (negative: so much is wanted), and if little is left.
+        self.slack_bytes, self.is_near = 0, False
 
-    def check(self, budget_bytes: int, used_bytes: int) -> None:
-        """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
+    def check(self, budget_bytes: int, held_bytes: int) -> None:
+        """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise EnvironmentProblem(f"a budget of {format_size(budget_bytes)} is less than {format_size(MIN_BUDGET_BYTES)}")
         least = tightest(self._root)
-        if budget_bytes - used_bytes > least.spare_bytes:
+        if budget_bytes - held_bytes > least.spare_bytes:
             raise EnvironmentProblem(
                 f"a budget of {format_size(budget_bytes)} does not fit: "
-                f"the {least.name} can spare {format_size(max(0, used_bytes + least.spare_bytes))}",
+                f"the {least.name} can spare {format_size(max(0, held_bytes + least.spare_bytes))}",
                 "take less, or free memory there",
             )
 
@@ -136,20 +138,23 @@ class PressureGauge:
         """Starts over with a new budget."""
         self.budget_bytes = self._limit = budget_bytes
 
-    def limit(self, used_bytes: int) -> int:
-        """Returns the bytes that may be used now."""
+    def limit(self, held_bytes: int) -> int:
+        """Returns the bytes that may be used now, where `held_bytes` are locked or in the daemon's memory.
+
+        What lies in the page cache and is not locked counts as had: the kernel takes it without telling.
+        """
         now = time.monotonic()
         found = places(self._root)
         missing = -min(memory.spare_bytes for memory in found)
         self.slack_bytes = min(memory.slack_bytes for memory in found)
+        self.is_near = missing > -NEAR_BYTES
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
         stalls = self._stalls(now)
         if missing > 0:
-            # From what is used, not from the limit: what is already on its way out is not asked for twice.
-            self._lower(used_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
+            # From what is held, not from the limit: what is already on its way out is not asked for twice.
+            self._lower(held_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
-            step = int(STEP_SHARE * self.budget_bytes)
-            self._lower(min(self._limit, used_bytes) - step, now, f"memory stalls {stalls:.0%} of the time")
+            self._lower(self._limit - int(STEP_SHARE * self.budget_bytes), now, f"memory stalls {stalls:.0%} of the time")
         elif self._limit < self.budget_bytes and now - self._calm_since > CALM_S:
             self._raise(-missing)
         return self._limit
