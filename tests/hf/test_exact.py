@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
 from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
@@ -188,3 +189,28 @@ def test_padding_never_takes_the_place_of_a_token() -> None:
     for one, other in zip(expected.logits, got.logits, strict=True):
         assert torch.allclose(one[0], other[0], atol=1e-4)
     assert float((expected.logits[-1][1] - got.logits[-1][1]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_chosen_is_there_by_the_mean_of_values(dtype: str) -> None:
+    """A token that looks at all alike gets, of what it does not choose, as much of the mean as was asked for."""
+    random = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 2, 512, 16, generator=random).to(getattr(torch, dtype)) for _ in range(2))
+    query = torch.zeros(2, 4, 1, 16, dtype=keys.dtype)  # all tokens have the same weight
+    module = tiny("llama", dtype).model.layers[0].self_attn
+    found = {}
+    for share in (0.0, 0.5, 1.0):
+        chosen = policy_settings("mass", {"token_budget": 128, "scorer": "exact", "mean_share": share})
+        settings = SpillSettings(*chosen, threads=1, full_tokens=0)
+        conv = conversation.Conversation(settings, "m", 1)
+        for part in (slice(0, 511), slice(511, 512)):
+            asked = query.expand(-1, -1, part.stop - part.start, -1)
+            call = Call(module, asked, keys[:, :, part], values[:, :, part], None, {}, sdpa_attention_forward)
+            output, _ = conv.attend(0, call)
+        assert output.dtype == keys.dtype and output.shape == (2, 1, 4, 16)
+        found[share] = output[:, 0].float()
+        conv.close()
+    wanted = values.float().mean(2).repeat_interleave(2, 1)
+    away = {share: float((output - wanted).norm()) for share, output in found.items()}
+    assert away[1.0] < away[0.5] < away[0.0] / 1.5
+    torch.testing.assert_close(found[0.5], (found[0.0] + found[1.0]) / 2, atol=1e-2, rtol=1e-2)

@@ -172,7 +172,7 @@ class Pins:
     def __init__(self, kernels: list[Kernel], on_attached: Callable[[str, int], None]) -> None:
         self._kernels = kernels
         self.on_attached = on_attached
-        self.pid = HELPER_PID
+        self.pid, self.locked_bytes = HELPER_PID, 0
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -234,10 +234,10 @@ class Pins:
 class CalmGauge(PressureGauge):
     """A gauge that never feels any pressure."""
 
-    def check(self, budget_bytes: int, used_bytes: int) -> None:
+    def check(self, budget_bytes: int, held_bytes: int) -> None:
         """Everything can be had."""
 
-    def limit(self, used_bytes: int) -> int:
+    def limit(self, held_bytes: int) -> int:
         """The whole budget."""
         return self.budget_bytes
 

@@ -26,7 +26,7 @@ def policy_of(run: Run) -> IndexedPolicy:
 
 
 def scorer_of(run: Run, layer: int, sequence: int) -> Scorer:
-    found = policy_of(run).indexes.scorers[layer][sequence]
+    found = policy_of(run).indexes.found[layer][sequence]
     assert found is not None
     return found
 
@@ -54,12 +54,12 @@ def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_c
     with running("icecache", replace(BUDGET, full_layers=1), CASE, tmp_path) as run:
         first, second = (run.policy.select(layer, run.queries(layer)) for layer in range(2))
         assert first.count == len(run.store.middle) * PAGE and second.count == 128 - (300 - 240)
-        assert policy_of(run).indexes.scorers[0] == [None, None], "no index where none is asked"
+        assert policy_of(run).indexes.found[0] == [None, None], "no index where none is asked"
     with running("icecache", replace(BUDGET, anchor_every=3), CASE, tmp_path / "b") as run:
         for _ in range(3):
             (anchor, _), (behind, _) = run.step()
             assert np.array_equal(anchor.positions, behind.positions)
-        assert policy_of(run).indexes.scorers[1] == [None, None]
+        assert policy_of(run).indexes.found[1] == [None, None]
         alone = run.policy.select(1, run.queries(1))
         assert not np.array_equal(alone.positions, behind.positions), "its anchor was not asked at this step"
     with running("icecache", replace(BUDGET, full_layers=2, anchor_every=3), CASE, tmp_path / "c") as run:
@@ -101,7 +101,7 @@ def test_padding_is_chosen_last_and_what_follows_it_always(name: str, tmp_path: 
 def test_padding_that_is_told_later_is_not_in_the_index(tmp_path: Path) -> None:
     with running("icecache", BUDGET, CASE, tmp_path) as run:
         run.policy.pad(np.array([0, 100]))
-        assert policy_of(run).indexes.scorers[0][1] is None and scorer_of(run, 0, 0).first == 16
+        assert policy_of(run).indexes.found[0][1] is None and scorer_of(run, 0, 0).first == 16
         run.policy.select(0, run.queries(0))
         assert scorer_of(run, 0, 1).first == 112
 
@@ -118,7 +118,7 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
     with KvStore.restore(tmp_path / "kv.spill", CASE.config(tmp_path)) as store:
         again = IceCache(store, BUDGET)
         again.restored()
-        assert all(isinstance(scorer, DciScorer) for row in again.indexes.scorers for scorer in row)
+        assert all(isinstance(scorer, DciScorer) for row in again.indexes.found for scorer in row)
         before = store.traffic.to_json()
         assert np.array_equal(again.select(0, queries).positions, wanted)
         assert store.traffic.to_json() == before, "no key was read to choose"
@@ -127,7 +127,7 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
         with caplog.at_level("WARNING"):
             other.restored()
         assert "tokens: the index is of 301, the spill file of 290: trees are built anew" in caplog.text.replace("\n", " ")
-        assert other.indexes.scorers[0][0] is None
+        assert other.indexes.found[0][0] is None
 
 
 def test_auto_says_what_it_uses(tmp_path: Path) -> None:

@@ -125,10 +125,10 @@ class Store(RuleBasedStateMachine):
         wanted = score(queries[None], keys[None])[0][:, middle.start * 4 : middle.stop * 4]
         assert np.allclose(found[:, middle.start * 4 : middle.stop * 4], wanted, rtol=2e-3, atol=2e-3)
 
-    @rule(seed=SEEDS)
-    def read_keys(self, seed: int) -> None:
+    @rule(seed=SEEDS, side=st.integers(0, 1))
+    def read_side(self, seed: int, side: int) -> None:
         pages = np.random.default_rng(seed).permutation(self.store.length // 4)[:3]
-        self.plain.check_keys(seed % LAYERS, pages, self.store.read_keys(seed % LAYERS, 0, pages))
+        self.plain.check_side(seed % LAYERS, pages, side, self.store.read_side(seed % LAYERS, 0, pages, side))
 
     @rule(share=st.floats(0, 1))
     def crop(self, share: float) -> None:

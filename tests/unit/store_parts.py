@@ -158,11 +158,11 @@ class Plain:
             assert found.positions.shape[2] == self.ids.shape[1]
             self.check(layer, found)
 
-    def check_keys(self, layer: int, pages: Numbers, keys: Rows) -> None:
-        """Compare whole pages of sequence 0."""
+    def check_side(self, layer: int, pages: Numbers, side: int, rows: Rows) -> None:
+        """Compare keys or values of whole pages of sequence 0."""
         size = self.shape.page_tokens
-        for page, found in zip(pages.tolist(), keys, strict=True):
-            assert (found == self.layers[layer][0][0, :, page * size : (page + 1) * size]).all()
+        for page, found in zip(pages.tolist(), rows, strict=True):
+            assert (found == self.layers[layer][side][0, :, page * size : (page + 1) * size]).all()
 
 
 def crash(store: KvStore) -> None:

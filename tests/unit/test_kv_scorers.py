@@ -15,6 +15,7 @@ from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
     QUERIES,
     SCORERS,
+    SUM_TOKENS,
     AutoScorer,
     ChunkScorer,
     DciScorer,
@@ -23,6 +24,7 @@ from llmcache.kv.index.scorers import (
     QuestScorer,
     Scorer,
     ScorerSettings,
+    ValueSums,
     recall_of,
     rounded,
 )
@@ -254,11 +256,32 @@ def test_auto_keeps_to_exact_where_the_tree_finds_too_little(monkeypatch: pytest
     assert scorer.trial is tried, "not tried again before there are twice as many"
 
 
+def test_sums_of_values_are_those_of_the_tokens_that_are_left() -> None:
+    """However they came, whatever was forgotten meanwhile, and of a copy as of the first."""
+    values, _ = clustered(3 * SUM_TOKENS)
+    sums = ValueSums(KvShape("m", 1, HEADS, 8, "float32", PAGE, value_dim=DIM), first=PAGE)
+    assert not sums.mean.any()
+    for count in (PAGE, 5 * PAGE, 2 * SUM_TOKENS):
+        sums.add(values[:, len(sums) : len(sums) + count])
+        np.testing.assert_allclose(sums.mean, values[:, : len(sums)].mean(1), rtol=1e-4, atol=1e-6)
+    other = copy.deepcopy(sums)
+    for stop in (2 * SUM_TOKENS + 3 * PAGE, SUM_TOKENS + PAGE, 40, 0):
+        sums.crop(stop)
+        assert len(sums) % SUM_TOKENS == 0 and stop - PAGE - SUM_TOKENS < len(sums) <= max(0, stop - PAGE)
+        if len(sums):
+            np.testing.assert_allclose(sums.mean, values[:, : len(sums)].mean(1), rtol=1e-4, atol=1e-6)
+    sums.add(values[:, : len(other)])
+    np.testing.assert_allclose(sums.mean, other.mean, rtol=1e-6)
+    assert sums.size_bytes == 4 * HEADS * DIM * 8
+    with pytest.raises(ValueError, match="rows: "):
+        sums.add(values[..., :8])
+
+
 def test_what_does_not_fit_is_named() -> None:
     keys, asked = clustered(32)
     scorer = made("quest", keys)
     for wrong in (keys[:1], keys[:, :17], keys[..., :5], keys.astype(np.float16)):
-        with pytest.raises(ValueError, match="keys: "):
+        with pytest.raises(ValueError, match="rows: "):
             scorer.add(wrong)
     with pytest.raises(ValueError, match="queries: "):
         scorer.top(asked[0][:1], 3)

@@ -143,7 +143,7 @@ def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     for call in (
         lambda: store.gather(1, store.everything),
         lambda: store.stage(1, store.everything),
-        lambda: store.read_keys(1, 0, np.array([9])),
+        lambda: store.read_side(1, 0, np.array([9]), 0),
         lambda: list(store.score_ssd(1, 0, queries)),
     ):
         with pytest.raises(DataError, match="keys: the checksum of page 9") as caught:

@@ -148,7 +148,7 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     assert {int(position) // 4 for block in blocks for position in block.positions} == {3, 4, 9}
     assert store.traffic.bytes_between("ssd", "device", "score") == 3 * SLOT
     assert store.traffic.bytes_between("ssd", "cpu", "score") == 4 * 2 * 12 + 16 * len(blocks) + 16
-    store.read_keys(0, 0, np.array([3, 4]))
+    store.read_side(0, 0, np.array([3, 4]), 0)
     assert store.traffic.bytes_between("ssd", "cpu", "index") == 2 * SLOT + 16
     report = store.device_report
     assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT

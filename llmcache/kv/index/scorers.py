@@ -1,8 +1,9 @@
 """Scorers find the tokens of one layer and sequence whose keys matter most to queries, and keep what they need of the keys.
 
-`SCORERS` is what policies, the benchmark and the tests use; `KeyIndexes` has the scorers of a store. One thread at a time
-uses a scorer; those of different layers and sequences share nothing. With look-ahead that is the engine's worker: the keys
-of layer l are indexed there while the caller computes layer l + 1, since the loops that do it hold no GIL.
+`SCORERS` is what policies, the benchmark and the tests use; `PageIndexes` has the scorers of a store, or the means of its
+values (`ValueSums`). One thread at a time uses a scorer; those of different layers and sequences share nothing. With
+look-ahead that is the engine's worker: the keys of layer l are indexed there while the caller computes layer l + 1, since
+the loops that do it hold no GIL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -28,6 +29,7 @@ from llmcache.kv.kernels import packed_products, products, score_pages, top
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
+from llmcache.kv.spill.layout import KEYS, VALUES
 from llmcache.kv.tiers import KvStore, Selection
 
 MEAN_TOKENS = 512
@@ -41,7 +43,9 @@ WIDER = (1, 2, 4)
 MARGIN = 1.1
 """How much faster the tree has to be: times of a few queries are not exact."""
 FEED_PAGES = 512
-"""Pages whose keys are read at a time from the store when many are missing; a prefill's keys come all at once."""
+"""Pages that are read at a time from the store when many are missing; a prefill comes all at once."""
+SUM_TOKENS = 1024
+"""Of `ValueSums`: so many have a sum, which takes a thousandth of their memory, and are added anew where some of them go."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,16 @@ class ScorerSettings:
     chunk_pages: int = 8
 
 
-class Scorer(ABC):
-    """Keys of consecutive tokens of `shape`'s heads, from number `first` on, in whole pages."""
+class PageIndex(ABC):
+    """What is known of the keys, or values, of consecutive tokens of all heads, from number `first` on, in whole pages."""
 
-    name: ClassVar[str]
+    side: ClassVar[int] = KEYS
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        self.shape, self.first = shape, first
-        self.settings = settings or ScorerSettings()
-        self.end = first
-        self.touched = 0.0
-        self._begin()
+    def __init__(self, shape: KvShape, first: int = 0) -> None:
+        self.shape, self.first, self.end = shape, first, first
 
     def __len__(self) -> int:
-        """Tokens that can be found."""
+        """Tokens that it knows."""
         return self.end - self.first
 
     @property
@@ -86,27 +86,91 @@ class Scorer(ABC):
         """Memory it takes."""
 
     @property
-    def why(self) -> str:
-        """Which way of scoring is in use, and why."""
-        return f"{self.name}: as asked for"
+    def step(self) -> int:
+        """How many tokens it forgets at a time."""
+        return self.shape.page_tokens
 
-    def add(self, keys: NDArray[Any]) -> None:
-        """Adds keys [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages."""
-        heads, size, dim = self.shape.kv_heads, self.shape.page_tokens, self.shape.head_dim
-        if keys.ndim != 3 or keys.shape[::2] != (heads, dim) or keys.shape[1] % size or keys.dtype != self.shape.numpy_dtype:
-            wanted = f"{self.shape.numpy_dtype} [{heads}, a multiple of {size}, {dim}]"
-            raise ValueError(f"keys: {keys.dtype} {keys.shape}, {wanted} is needed")
-        if keys.shape[1]:
-            self._add(keys)
-            self.end += keys.shape[1]
+    def add(self, rows: NDArray[Any]) -> None:
+        """Adds rows [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages."""
+        size, (form, dtype) = self.shape.page_tokens, self.shape.forms(self.shape.kv_heads)[self.side]
+        if rows.ndim != 3 or rows.shape[::2] != form or rows.shape[1] % size or rows.dtype != dtype:
+            wanted = f"{dtype} [{form[0]}, a multiple of {size}, {form[1]}]"
+            raise ValueError(f"rows: {rows.dtype} {rows.shape}, {wanted} is needed")
+        if rows.shape[1]:
+            self._add(rows)
+            self.end += rows.shape[1]
 
     def crop(self, tokens: int) -> None:
-        """Forgets all tokens from number `tokens` on, and the page that is not whole any more."""
-        size = self.shape.page_tokens
-        end = min(self.end, max(self.first, tokens - (tokens - self.first) % size))
+        """Forgets all tokens from number `tokens` on, and what is not whole any more."""
+        end = min(self.end, max(self.first, tokens - (tokens - self.first) % self.step))
         if end < self.end:
             self._crop(end)
             self.end = end
+
+    @abstractmethod
+    def _add(self, rows: NDArray[Any]) -> None: ...
+
+    @abstractmethod
+    def _crop(self, end: int) -> None: ...
+
+
+class ValueSums(PageIndex):
+    """The mean of the values of tokens, of each head."""
+
+    side = VALUES
+
+    def __init__(self, shape: KvShape, first: int = 0) -> None:
+        super().__init__(shape, first)
+        self._sums: list[NDArray[np.float64]] = []  # of each `step` tokens, [kv_heads, value_dim]
+        self._all = np.zeros((shape.kv_heads, shape.value_dim))
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the sums."""
+        return (len(self._sums) + 1) * self._all.nbytes
+
+    @property
+    def step(self) -> int:
+        """How many tokens have a sum of their own."""
+        return SUM_TOKENS
+
+    @property
+    def mean(self) -> Floats:
+        """The mean [kv_heads, value_dim] of all values; zero where there are none."""
+        return (self._all / max(1, len(self))).astype(np.float32)
+
+    def _add(self, rows: NDArray[Any]) -> None:
+        wide, at, start = widened(rows), len(self), 0
+        while start < rows.shape[1]:
+            stop = min(rows.shape[1], start + SUM_TOKENS - (at + start) % SUM_TOKENS)
+            some = wide[:, start:stop].sum(axis=1, dtype=np.float64)
+            if (at + start) % SUM_TOKENS:
+                self._sums[-1] += some
+            else:
+                self._sums.append(some)
+            self._all += some
+            start = stop
+
+    def _crop(self, end: int) -> None:
+        del self._sums[(end - self.first) // SUM_TOKENS :]
+        self._all = sum(self._sums, np.zeros_like(self._all))
+
+
+class Scorer(PageIndex):
+    """Finds tokens by their keys."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first)
+        self.settings = settings or ScorerSettings()
+        self.touched = 0.0
+        self._begin()
+
+    @property
+    def why(self) -> str:
+        """Which way of scoring is in use, and why."""
+        return f"{self.name}: as asked for"
 
     def top(self, queries: Floats, k: int) -> Int64s:
         """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all.
@@ -123,12 +187,6 @@ class Scorer(ABC):
 
     @abstractmethod
     def _begin(self) -> None: ...
-
-    @abstractmethod
-    def _add(self, keys: NDArray[Any]) -> None: ...
-
-    @abstractmethod
-    def _crop(self, end: int) -> None: ...
 
     @abstractmethod
     def _top(self, queries: Floats, k: int) -> Int64s: ...
@@ -556,20 +614,23 @@ SCORERS: dict[str, type[Scorer]] = {
 }
 
 
-class KeyIndexes:
-    """Scorers that know the keys of a store's middle; `make` returns an empty one for tokens from a given number on.
+Index = TypeVar("Index", bound=PageIndex)
 
-    Sequences that were forked share a scorer until one of them gets a page of its own.
+
+class PageIndexes(Generic[Index]):
+    """What is known of a store's middle, by layer and sequence; `make` returns an empty one, for tokens from a number on.
+
+    Sequences that were forked share one until one of them gets a page of its own.
     """
 
-    def __init__(self, store: KvStore, make: Callable[[int], Scorer]) -> None:
+    def __init__(self, store: KvStore, make: Callable[[int], Index]) -> None:
         self.store, self._make = store, make
-        self.scorers: list[list[Scorer | None]] = [[None] * store.batch for _ in range(store.shape.layers)]
+        self.found: list[list[Index | None]] = [[None] * store.batch for _ in range(store.shape.layers)]
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all scorers."""
-        found = {id(scorer): scorer.size_bytes for layer in self.scorers for scorer in layer if scorer}
+        """Memory of all of them."""
+        found = {id(own): own.size_bytes for layer in self.found for own in layer if own is not None}
         return sum(found.values())
 
     def feed(self, layer: int, starts: Int64s) -> None:
@@ -577,36 +638,37 @@ class KeyIndexes:
         size, config = self.store.shape.page_tokens, self.store.config
         stop = (self.store.layer_length(layer) // size - config.window_pages) * size
         for sequence, start in enumerate(starts):
-            scorer = self.scorers[layer][sequence]
-            known = int(start) if scorer is None else scorer.end
+            own = self.found[layer][sequence]
+            known = int(start) if own is None else own.end
             if known < stop:
                 self._feed_old(self._own(layer, sequence, known), layer, sequence, stop)
         if self.store.layer_length(layer) > self.store.length:
             self._feed_new(layer, stop)
 
-    def _feed_old(self, own: Scorer, layer: int, sequence: int, stop: int) -> None:
-        """Reads the keys of tokens whose step is over."""
+    def _feed_old(self, own: Index, layer: int, sequence: int, stop: int) -> None:
+        """Reads the pages of tokens whose step is over."""
         size = self.store.shape.page_tokens
         end = min(stop, self.store.length // size * size) // size
         for page in range(own.end // size, end, FEED_PAGES):
             pages = np.arange(page, min(end, page + FEED_PAGES))
-            own.add(_joined(self.store.read_keys(layer, sequence, pages)))
+            own.add(_joined(self.store.read_side(layer, sequence, pages, own.side)))
 
     def _feed_new(self, layer: int, stop: int) -> None:
-        """Takes the keys of a step that is under way: a prefill that is indexed before its last layer is computed."""
-        waiting = [own for own in self.scorers[layer] if own is not None and own.end < stop]
+        """Takes the rows of a step that is under way: a prefill that is indexed before its last layer is computed."""
+        waiting = [own for own in self.found[layer] if own is not None and own.end < stop]
         if not waiting:
             return
         with_tail = self.store.gather(layer, Selection.none(self.store.batch, self.store.shape.kv_heads))
-        for sequence, own in enumerate(self.scorers[layer]):
+        for sequence, own in enumerate(self.found[layer]):
             if own is not None and own.end < stop:
                 at = int(np.searchsorted(with_tail.positions[sequence, 0], own.end))
-                own.add(with_tail.keys[sequence, :, at : at + stop - own.end])
+                side = with_tail.keys if own.side == KEYS else with_tail.values
+                own.add(side[sequence, :, at : at + stop - own.end])
         with_tail.release()
 
-    def _own(self, layer: int, sequence: int, start: int) -> Scorer:
-        """The scorer of a sequence, which no other has: what is shared is copied before it is changed."""
-        row = self.scorers[layer]
+    def _own(self, layer: int, sequence: int, start: int) -> Index:
+        """The index of a sequence, which no other has: what is shared is copied before it is changed."""
+        row = self.found[layer]
         found = row[sequence]
         if found is None:
             found = self._make(start)
@@ -617,20 +679,20 @@ class KeyIndexes:
 
     def forget(self, sequence: int) -> None:
         """Forgets what is known of a sequence."""
-        for row in self.scorers:
+        for row in self.found:
             row[sequence] = None
 
     def crop(self, tokens: int) -> None:
         """Forgets all tokens from number `tokens` on, and what now lies in the window."""
         size = self.store.shape.page_tokens
         stop = (tokens // size - self.store.config.window_pages) * size
-        for row in self.scorers:
-            for scorer in {id(scorer): scorer for scorer in row if scorer}.values():
-                scorer.crop(stop)
+        for row in self.found:
+            for own in {id(own): own for own in row if own is not None}.values():
+                own.crop(stop)
 
     def reorder(self, index: Int64s) -> None:
         """Gives sequence i what is known of what was sequence `index[i]`."""
-        self.scorers = [[row[old] for old in index] for row in self.scorers]
+        self.found = [[row[old] for old in index] for row in self.found]
 
 
 def as_pages(rows: NDArray[Any], page_tokens: int) -> NDArray[Any]:

@@ -306,7 +306,7 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
 
 def weights(inside: Floats, around: Floats, scale: float) -> Floats:
     """Returns the weights [kv_heads, n] of softmax over products, `inside` [kv_heads, queries of each, n] and `around`
-    [.., m] together, times `scale`, added up over the queries; those of `inside`, which is overwritten.
+    [.., m] together, times `scale`, added up over the queries; those of `inside`, which becomes the weights of each query.
 
     Exponentials are those of `single_power`, to a relative error of 2e-7.
     """
@@ -344,7 +344,8 @@ def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
                 total += single_power((beside[i] - most) * scale)
             share = np.float32(1) / total
             for i in range(row.size):
-                into[i] = row[i] * share if q == 0 else into[i] + row[i] * share
+                row[i] *= share
+                into[i] = row[i] if q == 0 else into[i] + row[i]
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:

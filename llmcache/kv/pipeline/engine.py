@@ -155,6 +155,10 @@ class KvEngine:
             part.release()
         return Gathered(keys, values, wanted)
 
+    def unseen(self, layer: int) -> tuple[Floats, Floats] | None:
+        """Returns what stands for what `step` left out of `layer`, until it has `attended`; see `KvPolicy.unseen`."""
+        return self.policy.unseen(layer, self._chosen[layer])
+
     def attended(self, layer: int, weights: Floats | None = None) -> None:
         """Tells the policy that `layer` has attended, so that it updates tables and pools; not waited for.
 

@@ -193,6 +193,12 @@ class KvPolicy(ABC):
         ascending positions, as `KvStore.gather` gives them; None unless `needs_weights`.
         """
 
+    def unseen(self, layer: int, selection: Selection) -> tuple[Floats, Floats] | None:
+        """Returns what stands for the tokens that were not chosen: its share [batch, heads] of the attention of each query
+        head, and its values [batch, kv_heads, value_dim], float32. None: nothing does.
+        """
+        return None
+
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to besides sink, window and tail, for `queries` [batch, heads, head_dim] float32."""
         tokens = self.tokens

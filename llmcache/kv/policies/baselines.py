@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import ChunkScorer, KeyIndexes, ScorerSettings
+from llmcache.kv.index.scorers import ChunkScorer, PageIndexes, ScorerSettings
 from llmcache.kv.kernels import top, top_shared
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
@@ -158,7 +158,7 @@ class LeoAM(KvPolicy):
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
         store, knobs = self.store, ScorerSettings(self.settings.combine, self.store.config.threads)
-        self.indexes = KeyIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs))
+        self.indexes = PageIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs))
         self.remembered.append(self.indexes)
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
@@ -181,7 +181,7 @@ class LeoAM(KvPolicy):
         middle = self.store.middle
         wanted = min(len(middle), -(-PROMISING * tokens // self.page_tokens))
         begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
-        scorer = self.indexes.scorers[layer][sequence]
+        scorer = self.indexes.found[layer][sequence]
         assert isinstance(scorer, ChunkScorer)
         found = scorer.best_pages(queries, range(max(0, begin - middle.start), len(middle)), wanted)
         return np.unique(found) + middle.start

@@ -61,7 +61,7 @@ class IceCache(IndexedPolicy):
     @property
     def whys(self) -> list[str]:
         """Which scorer each layer uses for its first sequence, and why; empty for a layer without one."""
-        firsts = [row[0] for row in self.indexes.scorers]
+        firsts = [row[0] for row in self.indexes.found]
         return ["" if scorer is None else scorer.why for scorer in firsts]
 
     # Beside the spill file
@@ -71,7 +71,7 @@ class IceCache(IndexedPolicy):
         if self.store.config.path is None:
             return
         found: dict[tuple[int, int, int], Any] = {}
-        for layer, row in enumerate(self.indexes.scorers):
+        for layer, row in enumerate(self.indexes.found):
             for sequence, scorer in enumerate(row):
                 tree = scorer.used if isinstance(scorer, AutoScorer) else scorer
                 if isinstance(tree, DciScorer):
@@ -95,7 +95,7 @@ class IceCache(IndexedPolicy):
             tree = DciScorer(self.store.shape, int(self._starts[sequence]), self.knobs)
             tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
             tree.end = tree.first + len(tree.indexes[0])
-            self.indexes.scorers[layer][sequence] = tree
+            self.indexes.found[layer][sequence] = tree
 
     def _identity(self) -> dict[str, Any]:
         """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import KeyIndexes, Scorer
+from llmcache.kv.index.scorers import PageIndexes, Scorer
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, setting
 from llmcache.kv.tiers import Selection, side_by_side
 
@@ -25,20 +26,26 @@ class IndexedSettings(PolicySettings):
 
 
 class IndexedPolicy(KvPolicy):
-    """Feeds scorers with the keys that leave the window, and asks them; see `KeyIndexes` and the file of the policy."""
+    """Feeds scorers with the keys that leave the window, and asks them; see `PageIndexes` and the file of the policy."""
 
     ahead = True
     interleaved = True
     settings_class = IndexedSettings
     settings: IndexedSettings
-    indexes: KeyIndexes
+    indexes: PageIndexes[Scorer]
 
     def _use(self, make: Callable[[int], Scorer]) -> None:
         """Takes the scorers that `make` returns, for tokens from a given number on."""
-        self.indexes = KeyIndexes(self.store, make)
-        self.remembered.append(self.indexes)
+        self.indexes = PageIndexes(self.store, make)
+        self._fed: list[PageIndexes[Any]] = []
+        self._feeds(self.indexes)
         self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
         self._known = np.empty(0, np.int64), np.empty(0, np.int64)  # what `_starts` was made of, and is
+
+    def _feeds(self, indexes: PageIndexes[Any]) -> None:
+        """Has `indexes` know what is behind the sink and has left the window, of layers that choose."""
+        self._fed.append(indexes)
+        self.remembered.append(indexes)
 
     def anchor_of(self, layer: int) -> int:
         """Returns the layer whose choice `layer` takes; itself if it chooses."""
@@ -60,7 +67,8 @@ class IndexedPolicy(KvPolicy):
         before = self._starts
         super().pad(first)
         for sequence in np.flatnonzero(self._starts != before):
-            self.indexes.forget(int(sequence))
+            for each in self._fed:
+                each.forget(int(sequence))
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
         """Indexes what of a prefill will be in the middle, while the next layer computes; `queries` are not looked at."""
@@ -72,7 +80,8 @@ class IndexedPolicy(KvPolicy):
 
     def _feed(self, layer: int) -> None:
         if layer >= self.settings.full_layers and self.anchor_of(layer) == layer:
-            self.indexes.feed(layer, self._starts)
+            for each in self._fed:
+                each.feed(layer, self._starts)
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
@@ -84,7 +93,7 @@ class IndexedPolicy(KvPolicy):
         step, chosen = self._choices.get(anchor, (-1, None))
         if anchor != layer and chosen is not None and step == self.store.step:
             return Selection(chosen)
-        self.indexes.feed(layer, self._starts)
+        self._feed(layer)
         found = side_by_side([self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)])
         self._choices[layer] = self.store.step, found
         return Selection(found)
@@ -98,7 +107,7 @@ class IndexedPolicy(KvPolicy):
         size, lead = self.page_tokens, self.store.middle.start * self.page_tokens
         start, first = int(self._starts[sequence]), int(self.first[sequence])
         forced = np.arange(start - size if self.whole_pages else first, start) if lead < first < start else np.arange(0)
-        scorer = self.indexes.scorers[layer][sequence]
+        scorer = self.indexes.found[layer][sequence]
         has = 0 if scorer is None else len(scorer)
         forced = forced[:tokens]
         rest = min(has, tokens - len(forced))

@@ -7,23 +7,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings
+from llmcache.kv.index.scorers import SCORERS, ExactScorer, PageIndexes, Scorer, ScorerSettings, ValueSums
 from llmcache.kv.kernels import top, top_shared, weights
 from llmcache.kv.pipeline import widened
-from llmcache.kv.policies.base import one_of
+from llmcache.kv.policies.base import one_of, setting
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
-from llmcache.kv.tiers import Selection
+from llmcache.kv.tiers import Selection, repeated
 
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
     """`scorer`: which keys are looked at: "rounded" to a byte a number, "packed" in two bits, or "exact".
 
-    `allocation` of a budget: one for the heads of a "layer", or one for each "head".
+    `allocation` of a budget: one for the heads of a "layer", or one for each "head". `mean_share` [0, 1]: how much of the
+    attention that falls on tokens which are not chosen goes to the mean of all values; the rest of it to what is chosen.
     """
 
     scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
     allocation: str = one_of("layer", ("layer", "head"))
+    mean_share: float = setting(0.5, lambda share: 0 <= share <= 1, "it is a share: 0 .. 1")
 
 
 class Mass(IndexedPolicy):
@@ -38,6 +40,10 @@ class Mass(IndexedPolicy):
     share the layer's budget alike: one that looks at few tokens leaves its own to those that look at many. Where a choice
     serves more than one layer, each has its own. Neither sink nor window is kept for its own sake: what matters
     of them is chosen (see `sink_tokens`, `window_tokens`).
+
+    What is not chosen is not left out: softmax over what is chosen alone would give all of its weight to that. Half of the
+    weight goes to the mean of the values instead. With all of it a model loses more than with nothing: what has weight but
+    is not chosen is not like the mean of everything either.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
     a group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget. Differs
@@ -55,9 +61,17 @@ class Mass(IndexedPolicy):
 
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
-        knobs, made = ScorerSettings(threads=self.store.config.threads), SCORERS[self.settings.scorer]
-        self._use(lambda first: made(self.store.shape, first, knobs))
+        shape, knobs, made = (
+            self.store.shape,
+            ScorerSettings(threads=self.store.config.threads),
+            SCORERS[self.settings.scorer],
+        )
+        self._use(lambda first: made(shape, first, knobs))
+        self.values = PageIndexes(self.store, lambda first: ValueSums(shape, first))
+        if self.settings.mean_share:
+            self._feeds(self.values)
         self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
+        self._missed: dict[int, Floats] = {}  # [heads] of each sequence of which some tokens were chosen
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest mass, or what the anchor chose."""
@@ -66,11 +80,34 @@ class Mass(IndexedPolicy):
         self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
         if self.first.any():
             np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
-        return super().choose(layer, queries, tokens)
+        self._missed.clear()
+        found = super().choose(layer, queries, tokens)
+        if not self._missed:
+            return found
+        missed = np.zeros(queries.shape[:2], np.float32)
+        for sequence, of_heads in self._missed.items():
+            missed[sequence] = of_heads
+        return Selection(found.positions, missed)
+
+    def unseen(self, layer: int, selection: Selection) -> tuple[Floats, Floats] | None:
+        """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
+        if selection.missed is None:
+            return None
+        means = np.zeros((self.store.batch, self.kv_heads, self.store.shape.value_dim), np.float32)
+        for sequence, sums in enumerate(self.values.found[layer]):
+            if sums is not None:
+                means[sequence] = sums.mean
+        return np.float32(self.settings.mean_share) * selection.missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
-        mass = weights(scorer.products(queries), self._pinned[sequence], self.scale)
+        inside = scorer.products(queries)
+        mass = weights(inside, self._pinned[sequence], self.scale)
         shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
-        return (top_shared if shared else top)(mass, count, self.store.config.threads) + scorer.first
+        chosen = (top_shared if shared else top)(mass, count, self.store.config.threads)
+        if self.settings.mean_share:
+            attended = np.take_along_axis(inside, chosen[:, None], axis=2)
+            attended[np.broadcast_to(repeated(chosen)[:, None], attended.shape)] = 0
+            self._missed[sequence] = np.maximum(0, inside.sum(axis=2) - attended.sum(axis=2)).reshape(-1)
+        return chosen + scorer.first

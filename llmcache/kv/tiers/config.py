@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Flags, Int64s
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
@@ -85,9 +85,12 @@ class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0.
 
     A head of which fewer are chosen than of others has its last one again and again (`repeated`): it is attended to once.
+    `missed` float32 [batch, heads]: the share of each query head's attention that falls on others of the middle, as the
+    policy estimates it, if it does.
     """
 
     positions: Int64s
+    missed: Floats | None = None
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:

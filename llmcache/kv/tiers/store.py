@@ -37,7 +37,7 @@ from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
-from llmcache.kv.spill.layout import check_rows
+from llmcache.kv.spill.layout import KEYS, check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import (
     FEW_BYTES,
@@ -354,8 +354,8 @@ class KvStore(Sequences):
             return iter(())
         return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
-    def read_keys(self, layer: int, sequence: int, pages: Int64s) -> NDArray[Any]:
-        """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages.
+    def read_side(self, layer: int, sequence: int, pages: Int64s, side: int) -> NDArray[Any]:
+        """Returns copies of the keys (`side` 0) or values (1) [n, kv_heads, page_tokens, dim] of whole pages.
 
         For indexes and page summaries; bytes from the ssd tier are counted as "index".
         """
@@ -363,14 +363,19 @@ class KvStore(Sequences):
         pages, numbers = self.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
         with pool.lock:
             slots = pool.slot_of[numbers]
-            keys: NDArray[Any] = pool.sides[0][slots]
+            rows: NDArray[Any] = pool.sides[side][slots]
         missing = np.unique(numbers[slots < 0])
         if self._spill is not None:
             for stream, found in self.table.by_stream(missing):
-                rows = self._spill.ssd.read_keys(stream, layer, self.table.places(found), "index")
-                for index, number in enumerate(found):
-                    keys[numbers == number] = rows[index]
-        return keys
+                places, ssd = self.table.places(found), self._spill.ssd
+                with contextlib.ExitStack() as stack:
+                    if side == KEYS:
+                        read = ssd.read_keys(stream, layer, places, "index")
+                    else:
+                        read = stack.enter_context(ssd.read(stream, layer, places, "index")).values
+                    for index, number in enumerate(found):
+                        rows[numbers == number] = read[index]
+        return rows
 
     def pinned_keys(self, layer: int) -> tuple[NDArray[Any], Int64s]:
         """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""

@@ -319,9 +319,10 @@ class Conversation:
         keys, values = _tensors(gathered, call)
         mask = cut_mask(call.mask, gathered.positions, call.query)
         output = call.run(keys, values, mask)
+        unseen = engine.unseen(layer)
         engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
         gathered.release()
-        return output
+        return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
 
     def _note_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
         """Tells the policy where sequences begin, until that cannot change any more: while one is all padding."""
@@ -547,6 +548,13 @@ def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor
         return gathered.keys, gathered.values
     keys, values = (as_tensor(side, call.key.dtype, call.key.device) for side in (gathered.keys, gathered.values))
     return keys, values
+
+
+def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
+    """Returns an output [batch, 1, heads, dim] of which `shares` [batch, heads] go to `values` [batch, kv_heads, dim]."""
+    share, value = (torch.from_numpy(side).to(output.device)[:, None] for side in (shares, values))
+    each = value.repeat_interleave(output.shape[2] // value.shape[2], 2)
+    return torch.lerp(output.float(), each, share[..., None]).to(output.dtype)
 
 
 def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
