@@ -186,6 +186,7 @@ class PinService:
             self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
             if len(self._restarts) > RESTARTS_MAX:
                 log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, error)
+                self.locked_bytes = 0
                 self.on_lost(True)
                 return False
             log.warning("the pin helper ended (%s): starting it again", error)

@@ -335,8 +335,8 @@ class Run:
         if not isinstance(self.cache, SpillCache):
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
-        policy = getattr(self.cache.conversation.engine, "policy", None)
-        return KvMemory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
+        engine = self.cache.conversation.engine
+        return KvMemory(self.cache.conversation.memory_bytes, 0 if engine is None else engine.policy.index_bytes)
 
 
 class Watch:

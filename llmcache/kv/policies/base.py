@@ -208,6 +208,11 @@ class KvPolicy(ABC):
             return self.store.everything
         return self.choose(layer, queries, tokens)
 
+    @property
+    def index_bytes(self) -> int:
+        """Memory of what it knows of keys and values."""
+        return 0
+
     # What policies ask
 
     @property

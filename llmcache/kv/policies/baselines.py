@@ -162,6 +162,11 @@ class LeoAM(KvPolicy):
         self.remembered.append(self.indexes)
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the abstracts."""
+        return self.indexes.size_bytes
+
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best tokens of the pages that can have them."""
         self._index(layer)
@@ -182,6 +187,6 @@ class LeoAM(KvPolicy):
         wanted = min(len(middle), -(-PROMISING * tokens // self.page_tokens))
         begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
         scorer = self.indexes.found[layer][sequence]
-        assert isinstance(scorer, ChunkScorer)
+        assert scorer is not None
         found = scorer.best_pages(queries, range(max(0, begin - middle.start), len(middle)), wanted)
         return np.unique(found) + middle.start

@@ -49,7 +49,8 @@ class Mass(IndexedPolicy):
     a group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget. Differs
     from the first: single tokens are chosen, by their own keys, not blocks by compressed ones. Differs from the second: what
     is not chosen is not lost, each step chooses anew, and a head has twice its even share at most. Softmax is without the
-    newest token, which no choice is about, and without a cap on logits, where a model has one.
+    newest token, which no choice is about, and without a cap on logits, where a model has one. The mean of the values:
+    Ribar et al., SparQ Attention, 2024, section 3, algorithm 1. Differs from it: half of what falls elsewhere, not all.
     """
 
     name = "mass"
