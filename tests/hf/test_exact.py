@@ -6,6 +6,7 @@ padding, prompts that go on and several tokens behind a cache give what they giv
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,9 @@ def test_the_break_even_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(conversation, "Conversation", None)
         assert break_even(settings, call) == found, "nothing is measured twice"
+    # Of a prompt that was read before nothing is attended to; tokens get the mean of values all the same.
+    mass = SpillSettings(*policy_settings("mass", {"token_budget": 16}), threads=1)
+    assert break_even(mass, replace(call, stock=conversation.no_attention)) >= dense.SHORT
 
 
 def test_a_small_budget_is_no_exact_attention() -> None:

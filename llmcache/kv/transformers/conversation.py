@@ -463,9 +463,12 @@ class Conversation:
 # The break-even
 
 
-def no_attention(*arguments: Any, **options: Any) -> Output:
+def no_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+) -> Output:
     """Attends to nothing, for prompts whose keys are all that matters."""
-    return torch.empty(0), None
+    batch, heads, tokens, _ = query.shape
+    return value.new_zeros(()).expand(batch, tokens, heads, value.shape[3]), None
 
 
 _known: dict[Any, int] = {}
