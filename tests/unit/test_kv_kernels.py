@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels import RunningTop, products, score, top, top_shared, weights
+from llmcache.kv.kernels import RunningTop, left_out, products, score, top, top_shared, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from tests.conftest import examples
@@ -115,6 +115,11 @@ def test_weights_of_softmax_are_added_up() -> None:
         powers = np.exp(logits - logits.max(axis=2, keepdims=True))
         wanted = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
         assert np.allclose(weights(sides[0], sides[1], 0.125), wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
+        each = (powers / powers.sum(axis=2, keepdims=True))[..., :inside]
+        assert np.allclose(sides[0], each, rtol=3e-6 * max(1, spread), atol=1e-30), "those of each query"
+        chosen = np.array([[0, inside // 2, inside - 1, inside - 1], [0, 0, 0, 0]])  # what comes again counts once
+        rest = each.sum(axis=2) - np.stack([each[0][:, np.unique(chosen[0])].sum(axis=1), each[1][:, 0]])
+        assert np.allclose(left_out(sides[0], chosen), np.maximum(0, rest), atol=1e-5)
 
 
 def test_the_interpreter_runs_while_scores_are_computed() -> None:

@@ -123,6 +123,7 @@ class ValueSums(PageIndex):
         super().__init__(shape, first)
         self._sums: list[NDArray[np.float64]] = []  # of each `step` tokens, [kv_heads, value_dim]
         self._all = np.zeros((shape.kv_heads, shape.value_dim))
+        self._mean: Floats | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -137,7 +138,9 @@ class ValueSums(PageIndex):
     @property
     def mean(self) -> Floats:
         """The mean [kv_heads, value_dim] of all values; zero where there are none."""
-        return (self._all / max(1, len(self))).astype(np.float32)
+        if self._mean is None:
+            self._mean = (self._all / max(1, len(self))).astype(np.float32)
+        return self._mean
 
     def _add(self, rows: NDArray[Any]) -> None:
         wide, at, start = widened(rows), len(self), 0
@@ -150,8 +153,10 @@ class ValueSums(PageIndex):
                 self._sums.append(some)
             self._all += some
             start = stop
+        self._mean = None
 
     def _crop(self, end: int) -> None:
+        self._mean = None
         del self._sums[(end - self.first) // SUM_TOKENS :]
         self._all = sum(self._sums, np.zeros_like(self._all))
 

@@ -5,7 +5,7 @@ C with AVX-512 intrinsics on 64 k keys of 128 halves (same core, same buffer): 2
 with halves widened by shifts, where the processor cannot (no F16C): 18.
 """
 
-from llmcache.kv.kernels.scores import packed_products, products, score, score_pages, weights
+from llmcache.kv.kernels.scores import left_out, packed_products, products, score, score_pages, weights
 from llmcache.kv.kernels.top import RunningTop, top, top_shared
 
-__all__ = ["RunningTop", "packed_products", "products", "score", "score_pages", "top", "top_shared", "weights"]
+__all__ = ["RunningTop", "left_out", "packed_products", "products", "score", "score_pages", "top", "top_shared", "weights"]

@@ -24,7 +24,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
 MAX, SUM = 0, 1
@@ -313,6 +313,28 @@ def weights(inside: Floats, around: Floats, scale: float) -> Floats:
     out = np.empty((inside.shape[0], inside.shape[2]), np.float32)
     _add_weights(inside, around, out, np.float32(scale / math.log(2)))
     return out
+
+
+def left_out(inside: Floats, chosen: Int64s) -> Floats:
+    """Returns how much of the weights `inside` [kv_heads, queries of each, n] of each query is not of its head's `chosen`
+    [kv_heads, k], ascending, of which one that comes again counts once; [kv_heads, queries of each].
+    """
+    out = np.empty(inside.shape[:2], np.float32)
+    _leave_out(inside, chosen, out)
+    return out
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
+def _leave_out(inside, chosen, out):  # type: ignore[no-untyped-def]
+    for head in range(inside.shape[0]):
+        for q in range(inside.shape[1]):
+            row, left = inside[head, q], np.float32(0)
+            for i in range(row.size):
+                left += row[i]
+            for i in range(chosen.shape[1]):
+                if i == 0 or chosen[head, i] != chosen[head, i - 1]:
+                    left -= row[chosen[head, i]]
+            out[head, q] = max(np.float32(0), left)
 
 
 @numba.njit(inline="always")

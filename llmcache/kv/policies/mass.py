@@ -8,11 +8,11 @@ import numpy as np
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import SCORERS, ExactScorer, PageIndexes, Scorer, ScorerSettings, ValueSums
-from llmcache.kv.kernels import top, top_shared, weights
+from llmcache.kv.kernels import left_out, top, top_shared, weights
 from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import one_of, setting
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
-from llmcache.kv.tiers import Selection, repeated
+from llmcache.kv.tiers import Selection
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,8 @@ class Mass(IndexedPolicy):
         """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
         if selection.missed is None:
             return None
-        means = np.zeros((self.store.batch, self.kv_heads, self.store.shape.value_dim), np.float32)
-        for sequence, sums in enumerate(self.values.found[layer]):
-            if sums is not None:
-                means[sequence] = sums.mean
+        none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
+        means = np.stack([none if sums is None else sums.mean for sums in self.values.found[layer]])
         return np.float32(self.settings.mean_share) * selection.missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
@@ -108,7 +106,5 @@ class Mass(IndexedPolicy):
         shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
         chosen = (top_shared if shared else top)(mass, count, self.store.config.threads)
         if self.settings.mean_share:
-            attended = np.take_along_axis(inside, chosen[:, None], axis=2)
-            attended[np.broadcast_to(repeated(chosen)[:, None], attended.shape)] = 0
-            self._missed[sequence] = np.maximum(0, inside.sum(axis=2) - attended.sum(axis=2)).reshape(-1)
+            self._missed[sequence] = left_out(inside, chosen).reshape(-1)
         return chosen + scorer.first

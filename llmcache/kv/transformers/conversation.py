@@ -555,9 +555,10 @@ def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor
 
 def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
     """Returns an output [batch, 1, heads, dim] of which `shares` [batch, heads] go to `values` [batch, kv_heads, dim]."""
-    share, value = (torch.from_numpy(side).to(output.device)[:, None] for side in (shares, values))
-    each = value.repeat_interleave(output.shape[2] // value.shape[2], 2)
-    return torch.lerp(output.float(), each, share[..., None]).to(output.dtype)
+    each = np.repeat(values, shares.shape[1] // values.shape[1], axis=1)
+    target, share = (torch.from_numpy(side).to(output.device) for side in (each[:, None], shares[:, None, :, None]))
+    found = torch.lerp(output.float(), target, share)
+    return found.to(output.dtype)
 
 
 def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
