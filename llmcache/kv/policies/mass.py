@@ -62,11 +62,8 @@ class Mass(IndexedPolicy):
 
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
-        shape, knobs, made = (
-            self.store.shape,
-            ScorerSettings(threads=self.store.config.threads),
-            SCORERS[self.settings.scorer],
-        )
+        shape, made = self.store.shape, SCORERS[self.settings.scorer]
+        knobs = ScorerSettings(threads=self.store.config.threads)
         self._use(lambda first: made(shape, first, knobs))
         self.values = PageIndexes(self.store, lambda first: ValueSums(shape, first))
         if self.settings.mean_share:
