@@ -273,7 +273,7 @@ def test_sums_of_values_are_those_of_the_tokens_that_are_left() -> None:
     sums.add(values[:, : len(other)])
     np.testing.assert_allclose(sums.mean, other.mean, rtol=1e-6)
     assert sums.size_bytes == 4 * HEADS * DIM * 8
-    with pytest.raises(ValueError, match="rows: "):
+    with pytest.raises(ValueError, match="values: "):
         sums.add(values[..., :8])
 
 
@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_named() -> None:
     keys, asked = clustered(32)
     scorer = made("quest", keys)
     for wrong in (keys[:1], keys[:, :17], keys[..., :5], keys.astype(np.float16)):
-        with pytest.raises(ValueError, match="rows: "):
+        with pytest.raises(ValueError, match="keys: "):
             scorer.add(wrong)
     with pytest.raises(ValueError, match="queries: "):
         scorer.top(asked[0][:1], 3)

@@ -146,26 +146,22 @@ class PinService:
             self._locked.setdefault(path, set())
             self.on_attached(path, reply.get("node"))
             return
-        before = sum(length for _, length in self._locked.get(path, ()))
-        self._note(request, reply)
-        self.locked_bytes += sum(length for _, length in self._locked.get(path, ())) - before
-
-    def _note(self, request: dict[str, Any], reply: dict[str, Any]) -> None:
-        """Keeps the books of what is locked."""
-        path = request["path"]
         ranges = {(offset, length) for offset, length in request.get("ranges", [])}
         failed = reply.get("failed", [])
         if "errno" in reply:
             failed = [[offset, length, reply["errno"]] for offset, length in ranges]
         held = self._locked.setdefault(path, set())
         if request["op"] == "lock":
-            held |= ranges - {(offset, length) for offset, length, _ in failed}
+            added = ranges - held - {(offset, length) for offset, length, _ in failed}
+            held |= added
+            self.locked_bytes += _bytes_of(added)
             for offset, length, code in failed:
                 self.on_failed(path, offset, length, code)
         elif request["op"] == "unlock":
             self._locked[path] = _subtract(held, ranges)
+            self.locked_bytes += _bytes_of(self._locked[path]) - _bytes_of(held)
         else:
-            self._locked.pop(path, None)
+            self.locked_bytes -= _bytes_of(self._locked.pop(path))
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         helper = self._helper
@@ -207,6 +203,10 @@ class PinService:
             self._serve({"op": "attach", "path": path})
             if ranges:
                 self._serve({"op": "lock", "path": path, "ranges": [list(pair) for pair in sorted(ranges)]})
+
+
+def _bytes_of(ranges: set[tuple[int, int]]) -> int:
+    return sum(length for _, length in ranges)
 
 
 def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tuple[int, int]]:

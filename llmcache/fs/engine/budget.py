@@ -3,8 +3,8 @@
 Pressure gives budget back before the OOM killer comes, and takes it again when it is over. Locked pages count as used to
 the OOM killer, so the margin is watched in every place that has a limit (machine, cgroups): four times a second, and thirty
 times when little is left. Short of the margin: the limit drops, at once, to what is held less what is missing, where held is
-what the kernel cannot take itself. PSI (where the kernel has it)
-says earlier that others stall: the limit then drops in steps. After a calm time it grows back, slowly.
+what the kernel cannot take itself. PSI (where the kernel has it) says earlier that others stall: the limit then drops in
+steps. After a calm time it grows back, slowly.
 """
 
 from __future__ import annotations

@@ -260,9 +260,14 @@ class Engine:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
         return snapshot(self.state, self.mode, self.pins.pid)
 
+    @property
+    def _held_bytes(self) -> int:
+        """What the kernel cannot take: locked by the helper, or in the daemon's memory."""
+        return self.pins.locked_bytes + self.state.held_bytes
+
     def resize(self, size_bytes: int) -> None:
         """Gives the mount another budget; what is beyond it is given up soon. EnvironmentProblem: it cannot be had."""
-        self.gauge.check(size_bytes, self.pins.locked_bytes + self.state.held_bytes)
+        self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
             self.state.budget_bytes = size_bytes
             self.state.set_limit(size_bytes)
@@ -362,7 +367,7 @@ class Engine:
             if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return
-            limit = self.gauge.limit(self.pins.locked_bytes + self.state.held_bytes)
+            limit = self.gauge.limit(self._held_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:
                 if self.backend.in_place:

@@ -95,7 +95,7 @@ class PageIndex(ABC):
         size, (form, dtype) = self.shape.page_tokens, self.shape.forms(self.shape.kv_heads)[self.side]
         if rows.ndim != 3 or rows.shape[::2] != form or rows.shape[1] % size or rows.dtype != dtype:
             wanted = f"{dtype} [{form[0]}, a multiple of {size}, {form[1]}]"
-            raise ValueError(f"rows: {rows.dtype} {rows.shape}, {wanted} is needed")
+            raise ValueError(f"{('keys', 'values')[self.side]}: {rows.dtype} {rows.shape}, {wanted} is needed")
         if rows.shape[1]:
             self._add(rows)
             self.end += rows.shape[1]
