@@ -168,14 +168,15 @@ class Operations(RuleBasedStateMachine):
             assert not kept, error.message
 
     def _check_rows(self, file: SpillReader, state: State, source: np.random.Generator, shared: bool) -> None:
-        """Pages of one layer in any order, some twice: whole, their keys alone, as slots."""
+        """Pages of one layer in any order, some twice: whole, and each side alone."""
         sequence, layer = int(source.integers(SEQUENCES)), int(source.integers(self.shape.layers))
         pages = file.pages(sequence)
         own = np.array(state.get(sequence, ()), np.int64)
         wanted = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
         found = file.read(sequence, layer, wanted, PageBuffer(self.shape, 8) if shared else None)
-        keys = file.read_keys(sequence, layer, wanted)
-        assert keys.tobytes() == np.ascontiguousarray(found.keys).tobytes()
+        for side, whole in enumerate((found.keys, found.values)):
+            alone = file.read_side(sequence, layer, wanted, side)
+            assert alone.tobytes() == np.ascontiguousarray(whole).tobytes()
         for index, page in enumerate(wanted.tolist()):
             tokens = own[page * PAGE : (page + 1) * PAGE]
             assert found.tokens[index] == len(tokens)

@@ -119,8 +119,12 @@ class PressureGauge:
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
-        # When the limit was asked for last: memory that nobody wants (negative: so much is wanted), and if little is left.
-        self.slack_bytes, self.is_near = 0, False
+        self.slack_bytes = 0  # memory that nobody wants (negative: so much is wanted), when the limit was asked for last
+
+    @property
+    def is_near(self) -> bool:
+        """True if little memory was left when the limit was asked for last, so that it is asked for sooner."""
+        return self.pause_s < PAUSE_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
@@ -147,7 +151,6 @@ class PressureGauge:
         found = places(self._root)
         missing = -min(memory.spare_bytes for memory in found)
         self.slack_bytes = min(memory.slack_bytes for memory in found)
-        self.is_near = missing > -NEAR_BYTES
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
         stalls = self._stalls(now)
         if missing > 0:

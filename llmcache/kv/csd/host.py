@@ -314,10 +314,10 @@ class EmulatedCsd:
         tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
         return KvPages.of_slots(self.shape, keys, values, tokens)
 
-    def read_keys(self, sequence: int, layer: int, pages: Pages) -> Rows:
-        """Fetches the keys of pages alone; as `SpillFile.read_keys`."""
-        _, (keys,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (KEYS,))
-        return view_slots(self.shape, keys, self.shape.head_dim)
+    def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> Rows:
+        """Fetches the keys or values of pages alone; as `SpillFile.read_side`."""
+        _, (slots,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (side,))
+        return view_slots(self.shape, slots, (self.shape.head_dim, self.shape.value_dim)[side])
 
     def _fetched(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> tuple[int, list[Bytes]]:
         """The layer's length, and slots [pages, slot bytes] of `sides`, which come over the link in turns, in parts."""

@@ -403,9 +403,10 @@ class SpillReader:
                 _take(memory, places, out.view(np.uint8))
         return sum(sizes)
 
-    def read_keys(self, sequence: int, layer: int, pages: Pages) -> NDArray[Any]:
-        """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim]; errors as `read`."""
-        return view_slots(self.shape, self.read_slots(sequence, layer, pages, KEYS), self.shape.head_dim)
+    def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> NDArray[Any]:
+        """Returns the keys (`side` 0) or values (1) alone, [pages, kv_heads, page_tokens, dim]; errors as `read`."""
+        dims = (self.shape.head_dim, self.shape.value_dim)
+        return view_slots(self.shape, self.read_slots(sequence, layer, pages, side), dims[side])
 
     def read_slots(
         self, sequence: int, layer: int, pages: Pages, side: int, into: Bytes | None = None, threads: int | None = None

@@ -20,6 +20,7 @@ from llmcache.errors import LlmcacheError
 from llmcache.kv.csd import EmulatedCsd, ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, PageBuffer, Recovery, SpillFile
+from llmcache.kv.spill.layout import KEYS
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
@@ -97,11 +98,11 @@ class FileTier:
                     return self._rooms.pop(index)
         return PageBuffer(self._file.shape, pages + pages // 8)
 
-    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> NDArray[Any]:
-        """Returns the keys of pages."""
-        found, shape = self._file.read_keys(stream, layer, places), self._file.shape
-        page_bytes = shape.key_slot_bytes + (shape.value_slot_bytes if self._file.interleaved else 0)
-        self._traffic.add("ssd", "cpu", why, len(places) * page_bytes)
+    def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
+        """Returns the keys (`side` 0) or values (1) of pages."""
+        found, shape = self._file.read_side(stream, layer, places, side), self._file.shape
+        sizes = shape.key_slot_bytes, shape.value_slot_bytes
+        self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self._file.interleaved else sizes[side]))
         return found
 
     def score(
@@ -111,7 +112,7 @@ class FileTier:
         shape = self._file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
         for some in (places[first : first + share] for first in range(0, len(places), share)):
-            keys = self.read_keys(stream, layer, some, "score")
+            keys = self.read_side(stream, layer, some, KEYS, "score")
             scores = score_pages(queries, keys, combine=combine, threads=self._threads)
             positions = (some[:, None] * shape.page_tokens + np.arange(shape.page_tokens)).reshape(-1)
             for start in range(0, len(positions), block_tokens):
@@ -179,10 +180,10 @@ class CsdTier:
             found = device.read(stream, layer, places)
         yield found
 
-    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> NDArray[Any]:
-        """Returns the keys of pages over the link."""
+    def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
+        """Returns the keys or values of pages over the link."""
         with self._command(why) as device:
-            return device.read_keys(stream, layer, places)
+            return device.read_side(stream, layer, places, side)
 
     def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> Arrays:
         """Returns single rows, by ascending token numbers of each head; nothing else crosses the link."""

@@ -37,7 +37,7 @@ from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
-from llmcache.kv.spill.layout import KEYS, check_rows
+from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import (
     FEW_BYTES,
@@ -367,14 +367,9 @@ class KvStore(Sequences):
         missing = np.unique(numbers[slots < 0])
         if self._spill is not None:
             for stream, found in self.table.by_stream(missing):
-                places, ssd = self.table.places(found), self._spill.ssd
-                with contextlib.ExitStack() as stack:
-                    if side == KEYS:
-                        read = ssd.read_keys(stream, layer, places, "index")
-                    else:
-                        read = stack.enter_context(ssd.read(stream, layer, places, "index")).values
-                    for index, number in enumerate(found):
-                        rows[numbers == number] = read[index]
+                read = self._spill.ssd.read_side(stream, layer, self.table.places(found), side, "index")
+                for index, number in enumerate(found):
+                    rows[numbers == number] = read[index]
         return rows
 
     def pinned_keys(self, layer: int) -> tuple[NDArray[Any], Int64s]:
