@@ -14,6 +14,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
@@ -287,6 +288,13 @@ class ExtentPlan:
         """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
         before = self.part_bytes(KEYS) if side and self.interleaved else side * self.slots * self.sizes[KEYS]
         return self.table_bytes + before + slot * self.parts[side] * self.step_bytes(side)
+
+    @functools.cached_property
+    def geometry(self) -> Int64s:
+        """Of keys and of values [2, 4]: parts of a page, bytes of one, where the first begins in an extent, and the next."""
+        sides = (KEYS, VALUES)
+        told = [(self.parts[side], self.part_bytes(side), self.slot_at(side, 0), self.step_bytes(side)) for side in sides]
+        return np.array(told, np.int64)
 
     def end_at(self, slot: int) -> int:
         """Returns where all of `slot` has ended in the extent."""

@@ -20,7 +20,6 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import types
-from numpy.typing import NDArray
 
 from llmcache import files
 from llmcache.arrays import Bytes, Int64s
@@ -33,23 +32,16 @@ DEPTH = 256
 """Reads of a queue that are under way together."""
 _AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 """Of io_setup, io_submit and io_getevents, which glibc has no functions for."""
-_IOCB = np.dtype(
-    {
-        "names": ["data", "opcode", "fd", "segments", "count", "offset"],
-        "formats": ["u8", "u2", "u4", "u8", "u8", "i8"],
-        "offsets": [0, 16, 20, 24, 32, 40],
-        "itemsize": 64,
-    }
-)
-"""struct iocb of linux/aio_abi.h."""
 _PREADV = 7
 """IOCB_CMD_PREADV."""
 _MOST_SEGMENTS = 1024
 """IOV_MAX."""
 LARGEST_READ = 1 << 20
 """Beyond it a disk gets no faster, and threads have less to share."""
-_EVENT = np.dtype([("data", "u8"), ("block", "u8"), ("result", "i8"), ("more", "i8")])
-"""struct io_event."""
+_BLOCK_WORDS, _EVENT_WORDS = 8, 4
+"""Of struct iocb and struct io_event, linux/aio_abi.h."""
+_MOST_FAILURES = 1000
+"""Of waits for reads: a signal ends one."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -161,12 +153,12 @@ class RawFile:
         fd = self._fd_for(direct)
         segments, firsts, starts = _joined(wanted)
         if queue is None:
-            left = np.arange(len(starts)) >= _read_all(fd, segments, firsts, starts)
+            left = _read_all(fd, segments, firsts, starts)
         else:
             with explained(self.path, "reading"):
-                left = queue.read(fd, segments, firsts, starts) != np.add.reduceat(segments[:, 1], firsts[:-1])
+                left = queue.read(fd, segments, firsts, starts)
         # What failed is tried once more, which tells why, or goes on where it was short.
-        for run in np.flatnonzero(left):
+        for run in left.tolist():
             offset = int(starts[run])
             for address, size in segments[firsts[run] : firsts[run + 1]].tolist():
                 self.read_into(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)), offset, direct)
@@ -246,6 +238,8 @@ class RawFile:
 
 # ssize_t preadv(int, const struct iovec *, int, off_t): all of 64 bits but two, on the machines that this runs on.
 _preadv = types.ExternalFunction("preadv", types.int64(types.int32, types.uintp, types.int32, types.int64))
+# long syscall(long, ...): what it takes are numbers, which come in the same registers whether or not they are variable.
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 6))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -279,13 +273,46 @@ def _joined(wanted):  # type: ignore[no-untyped-def]
 def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
     """Many reads without the interpreter in between, which all threads share and wait for.
 
-    Takes what `_joined` returns. Ends at the first that fails or is short; returns how many were read whole.
+    Takes what `_joined` returns. Ends at the first that fails or is short; returns the numbers of those not read whole.
     """
     for i in range(starts.size):
         some = segments[firsts[i] : firsts[i + 1]]
         if _preadv(fd, np.uintp(some.ctypes.data), np.int32(len(some)), starts[i]) != some[:, 1].sum():
-            return i
-    return starts.size
+            return np.arange(i, starts.size)
+    return np.arange(starts.size, starts.size)
+
+
+@numba.njit(nogil=True, cache=True)
+def _read_together(calls, fd, segments, firsts, starts, blocks, pointers, events):  # type: ignore[no-untyped-def]
+    """As `_read_all`, with as many under way as there are `blocks`, and all tried.
+
+    `calls`: an AIO context, the numbers of io_submit and io_getevents. Returns also whether the kernel has told of all.
+    """
+    context, submit, get_events = calls
+    whole, depth = np.zeros(starts.size, np.bool_), len(blocks)
+    for first in range(0, starts.size, depth):
+        count = min(depth, starts.size - first)
+        for i in range(count):
+            one = firsts[first + i]
+            blocks[i, 0], blocks[i, 2] = first + i, _PREADV | fd << 32
+            blocks[i, 3] = segments[one:].ctypes.data
+            blocks[i, 4], blocks[i, 5] = firsts[first + i + 1] - one, starts[first + i]
+        taken = done = failures = 0
+        while taken < count:
+            more = _syscall(submit, context, count - taken, pointers[taken:].ctypes.data, 0, 0)
+            if more <= 0:
+                break
+            taken += more
+        while done < taken:
+            more = _syscall(get_events, context, taken - done, taken - done, events[done:].ctypes.data, 0)
+            failures += more < 0
+            if failures == _MOST_FAILURES:
+                return np.flatnonzero(~whole), False
+            done += max(0, more)
+        for i in range(taken):
+            run = events[i, 0]
+            whole[run] = events[i, 2] == segments[firsts[run] : firsts[run + 1], 1].sum()
+    return np.flatnonzero(~whole), True
 
 
 def huge_memory(size_bytes: int) -> Bytes:
@@ -312,9 +339,9 @@ class ReadQueue:
         context = ctypes.c_ulong(0)
         numbers = [ctypes.c_long(number) for number in _AIO_NUMBERS.get(platform.machine(), ())]
         made = bool(numbers) and _libc.syscall(numbers[0], ctypes.c_long(DEPTH), ctypes.byref(context)) == 0
-        self._calls = (context, *numbers[1:]) if made else None
-        self._blocks, self._events = np.zeros(DEPTH, _IOCB), np.zeros(DEPTH, _EVENT)
-        self._pointers = self._blocks.ctypes.data + _IOCB.itemsize * np.arange(DEPTH, dtype=np.uint64)
+        self._calls = (context.value, *(number.value for number in numbers[1:])) if made else None
+        self._blocks, self._events = np.zeros((DEPTH, _BLOCK_WORDS), np.int64), np.zeros((DEPTH, _EVENT_WORDS), np.int64)
+        self._pointers = self._blocks.ctypes.data + self._blocks.strides[0] * np.arange(DEPTH)
         self._memory = np.empty(0, np.uint8)
 
     def memory(self, size_bytes: int) -> Bytes:
@@ -324,43 +351,15 @@ class ReadQueue:
         return self._memory[:size_bytes]
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
-        """Reads what `_joined` has put together; returns how many bytes each has got, below 0 for an error."""
-        found = np.full(len(starts), -1, np.int64)
+        """Reads what `_joined` has put together; returns the numbers of the reads that were not whole."""
+        left: Int64s
         if self._calls is None:
-            whole = _read_all(fd, segments, firsts, starts)
-            found[:whole] = np.add.reduceat(segments[:, 1], firsts[:-1])[:whole]
-            return found
-        places, counts = segments.ctypes.data + firsts[:-1] * segments.strides[0], np.diff(firsts)
-        for first in range(0, len(starts), DEPTH):
-            part = slice(first, first + DEPTH)
-            blocks = self._blocks[: len(starts[part])]
-            blocks["data"], blocks["opcode"], blocks["fd"] = np.arange(len(blocks)), _PREADV, fd
-            blocks["segments"], blocks["count"], blocks["offset"] = places[part], counts[part], starts[part]
-            done = self._run(len(blocks))
-            found[first + done["data"].astype(np.int64)] = done["result"]
-        return found
-
-    def _run(self, count: int) -> NDArray[np.void]:
-        """Has the first `count` blocks read; returns what was said of those that the kernel took, in any order."""
-        assert self._calls is not None
-        context, submit, events = self._calls
-        taken = done = 0
-        while taken < count:
-            more = _libc.syscall(submit, context, ctypes.c_long(count - taken), _pointer(self._pointers, taken))
-            if more <= 0:
-                break
-            taken += more
-        while done < taken:
-            left = ctypes.c_long(taken - done)
-            more = _libc.syscall(events, context, left, left, _pointer(self._events, done), None)
-            if more < 0 and ctypes.get_errno() != errno.EINTR:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            done += max(0, more)
-        return self._events[:taken]
-
-
-def _pointer(array: NDArray[Any], index: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data + index * array.itemsize)
+            left = _read_all(fd, segments, firsts, starts)
+            return left
+        left, told = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
+        if not told:
+            raise OSError(errno.EIO, "the kernel does not tell of reads that it took")
+        return left
 
 
 @contextlib.contextmanager

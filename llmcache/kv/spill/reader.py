@@ -49,7 +49,7 @@ from llmcache.kv.spill.layout import (
     unpack,
     view_slots,
 )
-from llmcache.kv.spill.raw import LARGEST_READ, RawFile, ReadQueue, huge_memory, read_queue
+from llmcache.kv.spill.raw import LARGEST_READ, RawFile, huge_memory, read_queue
 from llmcache.units import BLOCK_BYTES
 
 SIDES = (KEYS, VALUES)
@@ -390,18 +390,24 @@ class SpillReader:
         return found, size_bytes
 
     def _read_some(self, chain: PageChain, pages: Int64s, rows: Int64s, outs: list[NDArray[Any]]) -> int:
-        plan = chain.plan
-        wanted = [
-            _parts_with(pages, rows, out.shape[1] * out.itemsize, plan.part_bytes(side), plan.parts[side])
-            for side, out in zip(SIDES, outs, strict=True)
-        ]
-        sizes = [len(parts) * plan.part_bytes(side) for side, (parts, _) in zip(SIDES, wanted, strict=True)]
+        plan, row_bytes = chain.plan, np.array([out.shape[1] * out.itemsize for out in outs])
+        found = _scattered(pages, rows, row_bytes, plan.geometry, plan.slots, self._begins(chain))
+        parts, of_keys, places, reads, size_bytes = found
+        key_bytes = of_keys * plan.part_bytes(KEYS)
         with read_queue() as queue:
-            sides = np.split(queue.memory(sum(sizes)), [sizes[KEYS]])
-            self._read_parts(chain, {side: (wanted[side][0], sides[side]) for side in SIDES}, queue)
-            for memory, (_, places), out in zip(sides, wanted, outs, strict=True):
-                _take(memory, places, out.view(np.uint8))
-        return sum(sizes)
+            memory = queue.memory(size_bytes)
+            reads[:, 1] += memory.ctypes.data
+            self.raw.read_runs(reads, plan.direct, queue)
+            self._compare(chain, KEYS, parts[:of_keys], memory[:key_bytes])
+            self._compare(chain, VALUES, parts[of_keys:], memory[key_bytes:])
+            for own, out in zip(places, outs, strict=True):
+                _take(memory, own, out.view(np.uint8))
+        return int(size_bytes)
+
+    def _begins(self, chain: PageChain) -> Int64s:
+        """Where the extents of a chain begin in the file."""
+        begins: Int64s = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
+        return begins
 
     def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> NDArray[Any]:
         """Returns the keys (`side` 0) or values (1) alone, [pages, kv_heads, page_tokens, dim]; errors as `read`."""
@@ -465,7 +471,7 @@ class SpillReader:
             wanted[side] = (first * each + np.arange(each)).reshape(-1), memory.reshape(-1)
         self._read_parts(chain, wanted)
 
-    def _read_parts(self, chain: PageChain, wanted: dict[int, tuple[Int64s, Bytes]], queue: ReadQueue | None = None) -> None:
+    def _read_parts(self, chain: PageChain, wanted: dict[int, tuple[Int64s, Bytes]]) -> None:
         """Reads parts [n], counted through all pages, of each side into memory [n x bytes of a part], and compares them.
 
         Of an interleaved file the other side is read too: a read that has gaps would be many.
@@ -477,12 +483,12 @@ class SpillReader:
             other = VALUES if asked == KEYS else KEYS
             into[other] = parts, aligned(plan.part_bytes(other)), 0  # all to one place
         reads, done = np.empty((sum(len(parts) for parts, _, _ in into.values()), 3), np.int64), 0
-        extents = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
+        begins = self._begins(chain)
         for side, (parts, memory, apart) in into.items():
-            each = plan.parts[side], plan.slots, plan.slot_at(side, 0), plan.step_bytes(side), plan.part_bytes(side)
-            _place(parts, extents, *each, memory.ctypes.data, apart, reads[done : done + len(parts)])
+            own = reads[done : done + len(parts)]
+            _place(parts, begins, plan.slots, plan.geometry[side], memory.ctypes.data, apart, own)
             done += len(parts)
-        self.raw.read_runs(reads, plan.direct, queue)
+        self.raw.read_runs(reads, plan.direct)
         for side, (parts, memory) in wanted.items():
             self._compare(chain, side, parts, memory)
 
@@ -565,34 +571,46 @@ def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[in
 
 
 @numba.njit(nogil=True, cache=True)
-def _parts_with(pages, rows, row_bytes, part_bytes, parts):  # type: ignore[no-untyped-def]
-    """The parts, ascending, counted through all pages, in which `rows` [n] of `pages` [n] lie.
+def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore[no-untyped-def]
+    """What to read for `rows` [n] of `pages` [n], and where in memory that is filled without gaps they are then.
 
-    And where in the memory that these have been read to, one after the other, each row [n] begins.
+    Returns the parts [m], counted through all pages, ascending, those of keys first; how many these are; where each row
+    begins, of keys and of values [2, n]; what `RawFile.read_runs` needs [m, 3], with addresses from 0 on; all their bytes.
     """
-    found = np.empty(rows.size * ((row_bytes + part_bytes - 2) // part_bytes + 1), np.int64)
-    count = 0
-    for i in range(rows.size):
-        for part in range(rows[i] * row_bytes // part_bytes, ((rows[i] + 1) * row_bytes - 1) // part_bytes + 1):
-            found[count] = pages[i] * parts + part
-            count += 1
-    found = np.unique(found[:count])
-    places = np.empty(rows.size, np.int64)
-    for i in range(rows.size):
-        part, rest = divmod(rows[i] * row_bytes, part_bytes)
-        places[i] = np.searchsorted(found, pages[i] * parts + part) * part_bytes + rest
-    return found, places
+    most = 0
+    for side in range(2):
+        most += rows.size * ((row_bytes[side] + geometry[side, 1] - 2) // geometry[side, 1] + 1)
+    parts, reads, places = np.empty(most, np.int64), np.empty((most, 3), np.int64), np.empty((2, rows.size), np.int64)
+    count = of_keys = at = 0
+    for side in range(2):
+        each, size = geometry[side, 0], geometry[side, 1]
+        found, wanted = np.empty(most, np.int64), 0
+        for i in range(rows.size):
+            first, last = rows[i] * row_bytes[side], (rows[i] + 1) * row_bytes[side] - 1
+            for part in range(first // size, last // size + 1):
+                found[wanted] = pages[i] * each + part
+                wanted += 1
+        own = np.unique(found[:wanted])
+        for i in range(rows.size):
+            part, rest = divmod(rows[i] * row_bytes[side], size)
+            places[side, i] = at + np.searchsorted(own, pages[i] * each + part) * size + rest
+        parts[count : count + own.size] = own
+        _place(own, begins, slots, geometry[side], at, size, reads[count : count + own.size])
+        count, at = count + own.size, at + own.size * size
+        of_keys = of_keys if side else count
+    return parts[:count], of_keys, places, reads[:count], at
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(parts, extents, each, slots, at, step, size, address, apart, out):  # type: ignore[no-untyped-def]
+def _place(parts, begins, slots, geometry, address, apart, out):  # type: ignore[no-untyped-def]
     """Writes to `out` [n, 3] what `RawFile.read_runs` needs to read `parts` [n] to places in memory that lie `apart`.
 
-    `each` are of a page, `slots` pages of an extent; from `at` in it on a part of `size` bytes follows every `step` bytes.
+    `begins`: where the extents, of `slots` pages each, begin in the file; `geometry` as `ExtentPlan` has it of one side.
     """
+    each, size, at, step = geometry[0], geometry[1], geometry[2], geometry[3]
     for i in range(parts.size):
         extent, part = divmod(parts[i], each * slots)
-        out[i, 0], out[i, 1], out[i, 2] = extents[extent] + at + part * step, address + i * apart, size
+        out[i, 0], out[i, 1], out[i, 2] = begins[extent] + at + part * step, address + i * apart, size
 
 
 @numba.njit(nogil=True, cache=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -375,10 +376,11 @@ class KvStore(Sequences):
     def pinned_keys(self, layer: int) -> tuple[NDArray[Any], Int64s]:
         """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""
         pool, middle, length, size = self.checked(layer), self.middle, int(self.lengths[layer]), self.shape.page_tokens
-        pages = np.concatenate([np.arange(middle.start), np.arange(middle.stop, self.shape.pages_of(length))])
         positions = np.concatenate([np.arange(middle.start * size), np.arange(middle.stop * size, length)])
+        table = self.table.table[:, : self.shape.pages_of(length)]
+        numbers = np.concatenate([table[:, : middle.start], table[:, middle.stop :]], axis=1)
         with pool.lock:
-            by_head = pool.sides[0][pool.slot_of[self.table.table[:, pages]]].swapaxes(1, 2)
+            by_head = pool.sides[0][pool.slot_of[numbers]].swapaxes(1, 2)
         keys = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[4])
         return keys[:, :, : len(positions)], positions
 
@@ -443,16 +445,17 @@ class KvStore(Sequences):
     def _with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
         """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
         size = self.shape.page_tokens
-        sink, recent = (
-            np.broadcast_to(np.arange(start, stop, dtype=np.int64), (*chosen.shape[:2], stop - start))
-            for start, stop in ((0, middle.start * size), (middle.stop * size, length))
-        )
-        return np.concatenate([sink, chosen, recent], axis=2)
+        lead, recent = middle.start * size, length - middle.stop * size
+        found = np.empty((*chosen.shape[:2], lead + chosen.shape[2] + recent), np.int64)
+        found[..., :lead] = np.arange(lead)
+        found[..., lead : found.shape[2] - recent] = chosen
+        found[..., found.shape[2] - recent :] = np.arange(length - recent, length)
+        return found
 
     def _room(self, tokens: int) -> tuple[Memory, Sides]:
         """Memory for `tokens` of all sequences, and the keys and values in it."""
         forms = self.shape.forms(self.batch, self.shape.kv_heads, tokens)
-        sizes = [int(np.prod(form)) * dtype.itemsize for form, dtype in forms]
+        sizes = [math.prod(form) * dtype.itemsize for form, dtype in forms]
         memory = self._buffers.take(*sizes)
         parts = zip(memory, sizes, forms, strict=True)
         keys, values = (side[:size].view(dtype).reshape(form) for side, size, (form, dtype) in parts)
@@ -515,12 +518,12 @@ class KvStore(Sequences):
         tokens = positions[where]
         numbers = table[where[0], tokens // size]
         streams = self.table.stream[numbers]
-        several = np.unique(streams).tolist()
+        several = set(streams.tolist())  # of so few numbers faster than numpy's
         for stream in several:
             here = streams == stream if len(several) > 1 else slice(None)
-            found = np.unique(numbers[here])
-            if len(numbers[here]) > MOST_SCATTERED * len(found) * self.shape.kv_heads:
-                ((_, found),) = self.table.by_stream(found)
+            pages = set(numbers[here].tolist())
+            if len(numbers[here]) > MOST_SCATTERED * len(pages) * self.shape.kv_heads:
+                ((_, found),) = self.table.by_stream(np.array(list(pages)))
                 known = np.full(self.table.numbers, NOT_HERE, np.int64)
                 known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
