@@ -124,8 +124,11 @@ class Selection:
 
 def side_by_side(parts: Sequence[Int64s]) -> Int64s:
     """Returns what was chosen of each sequence, [kv_heads, k of its own], as [batch, kv_heads, the most of them]."""
-    most = max(part.shape[1] for part in parts)
-    return np.stack([np.pad(part, ((0, 0), (0, most - part.shape[1])), "edge") for part in parts])
+    found = np.empty((len(parts), len(parts[0]), max(part.shape[1] for part in parts)), np.int64)
+    for own, part in zip(found, parts, strict=True):
+        own[:, : part.shape[1]] = part
+        own[:, part.shape[1] :] = part[:, -1:]
+    return found
 
 
 def repeated(positions: Int64s) -> Flags:
