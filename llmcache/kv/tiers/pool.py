@@ -323,6 +323,13 @@ def copy_repeated(positions: Int64s, outs: Arrays) -> None:
     _copy_repeated(positions, *(out.view(word) for out in outs))
 
 
+def put_rows(outs: Arrays, where: Int64s, rows: Arrays) -> None:
+    """Copies keys and values [n, dim] to where `rows_at` says that they belong in `outs` [batch, kv_heads, k, dim]."""
+    word = _word(outs)
+    for out, side in zip(outs, rows, strict=True):
+        _put_rows(out.view(word), where, side.view(word))
+
+
 def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
     """What rows [.., dim] are copied by."""
     return np.uint64 if all(out.shape[-1] * out.itemsize % 8 == 0 for out in outs) else np.uint8
@@ -345,6 +352,33 @@ def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # 
                 for j in range(values.shape[3]):
                     values[b, head, i, j] = own_values[page, head, token, j]
     return missing, again
+
+
+@numba.njit(nogil=True, cache=True)
+def rows_at(wanted, positions, table, tokens):  # type: ignore[no-untyped-def]
+    """Where the flags `wanted` [batch, kv_heads, k] are set, [n, 3]; the pages there, by `table` [batch, pages]; the rows.
+
+    A row [n] is counted in its page as head x `tokens` + token.
+    """
+    where = np.empty((wanted.sum(), 3), np.int64)
+    numbers, rows = np.empty(len(where), np.int64), np.empty(len(where), np.int64)
+    n = 0
+    for b in range(wanted.shape[0]):
+        for head in range(wanted.shape[1]):
+            for i in range(wanted.shape[2]):
+                if wanted[b, head, i]:
+                    page, token = divmod(positions[b, head, i], tokens)
+                    where[n, 0], where[n, 1], where[n, 2] = b, head, i
+                    numbers[n], rows[n] = table[b, page], head * tokens + token
+                    n += 1
+    return where, numbers, rows
+
+
+@numba.njit(nogil=True, cache=True)
+def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
+    for n in range(len(where)):
+        for j in range(rows.shape[1]):
+            out[where[n, 0], where[n, 1], where[n, 2], j] = rows[n, j]
 
 
 @numba.njit(nogil=True, cache=True)

@@ -50,6 +50,8 @@ from llmcache.kv.tiers.pool import (
     copy_pages,
     copy_repeated,
     mark_missing,
+    put_rows,
+    rows_at,
     score_slots,
 )
 from llmcache.kv.tiers.spill import Fresh, Spill
@@ -514,9 +516,7 @@ class KvStore(Sequences):
         size = self.shape.page_tokens
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
         table = self.table.table
-        where = np.nonzero(absent)
-        tokens = positions[where]
-        numbers = table[where[0], tokens // size]
+        where, numbers, rows = rows_at(absent, positions, table, size)
         streams = self.table.stream[numbers]
         several = set(streams.tolist())  # of so few numbers faster than numpy's
         for stream in several:
@@ -528,12 +528,9 @@ class KvStore(Sequences):
                 known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
                 ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
-                continue
-            rows = where[1][here] * size + tokens[here] % size
-            sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows, "fetch")
-            wanted = tuple(axis[here] for axis in where)
-            for out, side in zip(outs, sides, strict=True):
-                out[wanted] = side
+            else:
+                sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows[here], "fetch")
+                put_rows(outs, where[here], sides)
 
     def _fetch_rows(self, ssd: CsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
         """As `_fetch`; asks a device for rows alone."""
