@@ -193,10 +193,10 @@ def _share(rows: Sequence[Classification], kind: Class) -> float:
 
 def _at_once(loops: Iterable[Classification]) -> int:
     """The largest sum of sizes of loops that are in use at one time."""
-    events = sorted(event for row in loops for event in ((row.since_ns, row.size_bytes), (row.last_ns, -row.size_bytes)))
+    events = [event for row in loops for event in ((row.since_ns, -row.size_bytes), (row.last_ns, row.size_bytes))]
     most = level = 0
-    for _, change in events:
-        level += change
+    for _, change in sorted(events):  # who begins comes before who ends then: a trace may have one time for all rows
+        level -= change
         most = max(most, level)
     return most
 

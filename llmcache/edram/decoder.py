@@ -8,6 +8,7 @@ tokens after it are computed one by one over each. Needs neither torch nor trans
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ class Config:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: {found!r}, known are {', '.join(MODEL_TYPES)}", _HINT)
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        if rope.get("rope_type", "default") != "default" or data.get("use_sliding_window", False):
+        # Older files say "type" in place of "rope_type".
+        plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
+        if not plain or data.get("use_sliding_window", False):
             raise DataError(f"rope_parameters: {rope}, only default rotations over all tokens are supported", _HINT)
         heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")
         return cls(
@@ -54,8 +57,8 @@ class Config:
             head_dim=_whole(data, "head_dim", hidden // heads),
             hidden=hidden,
             vocabulary=_whole(data, "vocab_size"),
-            theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10_000.0),
-            eps=float(data.get("rms_norm_eps", 1e-6)),
+            theta=_number(rope if rope.get("rope_theta") else data, "rope_theta", 10_000.0),
+            eps=_number(data, "rms_norm_eps", 1e-6),
         )
 
 
@@ -81,6 +84,8 @@ def parse_tensors(raw: bytes) -> dict[str, Floats]:
         header = json.loads(raw[8 : 8 + length])
     except (ValueError, RecursionError) as error:
         raise DataError(f"model.safetensors: its header is no JSON: {error}", _HINT) from error
+    if not isinstance(header, dict):
+        raise DataError(f"model.safetensors: its header is a {type(header).__name__}, not an object", _HINT)
     body = raw[8 + length :]
     return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
 
@@ -101,6 +106,14 @@ def _whole(data: dict[str, Any], name: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DataError(f"{name}: {value!r}, a whole number of at least 1 is needed", _HINT)
     return value
+
+
+def _number(data: dict[str, Any], name: str, default: float) -> float:
+    value = data.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise DataError(f"{name}: {value!r}, a number above 0 is needed", _HINT)
+    return float(value)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from rich.table import Table
 from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
-from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
@@ -38,7 +37,7 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
 def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Iterator[str | Table]:
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
     duration = format_duration(found.end_ns - found.begin_ns)
-    yield f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}"
+    yield f"{trace}: {found.accesses} blocks accessed in {duration}; {found.tier}{lost}"
     if rows := [row for row in found.rows if row.size_bytes >= min_bytes]:
         yield table(rows, width)
     if smaller := [row for row in found.rows if row.size_bytes < min_bytes]:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from llmcache.errors import UsageError
+from llmcache.errors import UsageError, printable
 from llmcache.files import Output, writing
 from llmcache.units import shortened
 
@@ -36,9 +38,16 @@ def show(
     if as_json:
         print(json.dumps(document(), indent=1))
         return
-    console = Console(highlight=False, markup=False, width=width)
+    console = _PrintableConsole(highlight=False, markup=False, width=width)
     for part in parts:
         console.print(part, soft_wrap=width is None or isinstance(part, str))
+
+
+class _PrintableConsole(Console):
+    """Shows what files, traces and models are called, and cannot be steered by it: lines, cells, headings and titles."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
-from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.output import plain_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
@@ -50,7 +49,7 @@ def headline(summary: Summary) -> str:
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} blocks referenced ({summary.reads} read, {summary.writes} written) of "
-        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {printable(summary.tier)}{lost}"
+        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {summary.tier}{lost}"
     )
 
 

@@ -209,6 +209,9 @@ def test_loops_after_each_other_need_no_room_together() -> None:
     assert found.totals.loop_at_once_bytes == 800 * BLOCK_BYTES
     both = classify(one_file([(0, 500), (10_000, 800)] * 6).batches())
     assert both.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES
+    made = one_file([(0, 500), (10_000, 800)] * 6)
+    timeless = classify(Trace.build(0, 0, made.first, made.count, files=made.files, provenance=made.provenance).batches())
+    assert timeless.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES, "all rows have one time"
 
 
 def test_tensors_are_named_where_they_lie() -> None:

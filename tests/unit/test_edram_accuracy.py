@@ -99,6 +99,7 @@ def tensors(**entries: Any) -> bytes:
         (tensors(a={"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}), "a"),
         (tensors(a={"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "a"),
         (tensors(a=3), "a"),
+        (struct.pack("<Q", 2) + b"[]", "model.safetensors"),
     ],
 )
 def test_damaged_weights_are_named(raw: bytes, names: str) -> None:
@@ -109,7 +110,10 @@ def test_damaged_weights_are_named(raw: bytes, names: str) -> None:
 def test_models_that_are_not_supported_are_named() -> None:
     data = json.loads((RECALL_MODEL / "config.json").read_text())
     assert Config.parse(data).kv_heads == 2
-    for name, value in (("model_type", "gemma"), ("hidden_size", 0), ("rope_parameters", {"rope_type": "yarn"})):
+    for name, value in (
+        ("model_type", "gemma"), ("hidden_size", 0), ("rms_norm_eps", "small"), ("rope_parameters", {"rope_type": "yarn"}),
+        ("rope_parameters", {"type": "linear", "factor": 4.0}), ("rope_parameters", "yarn"),
+    ):  # fmt: skip
         with pytest.raises(DataError, match=f"^{name}: "):
             Config.parse(data | {name: value})
     with pytest.raises(DataError, match=r"^rope_parameters: "):
