@@ -246,7 +246,7 @@ Parts = Mapping[str, Latency]
 
 def part_values(found: Parts, reading: Reading) -> Claims:
     """Returns what is claimed of the parts of HillInfer and of what they need besides, for one reading."""
-    times = {part: one.token_ns / 1e9 for part, one in found.items()}
+    times = {f"{part}, s": one.token_ns / 1e9 for part, one in found.items()}
     whole, model = found[WHOLE], MODELS[QWEN]
     tokens = whole.places.ssd / model.token_bytes
     size = 4.0 * model.kv_heads * tokens * model.layers
@@ -286,7 +286,7 @@ def run_values(bench: Bench) -> Claims:
     """Returns what is claimed of speed-ups, parts and traffic, from a benchmark of all systems."""
     rows = {row.policy: row for row in bench.rows}
     gains = {name: rows["hillinfer"].speedup_over(rows[name]) for name in BASELINES}
-    times = {name: rows[name].token_ns for name in ("prefetch", "hillinfer-no-app", "hillinfer")}
+    times = {f"{name}_ns": rows[name].token_ns for name in ("prefetch", "hillinfer-no-app", "hillinfer")}
     every = {f"{name}, a step_ns": one.token_ns for name, one in rows.items()}
     moved = {  # bytes a step that cross from the SSD to the host for evaluation
         name: sum(size for link, size in rows[name].moved_bytes.items() if link.startswith("ssd to cpu") and "scor" in link)
@@ -296,7 +296,10 @@ def run_values(bench: Bench) -> Claims:
         "speed-up-here": gains | every | {"inside": sum(LEAST <= value <= MOST for value in gains.values())},
         # Two medians may differ by 5 % on a machine that does other things too.
         "parts-here": times | {"faster": sum(after <= 0.95 * before for before, after in pairwise(times.values()))},
-        "link-bytes-here": moved | {"ratio": moved["prefetch"] / max(moved["hillinfer"], 1.0)},
+        "link-bytes-here": {
+            **{f"{name}_bytes": size for name, size in moved.items()},
+            "ratio": moved["prefetch"] / max(moved["hillinfer"], 1.0),
+        },
     }
 
 

@@ -126,7 +126,7 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
     growth = {"ratio": grown / whole if whole > 0 else 1e9, "grown_ns": grown, "full cache grown_ns": whole}
     return {
         "memory-and-time": {ICE: memory},
-        "breakdown": {ICE: {**parts, "leading": leading, **places}},
+        "breakdown": {ICE: {**{f"{part}_ns": ns for part, ns in parts.items()}, "leading": leading, **places}},
         "slower-growth": {ICE: growth},
         "reuse-is-faster": {REUSE: reuse},
     }

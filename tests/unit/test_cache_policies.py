@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Int64s
-from llmcache.cache.policies import policy_class
+from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.policies.algorithm1 import Algorithm1
 from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.belady import GAPS, why_not_exact
@@ -181,6 +181,12 @@ def test_on_which_traces_belady_would_not_be_exact() -> None:
     assert why_not_exact(unseen) == "unseen: touches of mapped pages"
     for gap, meaning in GAPS.items():
         assert why_not_exact(Provenance("strace", extra={gap: "12"})) == f"{gap} is 12: {meaning}"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_cache_far_larger_than_the_trace_takes_no_memory_for_it(name: str) -> None:
+    policy = policy_class(name)(1 << 45, 8)
+    assert policy.replay(np.zeros(3, np.int64), np.full(3, 8, np.int64)).tolist() == [0, 8, 8]
 
 
 # What policies are made of

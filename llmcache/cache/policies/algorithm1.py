@@ -80,7 +80,7 @@ class Algorithm1(Policy):
             held=new_links(blocks, blocks),
             order=new_links(blocks, 3),
             known=np.zeros((blocks, 5), np.int64),
-            loops=new_heap(capacity, blocks),
+            loops=new_heap(min(capacity, blocks), blocks),
             numbers=np.array([blocks, 0, 0, 0, 0, NO_BLOCK], np.int64),
         )
         self._state.known[:, SPARE] = np.arange(blocks - 1, -1, -1)

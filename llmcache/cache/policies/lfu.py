@@ -188,7 +188,7 @@ class WTinyLFU(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         self._queues = new_queues(blocks, 3)
-        self._sketch = new_sketch(capacity)
+        self._sketch = new_sketch(min(capacity, blocks))  # where all blocks fit it is not asked
         window = max(1, int(capacity * WINDOW_SHARE))
         self._limits = (capacity, window, int((capacity - window) * PROTECTED_SHARE))
 
@@ -275,7 +275,7 @@ class LeCaR(Policy):
         self._state = Learner(
             queues=new_queues(blocks, 3),
             past=np.zeros((blocks, 2), np.int64),
-            heap=new_heap(capacity, blocks),
+            heap=new_heap(min(capacity, blocks), blocks),
             clock=np.zeros(1, np.int64),
             weights=np.array([0.5, 0.5], np.float32),
         )
