@@ -326,11 +326,13 @@ def simulate_all(
 ) -> Simulation:
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` looks at those of a file table.
+    `models` looks at those of a file table. ValueError for two traces of one name: rows could not be told apart.
     """
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
+    if len({*map(_name, sources)}) < len(sources):
+        raise ValueError(f"sources: two have one name: {', '.join(map(_name, sources))}")
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = Stop()
@@ -344,9 +346,9 @@ def simulate_all(
         def one(source: Source) -> Simulation:
             if stop.is_set:
                 raise Interrupted
-            with _opened(source) as (name, trace):
+            with _opened(source) as trace:
                 memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
-                return TraceRun(plan, name, trace, models(trace.files), pool, stop, progress, memory_bytes).run()
+                return TraceRun(plan, _name(source), trace, models(trace.files), pool, stop, progress, memory_bytes).run()
 
         futures = [drivers.submit(one, source) for source in sources]
         done, left = set[Future[Simulation]](), set(futures)
@@ -386,11 +388,17 @@ def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
             raise KeyboardInterrupt
 
 
+def _name(source: Source) -> str:
+    """What a trace is called in the results."""
+    if isinstance(source, Trace):
+        return "trace"
+    return str(source.path if isinstance(source, TraceReader) else source)
+
+
 @contextmanager
-def _opened(source: Source) -> Iterator[tuple[str, Trace | TraceReader]]:
-    """Yields what a trace is called in the results, and the trace."""
+def _opened(source: Source) -> Iterator[Trace | TraceReader]:
     if isinstance(source, str | Path):
         with open_trace(source) as reader:
-            yield str(source), reader
+            yield reader
     else:
-        yield str(source.path) if isinstance(source, TraceReader) else "trace", source
+        yield source

@@ -299,11 +299,6 @@ class InputRows:
         return used
 
     @property
-    def standing_in(self) -> Flags:
-        """Which rows are there in place of keys and values."""
-        return self.used & ~self.waiting
-
-    @property
     def lost_bits(self) -> int:
         """Bits of the x rows that read wrongly by now, modelled."""
         return self._cells.lost_bits(self.used)

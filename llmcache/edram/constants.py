@@ -93,7 +93,6 @@ class Chip:
     array_rows: int = 32  # RSA of 32 x 32 processing elements
     baseline_rows: int = 24  # 8.1.1: of the SRAM system of the same area
     clock_hz: float = 1e9
-    int8_tops: float = 4.13
     area_mm2: float = 9.5
     power_w: float = 6.52
     area_shares: tuple[float, float, float, float] = (0.23, 0.33, 0.37, 0.07)  # RSA, eDRAM, SRAM, SFU

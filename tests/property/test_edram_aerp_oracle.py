@@ -171,13 +171,14 @@ def check_state(layer: AerpLayer, plain: PlainAerp) -> None:
         np.testing.assert_allclose(layer.slots.scores[head, :count], wanted, rtol=apart, atol=apart)
     assert layer.stored_bytes == plain.stored_bytes()
     inputs = layer.inputs
-    assert set(inputs.positions[inputs.standing_in]) == plain.as_x
+    standing_in = inputs.used & ~inputs.waiting  # in place of keys and values
+    assert set(inputs.positions[standing_in]) == plain.as_x
     assert set(inputs.positions[inputs.used & inputs.waiting]) == plain.waiting
     as_x = layer.slots.used & ~layer.in_kv
     assert set(positions[as_x]) == plain.as_x
     assert (inputs.positions[layer.x_index[:, :-1][as_x]] == positions[as_x]).all()
-    retained = [(positions == p).sum() for p in inputs.positions[inputs.standing_in]]
-    assert list(inputs.retaining[inputs.standing_in]) == retained
+    retained = [(positions == p).sum() for p in inputs.positions[standing_in]]
+    assert list(inputs.retaining[standing_in]) == retained
 
 
 @settings(max_examples=examples(60), deadline=None)

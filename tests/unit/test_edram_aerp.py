@@ -66,7 +66,7 @@ def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None
             # As of the token to come, number 80: the window of 6 begins behind number 74.
             assert high[head, slot] == (position < 2 or position > 74 or score >= np.median(scores))
     votes = layer.x_high_scores(high)
-    for index in np.nonzero(layer.inputs.standing_in)[0]:
+    for index in np.nonzero(layer.inputs.used & ~layer.inputs.waiting)[0]:
         retaining = high[slots.positions == layer.inputs.positions[index]]
         assert votes[index] == (2 * retaining.sum() >= len(retaining))
 
