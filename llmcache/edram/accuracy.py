@@ -217,10 +217,6 @@ class Accuracies:
     baseline: Estimate
     rows: tuple[VariantAccuracy, ...]
 
-    def row(self, variant: str) -> VariantAccuracy:
-        """Returns the row of a variant by name; KeyError if there is none."""
-        return {row.variant: row for row in self.rows}[variant]
-
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data of `SCHEMA`."""
         rows = [asdict(row) for row in self.rows]

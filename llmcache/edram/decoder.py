@@ -49,6 +49,8 @@ class Config:
         plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
         if not plain or data.get("use_sliding_window", False):
             raise DataError(f"rope_parameters: {rope}, only default rotations over all tokens are supported", _HINT)
+        if data.get("hidden_act", "silu") != "silu":
+            raise DataError(f"hidden_act: {data['hidden_act']!r}, only silu is supported", _HINT)
         heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")
         return cls(
             layers=_whole(data, "num_hidden_layers"),

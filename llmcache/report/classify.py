@@ -14,6 +14,7 @@ from rich.table import Table
 from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
+from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
@@ -65,7 +66,7 @@ def table(rows: Sequence[Classification], width: int) -> Table:
     }
     room = fit(columns, width, LEAST_FILE, FIRST_TO_GO)
     tensors = [names_line(row) for row in rows]
-    files = [f"{row.path}{_notes(row)}" for row in rows]
+    files = [f"{printable(row.path)}{_notes(row)}" for row in rows]
     beside = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
@@ -83,10 +84,10 @@ def table(rows: Sequence[Classification], width: int) -> Table:
 
 def _in_lines(row: Classification, tensors: str, room: int) -> str:
     """The file of `row`, with what is to be said of it on the same line if there is room, and its tensors below."""
-    notes = _notes(row)
-    lines = [shortened(row.path, room - len(notes)) + notes]
-    if len(row.path) + len(notes) > room and room - len(notes) < LEAST_FILE:
-        lines = [shortened(row.path, room), shortened(notes.strip(), room)]
+    path, notes = printable(row.path), _notes(row)
+    lines = [shortened(path, room - len(notes)) + notes]
+    if len(path) + len(notes) > room and room - len(notes) < LEAST_FILE:
+        lines = [shortened(path, room), shortened(notes.strip(), room)]
     if tensors:
         lines.append(tensors if len(tensors) <= room else f"{tensors[: room - 1]}…")
     return "\n".join(lines)

@@ -86,8 +86,8 @@ def test_tensors_and_the_suggested_command(model: Path, tmp_path: Path) -> None:
 
 def test_the_name_of_a_file_does_not_steer_the_terminal(model: Path, tmp_path: Path) -> None:
     """Nor does one that is no UTF-8 end the command."""
-    done = classify(recorded(model, tmp_path, seen_as="/models/\x1b[31mred\udcff.gguf"))
-    assert r"/models/\x1b[31mred\xff.gguf" in done.stdout and done.stdout.isascii() and "\x1b" not in done.stdout
+    done = classify(recorded(model, tmp_path, seen_as="/models/\x1b[31mred\n\udcff.gguf"))
+    assert r"/models/\x1b[31mred\n\xff.gguf" in done.stdout and done.stdout.isascii() and "\x1b" not in done.stdout
 
 
 def classes() -> list[Classification]:

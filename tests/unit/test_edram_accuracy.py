@@ -79,11 +79,12 @@ def test_the_order_of_harm_is_that_of_2drp() -> None:
 
 def test_fewer_tokens_and_more_lost_bits_answer_less(accuracies: Accuracies) -> None:
     assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (3, 14)
-    harms = [accuracies.row(f"uniform={rate}").harm.mean for rate in ("1e-4", "1e-2", "5e-2")]
+    rows = {row.variant: row for row in accuracies.rows}
+    harms = [rows[f"uniform={rate}"].harm.mean for rate in ("1e-4", "1e-2", "5e-2")]
     assert harms[0] < 0.05 < harms[1] < harms[2]
-    assert accuracies.row("halves").harm.mean > 2  # halves do not bear what integers bear
+    assert rows["halves"].harm.mean > 2  # halves do not bear what integers bear
     names = ("N'=256", "N'=128", "N'=256, recent only", "N'=128, recent only")
-    found = [accuracies.row(name).accuracy.mean for name in names]
+    found = [rows[name].accuracy.mean for name in names]
     assert found[0] > found[1] and found[2] > found[3] and found[0] > found[2] and found[1] > found[3]
 
 
@@ -111,7 +112,8 @@ def test_models_that_are_not_supported_are_named() -> None:
     data = json.loads((RECALL_MODEL / "config.json").read_text())
     assert Config.parse(data).kv_heads == 2
     for name, value in (
-        ("model_type", "gemma"), ("hidden_size", 0), ("rms_norm_eps", "small"), ("rope_parameters", {"rope_type": "yarn"}),
+        ("model_type", "gemma"), ("hidden_size", 0), ("rms_norm_eps", "small"), ("hidden_act", "gelu"),
+        ("rope_parameters", {"rope_type": "yarn"}),
         ("rope_parameters", {"type": "linear", "factor": 4.0}), ("rope_parameters", "yarn"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=f"^{name}: "):
