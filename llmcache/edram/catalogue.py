@@ -63,24 +63,19 @@ def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
 
-def catalogue(constants: str | None) -> Catalogue:
-    """Returns the paper's catalogue, with what the user's file `constants` adds; errors as `read_constants`."""
-    return Catalogue() if constants is None else read_constants(constants)
-
-
 DEFAULTS = {"profile": "paper", "model": "llama2-7b", "workload": "PG19", "system": "Kelle+eDRAM"}
 """Kinds of tables, and what a new one of each begins with if it does not say."""
 WANTED = {"bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number"}
 
 
-def read_constants(path: str | Path) -> Catalogue:
-    """Returns the paper's catalogue with what the TOML file `path` adds and changes.
+def read_constants(path: str | Path | None) -> Catalogue:
+    """Returns the paper's catalogue with what the TOML file `path` (None: nothing) adds and changes.
 
     UsageError, naming file and key, for keys that are not known and values that are not possible; DataError if the file is
     no TOML.
     """
     known = {f"{kind}s": dict(getattr(Catalogue(), f"{kind}s")) for kind in DEFAULTS}
-    for kind, tables in _document(Path(path)).items():
+    for kind, tables in ({} if path is None else _document(Path(path))).items():
         _check_key(f"{path}", kind, DEFAULTS)
         if not isinstance(tables, dict):
             raise UsageError(f"{path}: {kind}: a table is needed", f"write [{kind}.NAME]")

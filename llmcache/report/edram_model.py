@@ -11,7 +11,7 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.edram.accelerator import LATENCIES, Axes, Compared, compared, roofline_of
-from llmcache.edram.catalogue import Catalogue, catalogue, listed, named
+from llmcache.edram.catalogue import Catalogue, listed, named, read_constants
 from llmcache.edram.chip import Area, EvictorCost, area_of, evictor_cost, lifetimes_of
 from llmcache.edram.energy import KINDS
 from llmcache.edram.latency import RESOURCES
@@ -72,7 +72,7 @@ def compare(
 
     `changes`: numbers in place of the workload's. UsageError names the option that is wrong.
     """
-    known = catalogue(constants)
+    known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
     shape, systems = named("model", known.models, model), _systems(known, system, recompute)
     profiles = listed("profile", known.profiles, profile)
@@ -296,7 +296,7 @@ def axes_of(
 
     `numbers`: the axes of `Axes` that are numbers. UsageError names the option that is wrong.
     """
-    known = catalogue(constants)
+    known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
     profiles, systems = listed("profile", known.profiles, profile), _systems(known, system, recompute)
     return Axes(models, workloads, systems, profiles, **numbers), known.baseline  # type: ignore[arg-type]

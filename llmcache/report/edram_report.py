@@ -10,7 +10,7 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.edram import retention
-from llmcache.edram.catalogue import catalogue, listed
+from llmcache.edram.catalogue import listed, read_constants
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
@@ -50,7 +50,7 @@ def accounted(
 
     `step_ns`: how long a step takes, in place of what the run says; `capacity_bytes`: what the eDRAM holds.
     """
-    profiles = listed("profile", catalogue(constants).profiles, profile)
+    profiles = listed("profile", read_constants(constants).profiles, profile)
     if rule not in RULES:
         raise UsageError(f"--rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
     run = read_run(source)

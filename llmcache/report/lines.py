@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
-from llmcache.report.theme import MUTED, Look, bandwidth_look, grid_of, legend_below, look_of
+from llmcache.report.theme import MUTED, POLICY_LOOKS, Look, bandwidth_look, grid_of, legend_below
 
 MANY_POINTS = 16  # with more, not every point has a marker
 WIDE_RANGE = 200  # largest size / smallest size from which on the axis is logarithmic
@@ -61,7 +61,7 @@ class Panel:
 
 def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
     """Returns the curve of `policy`, in its look, called `title`."""
-    return Line(title, look_of(policy), np.asarray(sizes_bytes, float), np.asarray(values, float))
+    return Line(title, POLICY_LOOKS[policy], np.asarray(sizes_bytes, float), np.asarray(values, float))
 
 
 def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:

@@ -72,11 +72,6 @@ class Survey:
         """Blocks accessed, repeats included."""
         return sum(span.accesses for span in self.spans)
 
-    @property
-    def timed(self) -> bool:
-        """Whether rows have times."""
-        return self.t1_ns > self.t0_ns
-
 
 @dataclass(frozen=True)
 class Band:
@@ -474,7 +469,7 @@ def picture_of(
 
 def _timed(found: Survey, source: Trace | TraceReader) -> bool:
     """Returns whether rows have times that say something; importers give rows without a time the clock "none: …"."""
-    return found.timed and not source.provenance.clock.startswith("none")
+    return found.t1_ns > found.t0_ns and not source.provenance.clock.startswith("none")
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:

@@ -135,11 +135,6 @@ def style() -> AbstractContextManager[None]:
     return mpl.rc_context(_RC)
 
 
-def look_of(policy: str) -> Look:
-    """Returns how `policy` is drawn everywhere; KeyError for one without a look."""
-    return POLICY_LOOKS[policy]
-
-
 def bandwidth_look(place: int) -> Look:
     """Returns how the bandwidth at `place` (slowest: 0) is drawn; colours come again after five, with other markers."""
     turn, number = divmod(place, len(BANDWIDTH_LOOKS))
