@@ -123,6 +123,15 @@ def test_padding_is_chosen_last(name: str, tmp_path: Path) -> None:
         assert run.policy.select(0, run.queries(0)).positions.min() >= 100
 
 
+@pytest.mark.parametrize("name", ["leoam", "quest", "icecache", "mass"])
+def test_a_sequence_that_begins_within_the_window(name: str, tmp_path: Path) -> None:
+    """There is nothing but padding to choose from."""
+    with running(name, PolicySettings(token_budget=128), CASE, tmp_path, first=270) as run:
+        for _ in range(20):
+            check_selection(run, run.policy.select(0, run.queries(0)))
+            run.step()
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
     with running(name, PolicySettings(token_budget=64), Case(context=5), tmp_path) as run:

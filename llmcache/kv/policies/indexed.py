@@ -109,8 +109,8 @@ class IndexedPolicy(KvPolicy):
         The first tokens behind padding are as a sink: of the page that they share with it all are taken. Padding itself is
         taken only where there is nothing else, the last of it first.
         """
-        size, lead = self.page_tokens, self.store.middle.start * self.page_tokens
-        start, first = int(self._starts[sequence]), int(self.first[sequence])
+        size, lead, stop = self.page_tokens, self.inside.start, self.inside.stop
+        start, first = (min(int(of[sequence]), stop) for of in (self._starts, self.first))  # the middle may be all padding
         forced = np.arange(start - size if self.whole_pages else first, start) if lead < first < start else np.arange(0)
         scorer = self.indexes.found[layer][sequence]
         has = 0 if scorer is None else len(scorer)
