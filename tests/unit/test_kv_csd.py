@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,36 @@ def test_a_device_that_hangs_is_taken_for_dead(make: Make, monkeypatch: pytest.M
     assert device.process.poll() is not None, "it does not stay behind"
     device.restart()
     assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
+
+
+def interrupted(command: Callable[[], object]) -> None:
+    """Have Ctrl-C come while `command` waits."""
+    timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        command()
+        timer.join()
+
+
+@FORKED
+def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make: Make) -> None:
+    """Of reading, of scoring, and of writing, whose pages are known."""
+    device = make(CsdProfile("slow", math.inf, math.inf, 1e6, 0, throttle=True))
+    keys = filled(device, 1600)
+    pages, index, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), ready(device), normal((2, 64), 2)
+    commands: list[Callable[[], object]] = [
+        lambda: device.read(0, 1, list(range(60))),
+        lambda: list(device.execute(index, queries, 0, 1, block_tokens=16)),
+        lambda: device.append(0, 1, keys, keys),
+    ]
+    for command in commands:
+        interrupted(command)
+        assert (device.read(0, 1, list(range(40, 100))).keys == pages[40:]).all()
+    interrupted(commands[-1])
+    known = device.pages(0, 1)
+    device.read(0, 1, [known - 1])
+    with pytest.raises(ValueError, match="not all of"):
+        device.read(0, 1, [known])
 
 
 @FORKED

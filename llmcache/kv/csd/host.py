@@ -2,6 +2,9 @@
 
 One thread at a time uses a device. It works on one command at a time; while an execution runs, its score blocks come in
 as the host asks for them, and the host is free to score its own keys in between.
+
+Ctrl-C may come anywhere in a command: what the device then still sends would be taken for the answer to the next one, and
+pages that it has written are not known of. So a device that was interrupted is started anew before it is asked again.
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ class EmulatedCsd:
         self._programs: list[str] = []
         self._active: list[int] = []
         self._running: Execution | None = None
+        self._amid = False  # from the first byte of a command to the last of its answer, of an execution of each block
         self.end: Connection | None = None
         self._pages = self._start(create)
 
@@ -148,7 +152,7 @@ class EmulatedCsd:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._running = None
+        self._running, self._amid = None, False
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -158,7 +162,8 @@ class EmulatedCsd:
         if self.end is None:
             return
         try:
-            self.flush()
+            if not self._amid:  # else it flushes as it sees that the host is gone
+                self.flush()
         finally:
             if self.end is not None:
                 self.end.close()
@@ -199,16 +204,23 @@ class EmulatedCsd:
         return self.end
 
     def _send(self, command: str, **arguments: Any) -> None:
+        self._recover()
         if self._running is not None:
             self._running.drain()
         pipe = self._pipe
+        self._amid = True
         try:
             pipe.send((command, arguments))
         except (BrokenPipeError, ConnectionResetError):
             raise self._dead() from None
 
+    def _recover(self) -> None:
+        if self._amid:
+            self.restart()
+
     def _receive(self) -> Data | dict[str, Any]:
         pipe = self._pipe
+        self._amid = True
         try:
             if not pipe.poll(ANSWER_S):
                 raise self._dead(silent=True)
@@ -216,8 +228,10 @@ class EmulatedCsd:
         except (EOFError, ConnectionResetError):
             raise self._dead() from None
         if isinstance(found, Exception):
-            self._running = None
+            self._running, self._amid = None, False
             raise found
+        if self._running is not None:
+            self._amid = False
         return found
 
     def _dead(self, silent: bool = False) -> EnvironmentProblem:
@@ -232,7 +246,7 @@ class EmulatedCsd:
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
-        self._running = None
+        self._running, self._amid = None, False
         self.report.add(found["report"])
         return found
 
@@ -276,7 +290,7 @@ class EmulatedCsd:
             raise ValueError("pages: none is named")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
         self._send("execute_program", index=index, sequence=sequence, layer=layer, **options)
-        self._running = Execution(self)
+        self._running, self._amid = Execution(self), False
         return self._running
 
     def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
@@ -305,6 +319,7 @@ class EmulatedCsd:
 
     def pages(self, sequence: int, layer: int) -> int:
         """Returns how many pages of a layer the device has acknowledged."""
+        self._recover()
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
     def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
