@@ -47,6 +47,15 @@ def test_every_number_of_a_machine_says_where_it_comes_from(machine: Any) -> Non
     assert all(origin.text and origin.kind in ORIGINS for origin in machine.origins.values())
 
 
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_without_a_gpu_the_processor_computes_at_the_speed_of_its_memory(machine: Any) -> None:
+    host = machine.with_sizes(gpu_bytes=0)
+    test_every_number_of_a_machine_says_where_it_comes_from(host)
+    assert (host.gpu_bytes_per_s, host.gpu_reserved_bytes) == (machine.host_bytes_per_s, 0)
+    full = latency("full", host, QWEN, Workload(4096, batch=1))
+    assert full.token_ns / 1e9 > QWEN.weight_bytes / machine.host_bytes_per_s * 0.9
+
+
 def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
     slow = replace(PAPER_PC, ssd_bytes_per_s=1e9, ssd_requests_per_s=100_000)
     assert slow.ssd_rate(1 << 20) == 1e9

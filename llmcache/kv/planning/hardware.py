@@ -91,7 +91,13 @@ class Hardware:
         return 1 / (kept / self.device_memory_bytes_per_s + (1 - kept) / self.device_bytes_per_s)
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
-        """Returns it with memory of other sizes (None: as it is), which then are given."""
+        """Returns it with memory of other sizes (None: as it is), which then are given. Without a GPU the host computes."""
+        if gpu_bytes == 0 and self.has_gpu:
+            memory, flops = self.origins["host_bytes_per_s"], _PROCESSORS[self.name]
+            speed = (self.host_bytes_per_s, memory.kind, memory.text)
+            none = (0, ASSUMED, "there is no GPU")
+            host = {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": flops, "gpu_reserved_bytes": none}
+            return self.with_numbers(gpu_bytes=none, **host).with_sizes(gpu_bytes, host_bytes)
         given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
         told = {name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None}
         return self.with_numbers(**told)
@@ -129,8 +135,20 @@ NUMBERS = tuple(one.name for one in fields(Hardware) if one.name not in ("name",
 # What programs get of the peaks on data sheets. Assumed: the paper gives none.
 _GPU_MEMORY = 0.80  # streaming kernels reach 75-90 % of GDDR6X peaks
 _GPU_COMPUTE = 0.50  # large half-precision products outside benchmarks
+_HOST_COMPUTE = 0.50  # the same in single precision, all cores
 _HOST_MEMORY = 0.75  # all cores, of the channels' peak; STREAM reaches 75-85 %
 _SCORING = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kvbench: 0.86)
+
+_PROCESSORS: dict[str, Sourced] = {
+    "paper": (
+        _HOST_COMPUTE * 36 * 2.1e9 * 64, ASSUMED,
+        f"Xeon 8352V: 36 cores at 2.1 GHz, 64 operations a cycle (AVX-512), {_HOST_COMPUTE:.0%} of it"
+    ),
+    "typical": (
+        _HOST_COMPUTE * 8 * 4e9 * 32, ASSUMED, f"8 cores at 4 GHz, 32 operations a cycle (AVX2), {_HOST_COMPUTE:.0%} of it"
+    ),
+}  # fmt: skip
+"""Operations/s of the processors of machines that have a GPU."""
 
 _8352V = 8 * 8 * 2.933 * _GB  # peak of eight channels of DDR4-2933
 
