@@ -130,6 +130,22 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
         assert other.indexes.found[0][0] is None
 
 
+@pytest.mark.parametrize(("sink", "window"), [(16, 64), (16, 16), (32, 32), (0, 32)])
+def test_a_saved_index_fits_another_sink_and_window(sink: int, window: int, tmp_path: Path) -> None:
+    with running("icecache", BUDGET, CASE, tmp_path) as run:
+        run.store.save()
+        run.policy.saved()
+        queries = run.queries(0)
+    with KvStore.restore(
+        tmp_path / "kv.spill", replace(CASE.config(tmp_path), sink_tokens=sink, window_tokens=window)
+    ) as store:
+        policy = IceCache(store, BUDGET)
+        policy.restored()
+        assert (policy.indexes.found[0][0] is not None) == (sink == 16)
+        found = store.gather(0, policy.select(0, queries)).positions
+        assert found.shape[2] == 128 and (np.diff(found, axis=2) > 0).all()
+
+
 def test_auto_says_what_it_uses(tmp_path: Path) -> None:
     with running("icecache", IceCacheSettings(token_budget=128), CASE, tmp_path) as run:
         run.step()

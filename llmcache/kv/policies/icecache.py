@@ -96,10 +96,11 @@ class IceCache(IndexedPolicy):
             tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
             tree.end = tree.first + len(tree.indexes[0])
             self.indexes.found[layer][sequence] = tree
+        self.indexes.crop(self.store.length)  # the window may be larger than it was
 
     def _identity(self) -> dict[str, Any]:
-        """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""
+        """What an index must have in common with a store: its shape, how many tokens of which ids, padding, and sink."""
         store = self.store
         ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
         identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}
-        return {**identity, "ids": ids, "first": self.first.tolist()}
+        return {**identity, "ids": ids, "first": self.first.tolist(), "sink": store.config.sink_pages}
