@@ -265,6 +265,8 @@ def test_sums_of_values_are_those_of_the_tokens_that_are_left() -> None:
         sums.add(values[:, len(sums) : len(sums) + count])
         np.testing.assert_allclose(sums.mean, values[:, : len(sums)].mean(1), rtol=1e-4, atol=1e-6)
     other = copy.deepcopy(sums)
+    sums.crop(sums.end)
+    assert len(sums) == len(other), "of what it does not know it forgets nothing"
     for stop in (2 * SUM_TOKENS + 3 * PAGE, SUM_TOKENS + PAGE, 40, 0):
         sums.crop(stop)
         assert len(sums) % SUM_TOKENS == 0 and stop - PAGE - SUM_TOKENS < len(sums) <= max(0, stop - PAGE)

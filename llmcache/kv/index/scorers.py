@@ -102,8 +102,8 @@ class PageIndex(ABC):
 
     def crop(self, tokens: int) -> None:
         """Forgets all tokens from number `tokens` on, and what is not whole any more."""
-        end = min(self.end, max(self.first, tokens - (tokens - self.first) % self.step))
-        if end < self.end:
+        if tokens < self.end:
+            end = max(self.first, tokens - (tokens - self.first) % self.step)
             self._crop(end)
             self.end = end
 
