@@ -174,6 +174,16 @@ def test_prompts_share_their_blocks(tiny: Path, opened: Open, cache: PrefixCache
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
+def test_of_a_prompt_larger_than_the_limit_the_beginning_is_restored(tiny: Path, opened: Open, tmp_path: Path) -> None:
+    with stored(tmp_path / "all") as whole:
+        answer(opened(tiny, whole), prompt(900))
+        sizes = {entry.key.index: entry.size_bytes for entry in whole.store.entries()}
+    with stored(tmp_path / "few", limit=int(2.5 * sizes[0])) as few:
+        answer(opened(tiny, few), prompt(900))
+        answer(opened(tiny, few), prompt(900))
+        assert few.counters.restored_tokens >= 256
+
+
 def test_another_model_of_the_same_name_and_other_settings_have_other_blocks(
     tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
 ) -> None:

@@ -215,6 +215,15 @@ def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Pa
         store.write(key(10), block(10, 10 * FILE_BYTES))
 
 
+def test_of_a_prompt_larger_than_the_limit_the_first_blocks_stay(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, 4 * FILE_BYTES, clock=Clock())
+    store.write(key(9), block(9))
+    used_ns = store.used([key(0)])
+    for number in range(8):
+        store.write(key(number, index=number), block(number), used_ns=used_ns)
+    assert numbers(store) == {0, 1, 7}, "the last ones made room for each other, two at a time: to 95 % of the limit"
+
+
 def test_a_clock_set_back_changes_no_order_and_expires_nothing(tmp_path: Path) -> None:
     clock = Clock()
     store = BlockStore(tmp_path, 4 * FILE_BYTES, ttl_ns=3600 * SECOND, clock=clock)

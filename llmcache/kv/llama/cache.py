@@ -61,7 +61,7 @@ from llama_cpp.llama import LlamaState
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes
-from llmcache.errors import LlmcacheError
+from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
@@ -547,10 +547,10 @@ class _Writer:
             written = 0
             try:
                 self._store.describe(task.model.name, {**task.model.told, "token_s": task.model.token_s})
+                used_ns = self._store.used(_keys(task.model, task.tokens, part=True))
                 for key in task.keys:
-                    self._counters.stored_bytes += self._write(task, key)
+                    self._counters.stored_bytes += self._write(task, key, used_ns)
                     written += 1
-                self._store.used(_keys(task.model, task.tokens, part=True))
             except (LlmcacheError, OSError) as error:
                 log.warning("%d blocks are not stored: %s", len(task.keys) - written, error)
             except Exception:  # a bug here must not end storing, nor generation
@@ -563,12 +563,14 @@ class _Writer:
                 self._bytes -= task.size_bytes
                 self._changed.notify_all()
 
-    def _write(self, task: _Task, key: BlockKey) -> int:
+    def _write(self, task: _Task, key: BlockKey, used_ns: int) -> int:
         block, links = task.block(key), list[str]()
         if key.kind != WHOLE:
-            before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
-            links = _links(before[-1].name if before else task.model.root, block.tokens)
-        written = self._store.write(key, block, links)
+            before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])[-1:]
+            if before and before[0] not in self._store:
+                raise EnvironmentProblem(f"{key.file}: the block before it had to go: a prompt is larger than the limit")
+            links = _links(before[0].name if before else task.model.root, block.tokens)
+        written = self._store.write(key, block, links, used_ns)
         if self._shared is not None and task.pushed:
             self._shared.push(key, block, links)
         return written

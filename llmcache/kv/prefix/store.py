@@ -236,8 +236,8 @@ class BlockStore:
         finally:
             raw.close()
 
-    def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> None:
-        """Notes that `keys`, the blocks of a prompt, are in use now: all of them alike. OSError.
+    def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> int:
+        """Notes that `keys`, the blocks of a prompt, are in use now, all of them alike, and returns when that is. OSError.
 
         `tokens`, `size_bytes`: that so much of them was restored.
         """
@@ -247,7 +247,7 @@ class BlockStore:
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(self.directory / key.file, ns=(stamp, stamp))
             if not tokens:
-                return
+                return stamp
             path, more = self.directory / keys[0].model / "uses", (1, tokens, size_bytes)
             told = _USES.pack(*(min(sum(pair), _MOST_USES) for pair in zip(self.uses(keys[0].model), more, strict=True)))
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
@@ -255,6 +255,7 @@ class BlockStore:
                 os.pwrite(fd, told, 0)
             finally:
                 os.close(fd)
+            return stamp
 
     # Writing
 
@@ -267,10 +268,11 @@ class BlockStore:
                 with files.replacing(path) as stream:
                     stream.write(json.dumps(told, indent=1).encode())
 
-    def write(self, key: BlockKey, block: Block, links: Iterable[str] = ()) -> int:
+    def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
 
-        EnvironmentProblem if there is no room, or it fails.
+        `used_ns`: what `used` gave for the prompt that it is of: to make room its own last blocks go, not its first. None:
+        it is the newest of all. EnvironmentProblem if there is no room, or it fails.
         """
         parts = pack(key, block)
         size = sum(len(part) for part in parts)
@@ -282,7 +284,7 @@ class BlockStore:
             with self._written(directory, parts) as temporary, self._locked() as account:
                 if account.used_bytes + size > self.limit_bytes:
                     self._evict(account, size)
-                stamp = account.stamp()
+                stamp = account.stamp() if used_ns is None else used_ns
                 os.utime(temporary, ns=(stamp, stamp))
                 # Whoever has stored the same meanwhile has stored the same bytes.
                 there = self._size(key)
