@@ -13,8 +13,10 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.synthetic import variants_of
+from llmcache.kv.bench.synthetic import Accelerator, PolicySession, Setup, Variant, variants_of
 from llmcache.kv.pipeline import Span, Timeline
+from llmcache.kv.spill import SpillReader
+from llmcache.kv.workload import StreamSpec
 from llmcache.report import kv_bench
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
@@ -107,6 +109,16 @@ def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: P
     assert row["observed"]["device"] is None and 0 < row["beta"] <= 1.05 * 100_000 / (whole - 100_000), "M0 bounds it"
     assert row["observed"]["timeline"]["emulated"] == [] and "this processor" in told["conditions"]["compute"]
     assert told["conditions"]["exact"] is True
+
+
+@pytest.mark.parametrize(("policy", "interleaved"), [("mass", True), ("prefetch", False)])
+def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, policy: str, interleaved: bool) -> None:
+    setup = Setup(StreamSpec(1, 2, 4, 16, 512), Accelerator(), tmp_path, steps=1)
+    with PolicySession(setup, Variant(policy)) as session:
+        session.prefill()
+        (path,) = tmp_path.glob("*.kv")
+        with SpillReader.open(path, setup.spec.shape) as file:
+            assert file.interleaved == interleaved
 
 
 def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ class PolicySession:
         path = setup.directory / f"{variant.name}-{id(self):x}.kv" if setup.cpu_pages is not None else None
         config = StoreConfig(
             setup.spec.shape, setup.spec.batch, setup.sink_tokens, setup.window_tokens, setup.cpu_pages, path, ssd,
-            setup.csd, threads=setup.threads,
+            setup.csd, threads=setup.threads, interleaved=kind.interleaved,
         )  # fmt: skip
         settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens)
         if variant.without:
