@@ -104,6 +104,20 @@ def test_a_llama_config() -> None:
     assert shape(num_key_value_heads=None).kv_heads == 32
 
 
+@pytest.mark.parametrize(
+    ("quantised", "bits", "noted"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4, False), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4, False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8, False), ({"quant_method": "mxfp4"}, 16, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_have_the_bits_of_a_quantisation(quantised: dict[str, Any], bits: int, noted: bool, inside: bool) -> None:
+    config = {"text_config": LLAMA_8B} if inside else LLAMA_8B
+    shape = shape_of(config | {"quantization_config": quantised}, "config.json")
+    assert shape.weight_bits == bits and bool(shape.notes) == noted
+
+
 def test_other_names_for_the_same_sizes() -> None:
     small = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     gpt2 = shape_of(small, "gpt2/config.json")

@@ -253,7 +253,8 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
     kind = str(config.get("model_type", ""))
     text = config.get("text_config")
     if isinstance(text, dict) and "num_hidden_layers" not in config:
-        config, kind = text, str(text.get("model_type", kind))
+        config = {"quantization_config": config.get("quantization_config"), **text}
+        kind = str(text.get("model_type", kind))
     for name, why in _FOREIGN.items():
         if value := config.get(name):
             raise UsageError(f"--model: {source}: {name}: {value}: {why}", _HINT)
@@ -271,6 +272,11 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
     window = config.get("sliding_window")
     if isinstance(window, int) and window and config.get("use_sliding_window", True):
         notes = (f"layers with a sliding window of {window} tokens are counted like the others: an upper bound",)
+    quantised = config.get("quantization_config")
+    bits = _bits(quantised) if isinstance(quantised, dict) else None
+    if isinstance(quantised, dict) and bits is None:
+        method = quantised.get("quant_method")
+        notes += (f"bits of weights quantised by {method} are not told: they are counted as without: an upper bound",)
     try:
         return ModelShape(
             name=_title(config, source),
@@ -282,7 +288,7 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
             tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
             positions=limit + _LEARNED_POSITIONS[kind] if kind in _LEARNED_POSITIONS else 0,
             kv_dtype=_dtype(config),
-            weight_bits=_bits(config),
+            weight_bits=8 * KV_BYTES[_dtype(config)] if bits is None else bits,
             context_limit=limit,
             notes=notes,
             mixture=_mixture(config, kind, sizes["layers"], source),
@@ -335,11 +341,11 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return told if told in KV_BYTES else "float16"
 
 
-def _bits(config: Mapping[str, Any]) -> float:
-    """Bits of a weight: of its quantisation if it says so, else of its type."""
-    quantised = config.get("quantization_config")
-    if isinstance(quantised, dict):
-        bits = quantised.get("bits", 8 if quantised.get("load_in_8bit") else 4 if quantised.get("load_in_4bit") else None)
-        if isinstance(bits, int | float) and not isinstance(bits, bool):
-            return float(bits)
-    return 8 * KV_BYTES[_dtype(config)]
+def _bits(quantised: Mapping[str, Any]) -> float | None:
+    """Bits of a weight by its quantisation, if that says so."""
+    if quantised.get("load_in_8bit") or quantised.get("quant_method") == "fp8":
+        default = 8
+    else:
+        default = 4 if quantised.get("load_in_4bit") else None
+    bits = quantised.get("bits", default)
+    return float(bits) if isinstance(bits, int | float) and not isinstance(bits, bool) else None
