@@ -14,7 +14,7 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.policies.base import PolicySettings
+from llmcache.kv.policies.base import SLACK, PolicySettings
 from llmcache.kv.policies.baselines import OracleSettings
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.mass import MassSettings
@@ -149,6 +149,14 @@ def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, tmp_pa
         assert found.shape[:2] == wanted.shape[:2]
         for head, other in zip(found[0], wanted[0], strict=True):
             assert len(np.intersect1d(head, other)) > 0.9 * len(np.unique(head))
+
+
+@pytest.mark.parametrize(("name", "token_bytes"), [("window", 0), ("h2o", 8), ("kelle", 10), ("hillinfer", 2)])
+def test_the_memory_of_tables_is_told(name: str, token_bytes: int, tmp_path: Path) -> None:
+    with running(name, QUARTER, CASE, tmp_path) as run:
+        run.step()
+        told = run.policy.index_bytes / LAYERS
+        assert 250 * token_bytes <= told <= (CASE.context + 1 + SLACK) * token_bytes
 
 
 # Settings

@@ -83,6 +83,10 @@ class PolicySettings:
 class Remembered(Protocol):
     """Something kept for each token, which has to follow when a store is cropped or its sequences change."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory it takes."""
+
     def crop(self, tokens: int) -> None:
         """Forgets all tokens from number `tokens` on."""
 
@@ -99,6 +103,11 @@ class TokenTable(Generic[Kind]):
     def __init__(self, layers: int, batch: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
         empty: NDArray[Any] = np.zeros((0, *shape), dtype)
         self._tables = [[empty] * batch for _ in range(layers)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all rows, room for growth included."""
+        return sum(table.nbytes for tables in self._tables for table in tables)
 
     def rows(self, layer: int, sequence: int, count: int) -> NDArray[Kind]:
         """Returns the first `count` rows [count, *shape]; a view to read and to write."""
@@ -210,8 +219,8 @@ class KvPolicy(ABC):
 
     @property
     def index_bytes(self) -> int:
-        """Memory of what it knows of keys and values."""
-        return 0
+        """Memory of what it keeps for tokens."""
+        return sum(table.size_bytes for table in self.remembered)
 
     # What policies ask
 

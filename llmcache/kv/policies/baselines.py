@@ -162,11 +162,6 @@ class LeoAM(KvPolicy):
         self.remembered.append(self.indexes)
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
-    @property
-    def index_bytes(self) -> int:
-        """Memory of the abstracts."""
-        return self.indexes.size_bytes
-
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best tokens of the pages that can have them."""
         self._index(layer)

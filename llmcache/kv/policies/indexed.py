@@ -47,11 +47,6 @@ class IndexedPolicy(KvPolicy):
         self._fed.append(indexes)
         self.remembered.append(indexes)
 
-    @property
-    def index_bytes(self) -> int:
-        """Memory of its scorers, and of sums of values."""
-        return sum(each.size_bytes for each in self._fed)
-
     def anchor_of(self, layer: int) -> int:
         """Returns the layer whose choice `layer` takes; itself if it chooses."""
         behind = layer - self.settings.full_layers
