@@ -230,3 +230,9 @@ def test_a_mixture_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["model"]["kv_token_bytes"] == 2 * 48 * 4 * 128 * 2
     assert found["model"]["token_parameters"] < found["model"]["parameters"] / 10
     assert found["memory"]["weights"] == found["model"]["weight_bytes"] and found["fits"]
+
+
+def test_without_a_gpu_the_largest_context_is_what_the_weights_leave(config: str) -> None:
+    found = plan(config, 8192, gpu=0)
+    assert found.limits[0].gpu is None
+    assert found.limits[0].gpu_and_ram == int(found.found.host_kv // found.model.token_bytes)

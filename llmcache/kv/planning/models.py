@@ -343,9 +343,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 def _bits(quantised: Mapping[str, Any]) -> float | None:
     """Bits of a weight by its quantisation, if that says so."""
-    if quantised.get("load_in_8bit") or quantised.get("quant_method") == "fp8":
-        default = 8
-    else:
-        default = 4 if quantised.get("load_in_4bit") else None
-    bits = quantised.get("bits", default)
+    is_byte = quantised.get("load_in_8bit") or quantised.get("quant_method") == "fp8"
+    bits = quantised.get("bits", 8 if is_byte else 4 if quantised.get("load_in_4bit") else None)
     return float(bits) if isinstance(bits, int | float) and not isinstance(bits, bool) else None

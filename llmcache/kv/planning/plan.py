@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmcache.errors import UsageError
-from llmcache.kv.planning.hardware import MACHINES, MEASURED, Hardware
+from llmcache.kv.planning.hardware import MACHINES, MEASURED, RUNTIME_BYTES, Hardware
 from llmcache.kv.planning.latency import SYSTEMS, Latency, latency, place
 from llmcache.kv.planning.models import KV_BYTES, ModelShape, read_config
 from llmcache.kv.planning.placement import (
@@ -140,11 +140,10 @@ def plan(
 def _limit(model: ModelShape, machine: Hardware, batch: int, free: int | None) -> Limit:
     gpu = machine.gpu_bytes - machine.gpu_reserved_bytes if machine.has_gpu else 0
     both = gpu + machine.host_bytes - machine.host_reserved_bytes
-    # What a runtime takes is reserved already, on the GPU; memory_use counts it once more, so it is given back.
-    runtime = memory_use(model, 0, batch).runtime if machine.has_gpu else 0
 
+    # A runtime is reserved already, on the GPU, or there is none; memory_use counts it once more, so it is given back.
     def most(size: float) -> int:
-        return largest_context(model, batch, size + runtime)
+        return largest_context(model, batch, size + RUNTIME_BYTES)
 
     # The SSD holds KV only: weights and activations have to fit before it.
     with_ssd = None if free is None else (most(both + free) if most(both) else 0)
