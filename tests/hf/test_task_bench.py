@@ -24,8 +24,6 @@ from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.tasks.recall import symbols
 from llmcache.kv.transformers import SpillCache
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @functools.cache
 def subject() -> Subject:

@@ -132,7 +132,6 @@ class Rig:
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self.opening = str(directory / "opening")
-        self._pause = threading.Lock()  # held by whoever changes files; the writer takes it for each of its changes
 
     def __enter__(self) -> Rig:
         with contextlib.ExitStack() as stack:
@@ -303,8 +302,7 @@ class Rig:
             raise AssertionError(f"{how} {path} at {offset}, {size} bytes: {problem}")
 
     def _write_one(self, client: Client, chance: random.Random) -> None:
-        with self._pause:
-            self._change(client, chance)
+        self._change(client, chance)
         self._stop.wait(chance.random() * 0.05)
 
     def _change(self, client: Client, chance: random.Random) -> None:
@@ -360,11 +358,13 @@ class Rig:
         finally:
             client.end()
 
-    def pause_writer(self) -> threading.Lock:
-        """Return the lock that keeps the writer from changing anything."""
-        return self._pause
-
     # The end
+
+    def force_unmount(self) -> None:
+        """Take away a mount whose daemon is dead."""
+        result = llmcache("umount", "--force", str(self.point))
+        assert result.returncode == 0, result.stderr
+        assert mountpoint.find(str(self.point)) is None
 
     def end(self) -> None:
         """Unmount as a user does; nothing of the mount is left."""

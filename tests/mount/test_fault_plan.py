@@ -1,21 +1,395 @@
 """Random plans of faults under load, in both modes: the right bytes or a documented error, no hang, nothing left behind.
 
 LLMCACHE_FAULT_SECONDS=600 goes on for so long in each mode, with a fresh seed for each plan; a failure prints its seed
-and plan, and LLMCACHE_FAULT_SEED=SEED does that one again.
+and plan, and LLMCACHE_FAULT_SEED=SEED does that one again. A step is one fault or two at the same time, what is asked of
+the daemon meanwhile, and their repair; every fault is in the deck once before any comes again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.mount.fault_plan import FAULTS, carry_out, check_counters, make_plan
-from tests.mount.fault_rig import SIZES, Rig
+from llmcache.errors import MountProblem
+from tests.mount.fault_model import Window, overwritten, random_bytes, resized
+from tests.mount.fault_rig import CACHE_MIB, SIZES, Rig, full
+from tests.mount.faulty import Rule
 from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes, resident_bytes, wait_for
+
+Fault = Callable[[Rig, random.Random], "contextlib.AbstractContextManager[None]"]
+
+DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+NOBODY = DEAD | {errno.ENOENT, errno.EROFS}  # and then nothing is mounted at all
+FILES = tuple(SIZES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Faults by name, how long they stay, what is asked of the daemon meanwhile; `seed` is for their details."""
+
+    faults: tuple[str, ...]
+    seconds: float
+    controls: tuple[str, ...]
+    seed: int
+
+
+def make_plan(seed: int, steps: int) -> list[Step]:
+    """Return a plan of so many steps."""
+    chance, deck, plan = random.Random(seed), [""], []
+    for _ in range(steps):
+        names: list[str] = []
+        while len(names) < (2 if chance.random() < 0.35 else 1):
+            if deck == [""]:
+                deck = chance.sample(sorted(FAULTS), len(FAULTS))
+            names.append(deck.pop())
+            deck = deck or [""]
+        if sum(name in ENDING for name in names) and len(names) > 1 and any(name in ALONE for name in names):
+            names = names[:1]
+        controls = tuple(chance.choices(sorted(CONTROLS), k=chance.choice([0, 1, 1, 2])))
+        plan.append(Step(tuple(names), chance.choice([0.2, 0.5, 1.0]), controls, chance.randrange(1 << 30)))
+    return plan
+
+
+def carry_out(rig: Rig, step: Step) -> None:
+    """Do one step, and repair what it broke."""
+    chance = random.Random(step.seed)
+    with contextlib.ExitStack() as stack:
+        for name in step.faults:
+            stack.enter_context(FAULTS[name](rig, chance))
+        stop = time.monotonic() + step.seconds
+        for name in step.controls:
+            if not any(fault in ENDING for fault in step.faults):
+                CONTROLS[name](rig, chance)
+        time.sleep(max(0.0, stop - time.monotonic()))
+    assert rig.daemon is not None and rig.daemon.poll() is None, f"the daemon ended with {rig.daemon}"
+
+
+# Storage
+
+
+@contextlib.contextmanager
+def _rule(rig: Rig, rule: Rule) -> Iterator[None]:
+    rig.set_rules([*rig.rules, rule])
+    try:
+        yield
+    finally:
+        rig.set_rules([other for other in rig.rules if other is not rule])
+
+
+def _range(chance: random.Random, path: str) -> tuple[int, int]:
+    first = chance.randrange(0, SIZES[path])
+    return first, first + chance.choice([1, 4096, 300_000, 3 * MIB])
+
+
+@contextlib.contextmanager
+def unreadable(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """EIO from a range of a file, and of no other."""
+    path = chance.choice(FILES)
+    first, end = _range(chance, path)
+    window = rig.model.excuse(Window(frozenset({errno.EIO}), frozenset({"read"}), path, first, end))
+    with _rule(rig, Rule("eio", "read", path, first, end)):
+        yield
+    window.until = time.monotonic()
+
+
+@contextlib.contextmanager
+def unwritable(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """EIO of every write, or of every fsync, to spill files."""
+    call = chance.choice(["write", "fsync"])
+    window = rig.model.excuse(Window(frozenset({errno.EIO}), frozenset({"write"}), "*.kv"))
+    with _rule(rig, Rule("eio", call, "*.kv")):
+        yield
+    window.until = time.monotonic()
+
+
+@contextlib.contextmanager
+def short(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """Reads and writes that do a part of what was asked."""
+    with _rule(rig, Rule("short", "read")), _rule(rig, Rule("short", "write")):
+        yield
+
+
+@contextlib.contextmanager
+def slow(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """Single requests that take long."""
+    path = chance.choice(FILES)
+    first, _ = _range(chance, path)
+    with _rule(rig, Rule("slow", "read", path, first, first + 200_000, chance.choice([0.3, 1.0, 2.0]))):
+        yield
+
+
+@contextlib.contextmanager
+def throttled(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """Storage that does every request, and takes its time."""
+    with _rule(rig, Rule("slow", "read", seconds=chance.choice([0.005, 0.02]))):
+        yield
+
+
+@contextlib.contextmanager
+def full_disk(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """No block is left."""
+    window = rig.model.excuse(Window(frozenset({errno.ENOSPC}), frozenset({"write"})))
+    with full(rig.files):
+        yield
+    window.until = time.monotonic()
+
+
+def stop_for(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Let a process not run for so long."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def storage_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """The storage answers nothing for a while."""
+    stop_for(rig.storage, chance.choice([0.5, 2.0]))
+    yield
+
+
+# Files that change behind the mount
+
+
+@contextlib.contextmanager
+def replaced(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """Another file under the same name, as large as before or not."""
+    path = chance.choice(FILES)
+    rig.put(path, random_bytes(max(1, SIZES[path] + chance.choice([0, 0, -5000, 70_000])), next(rig.numbers)))
+    yield
+
+
+@contextlib.contextmanager
+def rewritten(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """Bytes of a file that are others, in place."""
+    path = chance.choice(FILES)
+    content = rig.model.now(path)
+    if content is not None and len(content):
+        offset = chance.randrange(0, len(content))
+        data = random_bytes(min(len(content) - offset, 777_777), next(rig.numbers))
+        rig.put(path, overwritten(content, offset, data), "write")
+    yield
+
+
+@contextlib.contextmanager
+def resized_behind(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """A file that is cut, or grows by zeros, and is made anew in the end."""
+    path = chance.choice(FILES)
+    content = rig.model.now(path)
+    if content is not None:
+        rig.put(path, resized(content, chance.choice([0, len(content) // 2, len(content) + 300_000])), "size")
+    yield
+    rig.put(path, random_bytes(SIZES[path], next(rig.numbers)))
+
+
+@contextlib.contextmanager
+def deleted(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """A file that is not there for a while."""
+    path = chance.choice(FILES)
+    if rig.model.now(path) is not None:
+        rig.put(path, None)
+    yield
+    rig.put(path, random_bytes(SIZES[path], next(rig.numbers)))
+
+
+# Clocks
+
+
+@contextlib.contextmanager
+def wall_clock_jumps(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """The daemon's wall clock is years or seconds wrong, while a file changes and another gets a strange time."""
+    rig.set_clock(chance.choice([-1e9, -30.0, 30.0, 1e9]))
+    path = chance.choice(FILES)
+    when = int(chance.choice([1.0, time.time() + 1e8, time.time() - 1e5]) * 1e9)
+    with contextlib.suppress(FileNotFoundError), replaced(rig, chance):
+        os.utime(rig.files / path, ns=(when, when))
+    yield
+    rig.set_clock(0.0)
+
+
+@contextlib.contextmanager
+def daemon_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """The daemon does not run for seconds: all its clocks jump."""
+    assert rig.daemon is not None
+    stop_for(rig.daemon, chance.choice([0.5, 3.0]))
+    yield
+
+
+# Processes
+
+
+@contextlib.contextmanager
+def helper_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """kill -9 of the pin helper: it costs nobody anything."""
+    yield from _killed(rig, "pinhelper")
+
+
+@contextlib.contextmanager
+def sentinel_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """kill -9 of the sentinel: there is another one soon."""
+    yield from _killed(rig, "sentinel")
+
+
+def _killed(rig: Rig, name: str) -> Iterator[None]:
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
+        found[:] = [child for other, child in rig.children().items() if other == name]
+        return bool(found)
+
+    wait_for(runs, f"the {name} runs")
+    victim = found[0]
+    with contextlib.suppress(psutil.NoSuchProcess):  # the OOM killer was faster
+        victim.kill()
+    yield
+    wait_for(lambda: rig.children().get(name, victim) != victim, f"the {name} runs again")
+
+
+@contextlib.contextmanager
+def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """kill -9 of the daemon: nobody hangs, and `umount --force` cleans up."""
+    window = rig.model.excuse(Window(NOBODY))
+    assert rig.daemon is not None
+    rig.daemon.kill()
+    yield
+    rig.daemon.wait(120)
+    rig.force_unmount()
+    rig.start_daemon()
+    window.until = time.monotonic()
+
+
+@contextlib.contextmanager
+def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """kill -9 of the daemon with its sentinel: who reads may hang until `umount --force`."""
+    window = rig.model.excuse(Window(NOBODY))
+    assert rig.daemon is not None
+    daemon = psutil.Process(rig.daemon.pid)
+    daemon.suspend()
+    for child in daemon.children():
+        child.kill()
+    daemon.kill()
+    yield
+    rig.force_unmount()
+    rig.daemon.wait(120)
+    rig.start_daemon()
+    window.until = time.monotonic()
+
+
+@contextlib.contextmanager
+def remounted(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """SIGTERM under load, and a new mount, perhaps in the other mode."""
+    window = rig.model.excuse(Window(NOBODY))
+    assert rig.daemon is not None
+    rig.daemon.terminate()
+    assert rig.daemon.wait(120) == 0
+    yield
+    rig.start_daemon()
+    window.until = time.monotonic()
+
+
+# Memory
+
+
+@contextlib.contextmanager
+def memory_shrinks(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """The daemon's cgroup is given little more than it uses, and then what it had."""
+    if rig.group is None:
+        yield
+        return
+    least, spare = chance.choice([96, 128]) * MIB, chance.choice([12, 40]) * MIB
+    try:
+        with contextlib.suppress(OSError):  # EBUSY: not so little
+            rig.group.set_memory(max(least, rig.group.usage().current_bytes + spare))
+        yield
+    finally:
+        rig.group.set_memory(None)
+
+
+NEIGHBOUR = "import sys, time; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * len(held[::4096]); time.sleep(60)"
+
+
+@contextlib.contextmanager
+def memory_taken(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """A neighbour in the daemon's cgroup takes most of what there is left."""
+    if rig.group is None:
+        yield
+        return
+    rig.group.set_memory(rig.group.usage().current_bytes + 120 * MIB)
+    taken = chance.choice([60, 95]) * MIB
+    neighbour = subprocess.Popen(rig.group.wrap([sys.executable, "-c", NEIGHBOUR, str(taken)]))
+    try:
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+        rig.group.set_memory(None)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        unreadable, unwritable, short, slow, throttled, full_disk, storage_stops, replaced, rewritten,
+        resized_behind, deleted,
+        wall_clock_jumps, daemon_stops, sentinel_killed, daemon_killed, all_killed, remounted, memory_shrinks, memory_taken,
+    )
+}  # fmt: skip
+FAULTS["helper_killed"] = helper_killed
+ENDING = {"daemon_killed", "all_killed", "remounted"}  # there is nobody to ask meanwhile
+ALONE = ENDING | {"storage_stops", "daemon_stops", "helper_killed", "sentinel_killed"}  # not two of these at a time
+
+
+# What is asked of the daemon
+
+
+def resize(rig: Rig, chance: random.Random) -> None:
+    """Another budget; it may be refused under pressure."""
+    with contextlib.suppress(MountProblem):
+        rig.control(op="resize", cache_bytes=chance.choice([16, 24, 40, 64]) * MIB)
+
+
+def warm(rig: Rig, chance: random.Random) -> None:
+    """A warm-up of everything."""
+    rig.control(op="warmup", globs=["*"])
+
+
+def evict(rig: Rig, chance: random.Random) -> None:
+    """Everything given up."""
+    rig.control(op="evict", globs=[])
+
+
+def look(rig: Rig, chance: random.Random) -> None:
+    """The counters hold what they promise."""
+    check_counters(rig.control(op="stats"))
+
+
+CONTROLS: dict[str, Callable[[Rig, random.Random], None]] = {
+    function.__name__: function for function in (resize, warm, evict, look)
+}
+
+
+def check_counters(stats: dict[str, object]) -> None:
+    """What `stats` says is consistent."""
+    numbers = {key: value for key, value in stats.items() if isinstance(value, int)}
+    assert min(numbers.values()) >= 0, numbers
+    assert numbers["read_bytes"] == numbers["hit_bytes"] + numbers["miss_bytes"]
+    assert numbers["limit_bytes"] <= numbers["budget_bytes"]
+    assert numbers["pinned_bytes"] <= numbers["resident_bytes"] + numbers["window_bytes"] + CACHE_MIB * MIB
+
 
 SECONDS = float(os.environ.get("LLMCACHE_FAULT_SECONDS", "0"))
 SEED = os.environ.get("LLMCACHE_FAULT_SEED")

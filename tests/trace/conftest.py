@@ -18,7 +18,7 @@ import pytest
 
 from llmcache.arrays import Records
 from llmcache.trace.kernel import FilemapSource
-from llmcache.trace.records import ACCESS, FILL, POLL_S, Scope, Source
+from llmcache.trace.records import ACCESS, POLL_S, Scope, Source
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import resident_bytes, wait_for
 
@@ -189,6 +189,3 @@ def record(paths: Path, file: Path) -> Callable[..., Recording]:
         return Recording(records[mine], process.pid, source.lost)
 
     return go
-
-
-__all__ = ["FILL", "TOUCHED", "Recording", "drop", "lock", "warm"]

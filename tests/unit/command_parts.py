@@ -14,6 +14,9 @@ import click
 from llmcache import cli
 from llmcache.cli.mount import command as mount_command
 
+HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "rich", "torch", "transformers", "mfusepy", "psutil"}
+"""What no command may load before it uses it."""
+
 
 def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
     """What a program whose `main` exits with its code has printed, as subprocess.run tells it."""

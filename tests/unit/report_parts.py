@@ -18,7 +18,7 @@ MODEL, TOKENIZER, COPY = "/models/m.gguf", "/models/tok <1> & $x^{$.json", "/cac
 
 @pytest.fixture(scope="module")
 def unlaid() -> Iterator[None]:
-    """Pictures drawn without their layout, which takes most of the time: `test_report_plot` has it."""
+    """Pictures drawn without their layout, which takes most of the time: `test_names_do_not_overlap` has it."""
     save = Figure.savefig
 
     def as_it_is(figure: Figure, *args: Any, **options: Any) -> None:

@@ -13,8 +13,8 @@ from click.shell_completion import ShellComplete
 
 from llmcache.cli import app
 from llmcache.cli.mount import command as mount_command
+from tests.unit.command_parts import HEAVY
 
-HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transformers", "mfusepy", "psutil"}
 # what is typed, with the word to complete last: words that are offered, and whether there are no others
 CASES = [
     (("llmcache", "st"), {"stats"}, True),
