@@ -145,14 +145,3 @@ def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live
     assert over == [], f"held more than {most_bytes}: {over}"
     mounted.resize(48 * MIB)
     assert mounted.stats()["budget_bytes"] == 48 * MIB
-
-
-def test_reading_past_the_end(mounted: Live) -> None:
-    for name, size in FILES.items():
-        fd = os.open(mounted.mountpoint / name, os.O_RDONLY)
-        try:
-            assert os.pread(fd, 10, size) == b""
-            assert os.pread(fd, 10, size + 123_456_789) == b""
-            assert len(os.pread(fd, 4096, max(0, size - 3))) == min(3, size)
-        finally:
-            os.close(fd)

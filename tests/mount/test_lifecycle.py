@@ -218,11 +218,6 @@ def test_after_kill_9(reading: Mounted) -> None:
     assert (reading.point / "f").read_text() == "x"
 
 
-def test_control_socket_is_private(reading: Mounted) -> None:
-    assert stat.S_IMODE(os.stat(reading.files.socket).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(os.path.dirname(reading.files.socket)).st_mode) == 0o700
-
-
 def test_caller_is_not_held_by_the_daemon(mount: Mounter) -> None:
     mounted = mount()  # run with captured pipes: it returned, so the daemon holds none of them
     for number in (0, 1, 2):

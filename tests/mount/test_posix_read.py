@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, llmcache, random_file
+from tests.mount.live import llmcache, random_file
 
 SIZE = (3 << 20) + 777
 
@@ -56,12 +56,6 @@ def test_mappings(data: tuple[Path, bytes]) -> None:
     private[0:4] = b"mine"
     assert shared[:4] == content[:4]
     assert path.read_bytes()[:4] == content[:4]
-
-
-def test_every_way_gives_the_same(data: tuple[Path, bytes], reading: Mounted) -> None:
-    path, _ = data
-    wanted = by_read(reading.source / "data.bin")
-    assert [way(path) for way in (by_read, by_odd_pread, by_mmap, by_sendfile)] == [wanted] * 4
 
 
 def test_advice_is_accepted(data: tuple[Path, bytes]) -> None:

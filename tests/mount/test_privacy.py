@@ -37,6 +37,7 @@ def test_files_of_a_mount_are_closed_to_others(mount: Mounter, open_umask: None,
     assert len(made) == 5
     for path in made:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600, path
+    assert stat.S_IMODE(os.stat(os.path.dirname(mounted.files.socket)).st_mode) == 0o700
     (mounted.point / "spill.kv").write_bytes(b"x")
     assert stat.S_IMODE((mounted.source / "spill.kv").stat().st_mode) == 0o666  # as its maker wants it
     assert llmcache("umount", mounted.point).returncode == 0

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate, Told
-from tests.conftest import examples
 from tools.bench import all as suite
 from tools.bench import harness, kvmodels, kvstore, mount, results, testtime
 from tools.bench.__main__ import main
@@ -48,19 +45,6 @@ def test_bars_are_read_as_they_were_written() -> None:
     assert (exit_code(bars), exit_code(bars[:1])) == (1, 0)
     with pytest.raises(ValueError, match="twice"):
         with_bars({}, [bar(), bar()])
-
-
-documents = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}")),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=examples(40))
-@given(documents)
-def test_short_lists_hold_the_same(document: Any) -> None:
-    assert json.loads(results.text(document)) == document == results.rounded(document)
 
 
 @pytest.mark.parametrize("name", RECORDED)

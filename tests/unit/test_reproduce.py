@@ -219,18 +219,6 @@ def test_what_is_modelled_is_what_it_was(name: str, written: Path) -> None:
             assert ours["verdict"] == judged
 
 
-def test_io_caching_has_every_app_policy_size_and_bandwidth(written: Path) -> None:
-    found = document(written, "io-caching")
-    rows = found["results"]
-    cells = {(row["trace"], row["policy"], row["cache_bytes"]) for row in rows}
-    assert len(rows) == len(cells) == 8 * 5 * SIZES and set(found["cache_sizes_per_trace"].values()) == {SIZES}
-    best = {(row["trace"], row["cache_bytes"]): row["hit_ratio"] for row in rows if row["policy"] == "belady"}
-    for row in rows:
-        whole_extents = 0.01 if row["policy"] == "llmcache" else 0  # come in, where Belady inserts a block
-        assert 0 <= row["hit_ratio"] <= best[row["trace"], row["cache_bytes"]] + whole_extents
-        assert [latency["bw"] for latency in row["latencies"]] == [10**8, 2 * 10**8, 5 * 10**8, 10**9]
-
-
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A directory in place of `llmcache/papers`, with the same measurements."""
