@@ -1,4 +1,4 @@
-"""What goes wrong under load: signals, dead helpers, storage that fails."""
+"""What goes wrong under load: signals, dead helpers, files that change underneath, storage that fails."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 
 from tests.mount.live import (
     MIB,
+    WAYS,
     Reader,
     by_read,
     finish_reader,
@@ -122,6 +123,42 @@ def read_block(fd: int, offset: int) -> bytes | int:
         return os.pread(fd, 4096, offset)
     except OSError as error:
         return error.errno or 0
+
+
+@pytest.mark.parametrize("how", ["truncated", "replaced", "rewritten", "deleted"])
+def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
+    """An open handle gives what was there, what is there, or an error, and never hangs; whoever opens it anew, what is."""
+    behind = source / "a.bin"
+    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
+        through = mount.mountpoint / "a.bin"
+        before = behind.read_bytes()
+        assert by_read(through) == by_read(behind)
+        fd = os.open(through, os.O_RDONLY)
+        if how == "truncated":
+            os.truncate(behind, SIZE // 2)
+        elif how == "replaced":
+            random_file(source / "new.bin", SIZE).rename(behind)
+        elif how == "rewritten":
+            with behind.open("r+b") as file:
+                for offset in range(0, SIZE, 5 * MIB):
+                    file.seek(offset)
+                    file.write(os.urandom(5000))
+        else:
+            behind.unlink()
+        after = b"" if how == "deleted" else behind.read_bytes()
+        for offset in range(0, SIZE, MIB):
+            block = read_block(fd, offset)
+            if isinstance(block, bytes):  # at the end as long as the file was known to be
+                end = offset + len(block)
+                assert block in (before[offset:end], after[offset:end]), offset
+        os.close(fd)
+        if how == "deleted":
+            with pytest.raises(FileNotFoundError):
+                through.open("rb")
+            assert by_read(mount.mountpoint / "b.bin") == by_read(source / "b.bin")
+            return
+        for way, read in WAYS.items():
+            assert read(through) == by_read(behind), way
 
 
 @pytest.fixture
