@@ -12,12 +12,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from llmcache.fs.backends.touches import why_not
 from tests.mount.live import (
     MIB,
     WAYS,
@@ -79,6 +80,33 @@ def end_readers(running: list[Reader]) -> None:
         assert reader.poll() != 0
         reader.kill()
         reader.wait(120)
+
+
+@pytest.mark.parametrize("mode", ["steer", "inplace"])
+def test_programs_have_more_files_open_than_the_daemon_may(tmp_path: Path, mode: str) -> None:
+    """It lives, and once they have closed them it looks after memory and mount as before."""
+    source = tmp_path / "source"
+    source.mkdir()
+    if mode == "inplace" and (reason := why_not(str(source))):
+        pytest.skip(reason)
+    for number in range(100):
+        path = source / f"{number}.bin"
+        path.touch()
+        os.truncate(path, 4 * MIB)
+        os.utime(path, (0, 0))
+
+    def few(command: Sequence[str]) -> list[str]:
+        return ["prlimit", "--nofile=100", *command]
+
+    with live(source, tmp_path / "mnt", CACHE, "--mode", mode, wrap=few) as mount, contextlib.ExitStack() as opened:
+        for path in mount.mountpoint.iterdir():
+            with contextlib.suppress(OSError):
+                opened.enter_context(path.open("rb")).read(MIB)
+        time.sleep(2)
+        opened.close()
+        wait_for(lambda: len(os.listdir(f"/proc/{mount.daemon.pid}/fd")) < 60, "it has closed them too")
+        assert llmcache("umount", mount.mountpoint).returncode == 0
+        assert mount.daemon.wait(60) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import MappedFile, read_ahead_file
 from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
+from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.source import Caller, SourceTree
@@ -412,17 +412,18 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
                 passes.until_kept(mount, CACHE // 3)
 
 
-def test_a_thousand_files_are_watched_and_few_are_opened(empty: Path, tmp_path: Path) -> None:
+def test_as_many_files_as_can_be_are_watched_and_few_are_opened(empty: Path, tmp_path: Path) -> None:
+    """Of more than that, the large ones."""
     source, point = empty, tmp_path / "mnt"
-    for number in range(1000):
+    for number in range(FILES + 100):
         path = source / f"{number}.bin"
         path.touch()
-        os.truncate(path, 8 * MIB)
+        os.truncate(path, 8 * MIB if number in (3, FILES + 97) else LEAST_LOOP_BYTES)
         os.utime(path, (0, 0))
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
 
         def known() -> bool:
-            for number in (3, 997):
+            for number in (3, FILES + 97):
                 (point / f"{number}.bin").read_bytes()
             return len(mount.stats()["files"]) == 2
 
@@ -601,6 +602,22 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
     finally:
         go_on.set()
         engine.stop()
+        backend.close()
+
+
+def test_a_file_that_was_cut_to_nothing_is_not_left_open(empty: Path) -> None:
+    random_file(empty / "loop.bin", 8 * MIB)
+    engine = Engine(CACHE, "inplace", SourceTree(str(empty)))
+    backend = engine.backend
+    assert isinstance(backend, InPlaceBackend)
+    try:
+        backend.files.release(backend.files.open("/loop.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))[0])
+        os.truncate(empty / "loop.bin", 0)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="Invalid argument"):
+            backend.files.open("/loop.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
         backend.close()
 
 

@@ -21,6 +21,7 @@ import select
 import stat
 import threading
 import time
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.touches import PLACES, RUNS, Touches
+from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.client import control
 from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
 from llmcache.fs.vfs.backing import Backing
@@ -347,24 +348,30 @@ class Places:
     """`count` places in a row, of which stretches are taken and given back."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self._free = [(0, count)]  # (first, behind the last) of each stretch, in order; no two touch
         self._taken: dict[int, int] = {}  # first place -> how many
 
     def take(self, count: int) -> int | None:
         """The first of `count` free places in a row, None if there are none."""
-        at = 0
-        for first, taken in sorted(self._taken.items()):
-            if first - at >= count:
-                break
-            at = first + taken
-        if at + count > self.count:
-            return None
-        self._taken[at] = count
-        return at
+        for at, (first, end) in enumerate(self._free):
+            if end - first >= count:
+                self._free[at : at + 1] = [(first + count, end)] if end - first > count else []
+                self._taken[first] = count
+                return first
+        return None
 
     def give(self, first: int) -> None:
         """Gives back what was taken at `first`, if anything was."""
-        self._taken.pop(first, None)
+        if (count := self._taken.pop(first, None)) is None:
+            return
+        end = first + count
+        at = bisect(self._free, (first, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == first:
+            at -= 1
+            first = self._free.pop(at)[0]
+        self._free.insert(at, (first, end))
 
 
 class Files:
@@ -383,6 +390,7 @@ class Files:
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
+        self._too_many = False  # files, which was said
 
     def of_node(self, node: int | None) -> File | None:
         """The file that has this number in the kernel."""
@@ -459,7 +467,8 @@ class Files:
             began = time.monotonic()
             if began >= next_scan:
                 with self.turn:
-                    self._scan()
+                    with contextlib.suppress(OSError):  # it cannot be read now, or no more files can be opened: the next time
+                        self._scan()
                     self._check_changes()
                     with contextlib.suppress(EnvironmentProblem, OSError):  # somebody has taken it away meanwhile
                         self._set_read_ahead()
@@ -502,7 +511,8 @@ class Files:
                         found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
         for key in [key for key in self.by_key if key not in found]:
             self._forget(self.by_key[key])
-        for key, (path, status) in found.items():
+        # The largest first: of more files than can be watched they have most to gain.
+        for key, (path, status) in sorted(found.items(), key=lambda item: -item[1][1].st_size):
             file = self.by_key.get(key)
             if file is None:
                 self._watch_whole(File(next(self._numbers), path, status))
@@ -522,8 +532,12 @@ class Files:
         return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
 
     def _watch_whole(self, file: File) -> File | None:
-        place = self._places.take(1)
+        """Has the kernel tell of a file; None where there are too many."""
+        place = self._places.take(1) if file.key in self.by_key or len(self.by_key) < FILES else None
         if place is None:
+            if not self._too_many:
+                self._too_many = True
+                log.warning("more than %d files: the others, smaller ones, are not steered", len(self.by_key))
             return None
         file.first = place
         self.by_key[file.key] = self.by_number[file.number] = file
@@ -565,7 +579,12 @@ class Files:
     def _open(self, file: File) -> None:
         fd = self._open_by_path(file)
         file.status = status = os.fstat(fd)
-        file.mapping = MappedFile.of(Backing(file.path, fd, status, False), self.window)
+        backing = Backing(file.path, fd, status, False)
+        try:
+            file.mapping = MappedFile.of(backing, self.window)
+        except OSError:  # it was cut to nothing
+            backing.close()
+            raise
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._give_places(file)
@@ -588,7 +607,7 @@ class Files:
     def _give_places(self, file: File) -> None:
         self._places.give(file.first)
         self._runs.give(file.first_run)
-        file.first_run = -1
+        file.first = file.first_run = -1
 
     def _thin(self) -> None:
         """Of a file that is pinned whole a few touches say enough: that it is read, and how fast."""

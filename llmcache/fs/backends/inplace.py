@@ -111,7 +111,10 @@ class BindMount:
         """True while our mount is where it was made, or where there is none to be made."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
-        return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
+        try:
+            return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
+        except OSError:  # no more files can be opened for now
+            return True
 
     def stop(self) -> None:
         """Ends `run` soon."""

@@ -33,7 +33,7 @@ _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIIIII")
 _RUN = struct.Struct("<QQII")
-RUNS = 1 << 14  # of slices, of all files together, as in the program
+FILES, RUNS = 1 << 13, 1 << 14  # that are watched at a time; of slices, of all files together: as in the program
 
 
 class Touch(NamedTuple):

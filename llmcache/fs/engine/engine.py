@@ -356,6 +356,7 @@ class Engine:
 
     def _keep_house(self, mountpoint: str) -> None:
         limit_before = -1
+        blind = False
         began = time.monotonic()
         while self.state.running:
             # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
@@ -364,10 +365,17 @@ class Engine:
             self._wake.wait(min(self.gauge.pause_s, BEYOND_PAUSE_S) if beyond else self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
-            if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
-                self.pins.stop()
-                return
-            limit = self.gauge.limit(self._held_bytes)
+            try:
+                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+                    self.pins.stop()
+                    return
+                limit = self.gauge.limit(self._held_bytes)
+            except OSError as error:  # programs have as many files open as this process may: until they close some
+                if not blind:
+                    log.warning("memory pressure cannot be seen for now: %s", error.strerror)
+                blind = True
+                continue
+            blind = False
             now_ns = time.monotonic_ns()
             with self.state.lock:
                 if self.backend.in_place:
