@@ -1,11 +1,20 @@
-"""Which mounts the pin helper gives up in its own namespace, and what it opens."""
+"""Which mounts the pin helper gives up in its own namespace, what it opens, and what it has locked."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
+from llmcache.fs.backends.holders import PinService
 from llmcache.fs.backends.pinhelper import Helper, others
+from llmcache.memory import UNLIMITED, lockable_bytes
+from tests.property.kernel import wait_until
+from tests.unit.fs_parts import MIB
 
 MOUNTINFO = rb"""
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -42,3 +51,63 @@ def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(t
         reply = helper.handle({"op": "attach", "path": path})
         assert list(reply) == ["errno"], path
     helper.handle({"op": "detach", "path": "/dir/file"})
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[PinService]:
+    """A service whose helper has two files of 64 MiB, one of them locked."""
+    if lockable_bytes() < UNLIMITED:
+        pytest.skip("memory cannot be locked")
+    service = PinService(lambda _path, _node: None, lambda *_failed: None, lambda _for_good: None)
+    service.start(str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(64 * MIB))
+        service.attach(f"/{name}")
+    service.lock("/a", 0, 64 * MIB)
+    service.settle(60)
+    yield service
+    service.stop()
+
+
+def told(service: PinService, field: str) -> int:
+    """What the kernel says of the helper's memory."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{service.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def unlock_every_second(service: PinService) -> None:
+    """As pins that are spread through a loop are given up."""
+    for at in range(0, 64, 2):
+        service.unlock("/a", at * MIB, MIB)
+
+
+CHANGES: dict[str, tuple[Callable[[PinService], None], int]] = {
+    "parts": (unlock_every_second, 32),
+    "part of what was locked in two": (lambda service: service.unlock("/a", 15 * MIB, 2 * MIB), 62),
+    "detached": (lambda service: service.detach("/a"), 0),
+    "another in its place": (lambda service: service.rename("/b", "/a"), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_locked_is_known(service: PinService, change: str) -> None:
+    act, left = CHANGES[change]
+    act(service)
+    service.settle(60)
+    assert service.locked_bytes == told(service, "VmLck") == left * MIB
+
+
+@pytest.mark.parametrize("left", [4 * MIB, 0])
+def test_what_is_given_up_when_the_helper_has_died_is_not_locked_once_more(service: PinService, left: int) -> None:
+    """The OOM killer may have taken it: the same again would bring it back."""
+    service.on_lost = lambda _for_good: service.unlock("/a", 0, 64 * MIB - left)
+    before = service.pid
+    os.kill(before, signal.SIGKILL)
+    service.unlock("/b", 0, MIB)  # who asks finds out
+    wait_until(lambda: service.pid != before and service.locked_bytes == left, "what is left is locked")
+    service.lock("/b", 0, MIB)
+    service.settle(60)
+    wait_until(lambda: service.locked_bytes == left + MIB, "it goes on")
+    assert told(service, "VmLck") == left + MIB
+    assert told(service, "VmHWM") < 32 * MIB

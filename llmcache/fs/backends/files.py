@@ -467,7 +467,7 @@ class Files:
             began = time.monotonic()
             if began >= next_scan:
                 with self.turn:
-                    with contextlib.suppress(OSError):  # it cannot be read now, or no more files can be opened: the next time
+                    with contextlib.suppress(OSError):  # it cannot be read, or no more files be opened: the next time
                         self._scan()
                     self._check_changes()
                     with contextlib.suppress(EnvironmentProblem, OSError):  # somebody has taken it away meanwhile

@@ -3,7 +3,8 @@
 Locked: programs hit it without a request. `PinService` is the daemon's side of the helper: starts it, keeps it alive, and
 queues locks so that nobody waits for them. One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only
 queue; results come back through the callbacks, called on that thread without any lock held. When the helper dies, it is
-started again and everything that should be attached and locked is replayed.
+started again; everything is attached, and locked once nothing else is asked for: if the OOM killer took it, less is wanted
+by then.
 
 Arena: every pass copies what is held into the page cache ahead of the reader and drops it behind. Slower than locking, but
 it needs no privilege, and every hit is seen. What is held is decided by the deterministic core (`llmcache.cache.steering`);
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,9 @@ class PinService:
         self.locked_bytes = 0  # what the helper has locked: less what it was asked to unlock only once it has
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
-        self._locked: dict[str, set[tuple[int, int]]] = {}
+        # (offset, bytes) in order, of which none overlap: what the helper has locked, and what one that has died had.
+        self._locked: dict[str, list[tuple[int, int]]] = {}
+        self._lost: dict[str, list[tuple[int, int]]] = {}
         self._helper: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -64,6 +68,7 @@ class PinService:
         self._stopping = False
         self._queue = queue.SimpleQueue()
         self._locked.clear()
+        self._lost.clear()
         self.locked_bytes = 0
         self._spawn()
         self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
@@ -91,11 +96,11 @@ class PinService:
         """Locks a range; `on_failed(path, offset, length, errno)` follows if that is refused."""
         for start in range(offset, offset + length, BATCH_BYTES):
             size = min(BATCH_BYTES, offset + length - start)
-            self._queue.put({"op": "lock", "path": path, "ranges": [[start, size]]})
+            self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
     def unlock(self, path: str, offset: int, length: int) -> None:
         """Unlocks a range."""
-        self._queue.put({"op": "unlock", "path": path, "ranges": [[offset, length]]})
+        self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
         """`old` is called `new` from now on, also to a helper started later."""
@@ -123,7 +128,7 @@ class PinService:
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
     def _run(self) -> None:
-        while (request := self._queue.get()) is not None:
+        while (request := self._next()) is not None:
             if isinstance(request, threading.Event):
                 request.set()
                 continue
@@ -135,33 +140,46 @@ class PinService:
                     if self._stopping or not self._recovered(error):
                         return
 
+    def _next(self) -> dict[str, Any] | threading.Event | None:
+        while self._lost and self._queue.empty():
+            path, ranges = next(iter(self._lost.items()))
+            if ranges:
+                offset, length = ranges.pop()
+                return {"op": "lock", "path": path, "offset": offset, "length": length}
+            del self._lost[path]
+        return self._queue.get()
+
     def _serve(self, request: dict[str, Any]) -> None:
-        path = request["path"]
+        path, operation = request["path"], request["op"]
         reply = self._call(request)
-        if request["op"] == "rename":
-            if path in self._locked:
-                self._locked[request["new"]] = self._locked.pop(path)
-            return
-        if request["op"] == "attach":
-            self._locked.setdefault(path, set())
+        if operation == "attach":
+            self._locked.setdefault(path, [])
             self.on_attached(path, reply.get("node"))
-            return
-        ranges = {(offset, length) for offset, length in request.get("ranges", [])}
-        failed = reply.get("failed", [])
-        if "errno" in reply:
-            failed = [[offset, length, reply["errno"]] for offset, length in ranges]
-        held = self._locked.setdefault(path, set())
-        if request["op"] == "lock":
-            added = ranges - held - {(offset, length) for offset, length, _ in failed}
-            held |= added
-            self.locked_bytes += _bytes_of(added)
-            for offset, length, code in failed:
-                self.on_failed(path, offset, length, code)
-        elif request["op"] == "unlock":
-            self._locked[path] = _subtract(held, ranges)
-            self.locked_bytes += _bytes_of(self._locked[path]) - _bytes_of(held)
+        elif operation == "rename":
+            self._forget(request["new"])  # as the helper does
+            for ranges in (self._locked, self._lost):
+                if path in ranges:
+                    ranges[request["new"]] = ranges.pop(path)
+        elif operation == "detach":
+            self._forget(path)
         else:
-            self.locked_bytes -= _bytes_of(self._locked.pop(path))
+            self._note(operation, path, request["offset"], request["length"], reply.get("errno", 0))
+
+    def _note(self, operation: str, path: str, offset: int, length: int, code: int) -> None:
+        """The helper has locked a range, unless the kernel has refused with `code`, or unlocked it."""
+        held = self._locked.setdefault(path, [])
+        if operation == "unlock":
+            self.locked_bytes -= _take_out(held, offset, length)
+            _take_out(self._lost.get(path, []), offset, length)
+        elif code:
+            self.on_failed(path, offset, length, code)
+        else:
+            self.locked_bytes += length - _take_out(held, offset, length)
+            insort(held, (offset, length))
+
+    def _forget(self, path: str) -> None:
+        self._lost.pop(path, None)
+        self.locked_bytes -= sum(length for _, length in self._locked.pop(path, []))
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         helper = self._helper
@@ -198,31 +216,30 @@ class PinService:
         if self._helper is not None:
             self._helper.kill()
             self._helper.wait()
-        self._spawn()
-        for path, ranges in list(self._locked.items()):
-            self._serve({"op": "attach", "path": path})
+        for path, ranges in self._locked.items():
             if ranges:
-                self._serve({"op": "lock", "path": path, "ranges": [list(pair) for pair in sorted(ranges)]})
+                self._lost[path] = sorted(self._lost.get(path, []) + ranges)
+                self._locked[path] = []
+        self.locked_bytes = 0
+        self._spawn()
+        for path in list(self._locked):
+            self._serve({"op": "attach", "path": path})
 
 
-def _bytes_of(ranges: set[tuple[int, int]]) -> int:
-    return sum(length for _, length in ranges)
-
-
-def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Returns `held` without the bytes of `gone`."""
-    for start, length in gone:
-        end, rest = start + length, set()
-        for offset, size in held:
-            if offset + size <= start or offset >= end:
-                rest.add((offset, size))
-                continue
-            if offset < start:
-                rest.add((offset, start - offset))
-            if offset + size > end:
-                rest.add((end, offset + size - end))
-        held = rest
-    return held
+def _take_out(held: list[tuple[int, int]], start: int, length: int) -> int:
+    """Takes a range out of `held`; returns how many bytes of it were there."""
+    end = start + length
+    first, last = bisect_left(held, (start,)), bisect_left(held, (end,))
+    if first and sum(held[first - 1]) > start:
+        first -= 1
+    if first == last:
+        return 0
+    low, high = held[first][0], sum(held[last - 1])
+    there = sum(size for _, size in held[first:last])
+    rest = [(low, start - low)] if low < start else []
+    rest += [(end, high - end)] if high > end else []
+    held[first:last] = rest
+    return there - sum(size for _, size in rest)
 
 
 class SteerHolder(Holder):

@@ -5,9 +5,8 @@ that serving threads need. It keeps an open handle on each file, so that the ker
 Standard library only; run as `python pinhelper.py MOUNT`, one JSON request a line on stdin, one reply a line on stdout. It
 dies with the daemon (PR_SET_PDEATHSIG) and its locks with it.
 
-Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "ranges": [[offset, length]…]}
--> {"failed": [[offset, length, errno]…]} · {"op": "detach", "path"} ·
-{"op": "rename", "path", "new"}.
+Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "offset", "length"} ·
+{"op": "detach", "path"} · {"op": "rename", "path", "new"}. What fails has the reply {"errno"}.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import re
 import signal
 import stat
 import sys
+from collections.abc import Callable
 from typing import Any
 
 CLONE_NEWNS = 0x00020000
@@ -88,7 +88,8 @@ class Helper:
                 return self.detach(path)
             if operation == "rename":
                 return self.rename(path, request["new"])
-            return {"failed": self.change(libc.mlock if operation == "lock" else unlock, path, request["ranges"])}
+            call = libc.mlock if operation == "lock" else unlock
+            return self.change(call, path, request["offset"], request["length"])
         except OSError as error:
             return {"errno": error.errno or errno.EIO}
 
@@ -112,17 +113,15 @@ class Helper:
             self.files[new] = self.files.pop(old)
         return {}
 
-    def change(self, call: Any, path: str, ranges: list[list[int]]) -> list[list[int]]:
-        """Locks or unlocks `ranges`; returns those that failed, with the errno."""
+    def change(self, call: Callable[[int, int], int], path: str, offset: int, length: int) -> dict[str, Any]:
+        """Locks or unlocks a range. OSError."""
         mapping = self.files.get(path)
         if mapping is None:
-            return [[offset, length, errno.ENOENT] for offset, length in ranges]
-        base = mapping.map()
-        failed = []
-        for offset, length in ranges:
-            if call(base + offset, length):
-                failed.append([offset, length, ctypes.get_errno()])
-        return failed
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if call(mapping.map() + offset, length):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return {}
 
 
 def open_below(directory: str, path: str) -> int:
