@@ -7,9 +7,13 @@ The kernel is a model (tests/property/kernel.py); files, backing reads, threads 
 from __future__ import annotations
 
 import errno
+import mmap
+import os
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +21,7 @@ from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import READER_PID, File, wait_until
-from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader
+from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 
 
 def test_every_byte_is_right_and_memory_is_bounded(rig: Rig) -> None:
@@ -187,3 +191,25 @@ def test_a_warm_up_finds_room_where_nobody_reads_any_more(rig: Rig, monkeypatch:
     wait_until(lambda: not any(group.cursors.live for group in groups), "readers are forgotten")
     wanted, there = warmed(rig, "loop")
     assert wanted == there > BUDGET // 2
+
+
+def test_without_memory_everything_is_read_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some machines refuse memory that is not there (vm.overcommit_memory=2): nobody may notice, and no thread end."""
+    make = mmap.mmap
+
+    def scarce(fd: int, length: int) -> mmap.mmap:
+        if length >= MIB:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return make(fd, length)
+
+    with running(tmp_path, "arena", monkeypatch) as rig:
+        file = rig.file("file", LOOP)
+        rig.sweep(file)
+        monkeypatch.setattr("mmap.mmap", scarce)
+        rig.sweep(file)
+        opener = Mock(open=lambda *_: (rig.engine.opened(file.backing, "/file", os.getpid()), True))
+        opener.release = lambda _: rig.engine.closed(file.backing, os.getpid())
+        told = Warmer(rig.engine, opener).warm(["file"], lambda _progress: None)
+        assert told["warm_bytes"] < told["wanted_bytes"]
+        rig.sweep(file)
+        in_threads(lambda: rig.engine.closed(file.backing, READER_PID))

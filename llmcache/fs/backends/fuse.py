@@ -115,13 +115,17 @@ class FuseBackend:
         verdict = self.state.references.claimed(group, member, extent, pid)
         try:
             own = self.holder.region(group, extent, verdict)
-        except OSError:  # no memory: it is streamed
+            region = own or buffer or MemoryRegion(group.extent_bytes)
+        except OSError:  # no memory: it is streamed, or read by pages
             self.state.references.lost(group, extent)
             own, verdict = None, MISS
+            buffer = buffer or self.state.pool.take(group.extent_bytes, ahead)
+            if buffer is None:
+                return None
+            region = buffer
         if own is not None and buffer is not None:  # the plan has changed with this very reference
             self.state.pool.give(buffer)
             buffer = None
-        region = own or buffer or MemoryRegion(group.extent_bytes)
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
         charged = group.charge[extent]
         fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
@@ -253,7 +257,11 @@ class FuseBackend:
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Stores a whole extent that is else read page by page; False if it cannot be read, or not stored."""
-        state, notifier, region = self.state, self.notifier, MemoryRegion(group.extent_bytes)
+        state, notifier = self.state, self.notifier
+        try:
+            region = MemoryRegion(group.extent_bytes)
+        except OSError:  # no memory
+            return False
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
         with state.lock:
             node = member.node

@@ -335,12 +335,15 @@ class Bringer:
 
     def _bring_held(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
         """Arena: into memory of the daemon; the core may have changed its mind while it was read."""
+        try:
+            region = MemoryRegion(group.extent_bytes)
+        except OSError:  # no memory
+            return
         with self.state.lock:
             if not group.alive or has(self.state, (group, member, extent)):
                 return
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
             member.loads += 1
-        region = MemoryRegion(group.extent_bytes)
         complete = read_whole(self.state, backing, region, offset, length)
         with self.state.lock:
             self.state.load_ended(member)
