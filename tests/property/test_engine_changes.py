@@ -15,7 +15,7 @@ import pytest
 from llmcache.fs.daemon.daemon import THREADS
 from llmcache.fs.engine.engine import WAITERS
 from llmcache.fs.engine.warmup import Bringer
-from tests.property.kernel import File, open_backing, wait_until
+from tests.property.kernel import READER_PID, File, open_backing, wait_until
 from tests.property.rig import LOOP, MIB, Rig, content, in_threads, running
 
 
@@ -206,6 +206,24 @@ def test_a_name_used_again_after_a_rename_is_another_file(rig: Rig, tmp_path: Pa
         rig.sweep(second)
         rig.sweep(first)
     wait_until(rig.settled, "nothing is under way")
+    rig.charges_add_up()
+
+
+def test_what_another_file_has_taken_the_place_of_is_given_up(rig: Rig, tmp_path: Path) -> None:
+    """At once, though nobody had it open, who would find out."""
+    gone = rig.file("file", LOOP)
+    rig.sweep(gone, 3)
+    rig.until_pinned(gone)
+    new = rig.file("new", 3 * MIB)
+    rig.engine.closed(gone.backing, READER_PID)
+    os.rename(tmp_path / "new", tmp_path / "file")
+    rig.content["/file"] = rig.content["/new"]
+    rig.kernel.files["no name"] = gone
+    rig.engine.renamed("/new", "/file")
+    new.backing.path = "/file"
+    assert rig.engine.state.pinned_bytes() == 0
+    assert [file["size_bytes"] for file in rig.engine.stats()["files"]] == [3 * MIB]
+    rig.sweep(new)
     rig.charges_add_up()
 
 

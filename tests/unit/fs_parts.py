@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.group import LOADING, READY, TOUCHED, Group, Member
 from llmcache.fs.engine.state import CacheState
@@ -44,6 +46,14 @@ def new_group(state: CacheState, name: str, extents: int, looping: bool = False)
         group.believe([])
     state.groups[name] = group
     return group
+
+
+def open_it(state: CacheState, group: Group) -> None:
+    """An application opens the file."""
+    (member,) = group.members
+    member.backing = backing = Mock()  # only its identity matters
+    state.opens[backing] = 1
+    state.owners[backing] = (group, member)
 
 
 def bring(state: CacheState, group: Group, extents: list[int], kind: int, now_ns: int) -> None:

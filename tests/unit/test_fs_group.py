@@ -17,7 +17,7 @@ from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import Planner
 from llmcache.fs.engine.state import CacheState
 from tests.mount.live import wait_for
-from tests.unit.fs_parts import MIB, NoHolder, bring, new_group, new_state
+from tests.unit.fs_parts import MIB, NoHolder, bring, new_group, new_state, open_it
 
 SIZE = 12
 
@@ -137,9 +137,7 @@ def looping(state: CacheState, name: str, extents: int, period_ns: int) -> Group
     """An open loop whose readers are active."""
     group = new_group(state, name, extents, looping=True)
     group.learner.period, group.last_ns = period_ns, time.monotonic_ns()
-    backing = object()
-    state.opens[backing] = 1  # type: ignore[index]  # only its identity matters
-    state.owners[backing] = (group, group.members[0])  # type: ignore[index]
+    open_it(state, group)
     return group
 
 

@@ -11,12 +11,12 @@ from llmcache.fs.backends.base import BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.experts import Mixture
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, TOUCHED, Group
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.fs.vfs.backing import Backing
-from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray
+from tests.unit.fs_parts import MIB, bring, new_group, new_state, open_it, stray
 
 NOW = 10**12
 LONG_AGO = NOW - 10 * ABANDONED_NS
@@ -119,12 +119,6 @@ def test_closed_files_go_before_open_ones() -> None:
         bring(state, group, [0, 1], TOUCHED, LONG_AGO)
     squeeze(state, 2 * MIB)
     assert victims(state) == [("closed", 0), ("closed", 1)]
-
-
-def open_it(state: CacheState, group: Group) -> None:
-    backing = object()
-    state.opens[backing] = 1  # type: ignore[index]  # only its identity matters
-    state.owners[backing] = (group, group.members[0])  # type: ignore[index]
 
 
 def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:

@@ -226,13 +226,16 @@ class Engine:
             self.state.references.pages(group, group.members[0], offset, length, WRITE, group.last_pid)
 
     def renamed(self, old: str, new: str) -> None:
-        """A path, or a directory with all below it, has a new name."""
+        """A path, or a directory with all below it, has a new name; what had that is gone."""
+        self.removed(new)
         with self.state.lock:
             for group in self.state.groups.values():
                 for member in group.members:
                     if member.path == old or member.path.startswith(old + "/"):
                         self.pins.rename(member.path, new + member.path[len(old) :])
+                        self.state.displace(group, member)
                         member.path = new + member.path[len(old) :]
+                        self.state.place(group, member)
             for group, member in self.state.storing:
                 if not group.alive and (member.path == old or member.path.startswith(old + "/")):
                     member.path = new + member.path[len(old) :]
@@ -240,9 +243,8 @@ class Engine:
     def removed(self, path: str) -> None:
         """A path was deleted through the mount; open handles go on reading."""
         with self.state.lock:
-            for group in list(self.state.groups.values()):
-                if any(member.path == path for member in group.members):
-                    self._dissolve(group)
+            for group, _ in list(self.state.places.get(path, ())):
+                self._dissolve(group)
 
     def about(self) -> dict[str, Any]:
         """Returns what an access log says about the mount beside its rows and events."""
@@ -288,23 +290,22 @@ class Engine:
     def _attached(self, path: str, node: int | None) -> None:
         """The helper has opened `path` (or could not: None). What the kernel read until now was not counted."""
         with self.state.lock:
-            members = [member for group in self.state.groups.values() for member in group.members if member.path == path]
-            for member in members:
+            found = list(self.state.places.get(path, ()))
+            for _, member in found:
                 member.node = node  # what comes in from now on counts
         if node is not None and not self.backend.in_place:
             self.backend.drop(node, 0, 0)
         with self.state.lock:
-            for member in members:
+            for _, member in found:
                 member.attaching = False
-            self.state.work.notify_all()
+            if any(group.cursors.live for group, _ in found):  # of thousands of small files nothing is fetched ahead
+                self.state.work.notify_all()
 
     def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
         """A range could not be locked: it stays in the page cache as long as the kernel likes."""
         with self.state.lock:
-            for group in self.state.groups.values():
-                for member in group.members:
-                    if member.path == path:
-                        self._unpin(group, member, offset, length, code)
+            for group, member in self.state.places.get(path, ()):
+                self._unpin(group, member, offset, length, code)
 
     def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
         """Lock held. A file that has changed meanwhile has nothing pinned there, and the refusal says nothing."""

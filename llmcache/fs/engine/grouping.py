@@ -99,6 +99,8 @@ class Grouping:
     def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[Group, Member]:
         group = self._make(files, backing.writable, header)
         self.state.groups[group.key] = group
+        for member in group.members:
+            self.state.place(group, member)
         kind = "written" if group.written else "paged" if group.paged else "hot" if group.hot else "loop"
         parts = [(member.size_bytes, member.base, member.count) for member in group.members]
         self.state.references.tell("space", group.key, group.extent_bytes, parts, kind)
@@ -111,10 +113,7 @@ class Grouping:
         owner = self.state.owners.get(backing)
         if owner is not None:
             return owner
-        for group in list(self.state.groups.values()):
-            member = next((member for member in group.members if member.path == backing.path), None)
-            if member is None:
-                continue
+        for group, member in list(self.state.places.get(backing.path, ())):
             same = member.size_bytes == backing.size and member.identity in (None, backing.identity)
             if same and not (group.written or backing.writable or member.backing):
                 return group, member
@@ -236,16 +235,19 @@ class Grouping:
 
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
-        self.state.groups.pop(group.key, None)
+        if self.state.groups.pop(group.key, None) is not None:
+            for member in group.members:
+                self.state.displace(group, member)
         left = self.state.mixtures.end(group)
         if self.backend.in_place:
             self.state.resident_bytes -= sum(charged for *_, charged in left)
         else:
             self.state.debts += left
         group.alive = False
-        for backing, (owner, _) in list(self.state.owners.items()):
-            if owner is group:
-                del self.state.owners[backing]
+        for member in group.members:
+            if member.backing is not None:
+                self.state.owners.pop(member.backing, None)
+                member.backing = None
         for extent in group.charged_extents():
             member = group.member_of(extent)
             charged = group.charge[extent]

@@ -89,6 +89,9 @@ class Planner:
 
         `in_place`: nobody waits for the last, as the kernel serves the first, so that only room brings them together.
         """
+        if not (group.cursors.live or group.cursors.strays or group.convoy):  # most of thousands of files
+            group.together_ns = now_ns
+            return False
         group.cursors.expire(now_ns - CURSOR_LIFE_NS)
         seen_ns = SEEN_NS if group.learner.period is None else min(SEEN_NS, group.learner.period // SEEN_SHARE)
         if not group.looping or group.cursors.moving(now_ns - seen_ns) < 2:
@@ -179,7 +182,8 @@ Victim = tuple[Group, int, int, int, int]
 
 def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
     """Returns (group, node id, offset, length, extent) to drop now; empty when there is room enough."""
-    excess = excess_bytes(state)
+    if (excess := excess_bytes(state)) <= 0:
+        return []  # before all groups are put in order for nothing
     victims: list[Victim] = []
     chosen: set[tuple[str, int]] = set()
     for group, extent in _in_order(state, now_ns):

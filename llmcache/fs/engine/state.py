@@ -195,6 +195,7 @@ class CacheState:
     began_ns: int = field(default_factory=time.monotonic_ns)
     references: References = field(default_factory=References)
     groups: dict[str, Group] = field(default_factory=dict)
+    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be known alone, too
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
     opens: dict[Backing, int] = field(default_factory=dict)  # by applications
     debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
@@ -254,12 +255,23 @@ class CacheState:
         self.ended.notify_all()
 
     def opens_of(self, group: Group) -> int:
-        """Open handles of applications on all files of `group`."""
-        return sum(count for backing, count in self.opens.items() if self.owners.get(backing, (None,))[0] is group)
+        """Open handles of applications on all files of `group`, which is alive."""
+        return sum(self.opens.get(member.backing, 0) for member in group.members if member.backing is not None)
 
     def programs_of(self, group: Group) -> int:
         """Open handles of applications on one file of `group`, of which there are most."""
         return max((self.opens.get(member.backing, 0) for member in group.members if member.backing is not None), default=0)
+
+    def place(self, group: Group, member: Member) -> None:
+        """The file of a member is at its path from now on."""
+        self.places.setdefault(member.path, []).append((group, member))
+
+    def displace(self, group: Group, member: Member) -> None:
+        """And is no more, or is forgotten."""
+        known = self.places[member.path]
+        known.remove((group, member))
+        if not known:
+            del self.places[member.path]
 
     def charge(self, group: Group, extent: int, length: int) -> None:
         """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
