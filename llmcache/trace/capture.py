@@ -208,7 +208,10 @@ class _StopSignal:
         self.by: str | None = None
 
     def __enter__(self) -> _StopSignal:
-        self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in self._before.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:

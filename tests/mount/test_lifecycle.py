@@ -193,6 +193,17 @@ def test_foreground(tmp_path: Path, number: int) -> None:
     assert mountpoint.find(str(tmp_path / "mnt")) is None
 
 
+@pytest.mark.parametrize("mode", ["arena", "inplace"])
+def test_a_foreground_that_cannot_say_that_it_serves_ends(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "mnt").mkdir()
+    words = ["mount", tmp_path / "source", tmp_path / "mnt", "-f", "--cache", "32Mi", "--mode", mode]
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "llmcache", *map(str, words)]
+        assert subprocess.run(command, env=environment(), stdout=full, timeout=120, check=False).returncode == 3
+    assert mountpoint.find(str(tmp_path / "mnt")) is None
+
+
 def test_external_umount_ends_the_daemon(reading: Mounted) -> None:
     subprocess.run(["umount", str(reading.point)], check=True, timeout=120)
     assert control.wait_until_gone(reading.files, 120)

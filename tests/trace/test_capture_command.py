@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,9 @@ def reader(file: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def started(*arguments: str | int | Path) -> subprocess.Popen[str]:
+def started(*arguments: str | int | Path, under: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A recorder that runs, and has said so."""
-    command = [*LLMCACHE, *map(str, arguments)]
+    command = [*under, *LLMCACHE, *map(str, arguments)]
     recorder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert recorder.stderr is not None
     assert "recording" in recorder.stderr.readline()
@@ -115,7 +115,8 @@ def test_a_signal_ends_a_recording_normally_and_leaves_the_process(
     how: signal.Signals, reader: subprocess.Popen[str], file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run.parquet"
-    recorder = started(str(reader.pid), "-o", out)
+    recorder = started(str(reader.pid), "-o", out, under=["nohup"])
+    recorder.send_signal(signal.SIGHUP)
     rounds = reads(reader) + 3 * 64 * 4096
     wait_for(lambda: reads(reader) > rounds, "all its blocks are read")
     recorder.send_signal(how)

@@ -164,9 +164,10 @@ class Daemon:
                     self._rotate()
                 elif event == "stop":
                     notify("STOPPING=1")
-                    self._started.set()  # FUSE_INIT may be waiting
-                    self._engine.stop()
-                    self._session.stop()
+                    self._end()
+        except BaseException:  # nobody would take events any more, signals and `llmcache umount` among them
+            self._end()
+            raise
         finally:
             self._started.set()
             loop.join()
@@ -183,13 +184,19 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
 
+    def _end(self) -> None:
+        self._started.set()  # FUSE_INIT may be waiting
+        self._engine.stop()
+        self._session.stop()
+
     def _hear_signals(self) -> None:
         told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(told, True)
         threading.Thread(target=self._wake, args=(told,), name="signals", daemon=True).start()
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._signalled)
+            if number != signal.SIGHUP or self._rotate is not None or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._signalled)
 
     def _wake(self, told: int) -> None:
         while os.read(told, 64):
