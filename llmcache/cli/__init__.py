@@ -6,6 +6,7 @@ the same errors and exit codes.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -17,7 +18,7 @@ import click
 
 from llmcache import __version__
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup, completion_variable
-from llmcache.errors import EXIT_OK, UsageError, run_cli
+from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, run_cli
 
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -64,9 +65,14 @@ def app(context: click.Context) -> None:
 
 def run(command: click.Command, prog_name: str, args: Sequence[str] | None = None) -> NoReturn:
     """Run `command` on `args` (default: the command line) and leave the process with the documented exit code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us: the next file to be opened would get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="replace")  # of a terminal that has no such letter
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="surrogateescape")  # names of files may be any bytes
     sys.exit(run_cli(lambda: _invoke(command, prog_name, args)))
 
 
@@ -100,18 +106,27 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
     except BrokenPipeError:
         if not _is_stdout_gone():
             raise
+        _drop_output()
         return EXIT_OK
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _drop_output()
+        hint = "free space where the output, and what is temporary, goes"
+        raise EnvironmentProblem(f"there is no room for what is written: {error.strerror}", hint) from error
     return result if isinstance(result, int) else EXIT_OK
 
 
 def _is_stdout_gone() -> bool:
-    """Whether nobody reads our output any more; what is left of it then goes nowhere, lest it fail again at exit."""
+    """Whether nobody reads our output any more."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    if not any(events & select.POLLERR for _, events in poll.poll(0)):
-        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """What is left of our output goes nowhere, lest it fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def main() -> NoReturn:

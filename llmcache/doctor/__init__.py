@@ -69,7 +69,7 @@ class Diagnosis:
 
 
 def examine(directory: str | None) -> Diagnosis:
-    """What was found on this machine, with the storage of `directory` measured if one is named (takes up to 25 s).
+    """What was found on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
 
     UsageError: `directory` is none.
     """
@@ -108,9 +108,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
 
 def _check(check: Check) -> Iterator[Text]:
     word, style = _STYLES[check.status]
-    yield Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<17}{check.found}")
+    yield Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}")
     if check.remedy is not None:
-        yield Text(f"  {'':<8}{'':<17}> {check.remedy}")
+        yield Text(f"  {'':<8}{'':<18}> {check.remedy}")
 
 
 def summary(diagnosis: Diagnosis) -> str:

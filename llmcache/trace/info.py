@@ -110,7 +110,7 @@ def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
         print(json.dumps({**asdict(info), "schema": SCHEMA, "duration_ns": info.duration_ns}, indent=2))
         return
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
-    console.print(f"{info.trace}: {info.rows} rows, {info.accesses} accesses to blocks of {BLOCK_BYTES} bytes")
+    console.print(f"{printable(info.trace)}: {info.rows} rows, {info.accesses} accesses to blocks of {BLOCK_BYTES} bytes")
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _facts(info):
         facts.add_row(printable(name), printable(value))
@@ -121,7 +121,7 @@ def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for file in info.files[:_MOST_FILES]:
         size = format_size(file.size_bytes) if file.size_bytes else "unknown"
-        table.add_row(file.path, size, format_size(file.touched_bytes), str(file.accesses), str(file.rows))
+        table.add_row(printable(file.path), size, format_size(file.touched_bytes), str(file.accesses), str(file.rows))
     console.print(table)
     if len(info.files) > _MOST_FILES:
         console.print(f"and {len(info.files) - _MOST_FILES} more files, which --json lists")

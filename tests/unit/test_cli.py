@@ -81,6 +81,26 @@ def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.parametrize("say", ["click.echo", "rich.print"])
+def test_output_that_has_no_room_is_no_bug(say: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(program(f"{say}('x')"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("llmcache: error: there is no room for what is written: No space left on device\nhint: ")
+
+
+def test_streams_that_are_closed_are_no_bug() -> None:
+    callback = "print('said') if open('/proc/self/comm').fileno() > 2 else 1 / 0"
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program(callback)]
+    assert subprocess.run(closed, check=False).returncode == 0
+
+
+def test_names_that_are_no_text_are_printed_as_they_are() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run(program("print('\\udcff')"), env=environment, stdout=subprocess.PIPE, check=True)
+    assert result.stdout == b"\xff\n"
+
+
 def test_a_terminal_without_our_letters_gets_others() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(program("print('3 \\u2588')"), env=environment, stdout=subprocess.PIPE, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Trace
+from llmcache.trace.record import Trace, TraceFile, TraceWriter
 from tests.unit.command_parts import called
 from tests.unit.trace_parts import FILES, PROVENANCE, trace
 
@@ -50,6 +50,14 @@ def test_info_as_json_has_everything(source: Path) -> None:
             "extra": {"k": "ü"},
         },
     }
+
+
+def test_names_in_a_trace_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    columns = {"t_ns": [1], "file": [0], "first": [0], "count": [1]}
+    with TraceWriter(tmp_path / "in.parquet", [TraceFile(0, "/\x1b[2J\udcff", 0, 0, 0, 0)], PROVENANCE) as writer:
+        writer.append(columns)
+    shown = called("info", tmp_path / "in.parquet").stdout
+    assert "/\\x1b[2J\\xff" in shown and "\x1b" not in shown
 
 
 @pytest.mark.parametrize("name", ["out.csv", "OUT.CSV", "out.oracleGeneral", "out.parquet"])
