@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,13 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.fs.client import control
+from llmcache.fs.daemon.accesslog import FRAME, ROW, ROWS
 from llmcache.fs.layout.tensors import Experts
-from llmcache.trace.record import HIT, READ, WRITE, BlockSpace, Trace
+from llmcache.trace.record import GROUP_ROWS, HIT, READ, WRITE, BlockSpace, Trace
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import MIB, Live, is_busy, live, llmcache, random_file, wait_for
 from tools.bench import routing
-from tools.bench.sides import end_mount
+from tools.bench.sides import end_mount, environment
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 SIZES = {
@@ -249,6 +251,22 @@ def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path
         wait_for(lambda: mount.stats()["access_log"]["lost_rows"] > 0, "lost rows are counted")
         wait_for(lambda: "access log" in mount.log.read_text(), "the log says so")
     assert not path.exists()
+
+
+@pytest.mark.mount
+def test_a_log_without_room_leaves_nothing(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", tmp_path], check=True)
+    try:
+        command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
+        blocks = np.random.default_rng(0).integers(0, 1 << 40, 2 * GROUP_ROWS).tolist()
+        rows = b"".join(ROW.pack(0, 0, block, 1, READ, HIT, 1) for block in blocks)
+        told = FRAME.pack(ROWS, len(rows)) + rows
+        done = subprocess.run(command, input=told, capture_output=True, env=environment(), timeout=120, check=False)
+        assert done.returncode == 3
+        assert b"llmcache: error: cannot write" in done.stderr and b"Traceback" not in done.stderr
+        assert os.listdir(tmp_path) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 @pytest.mark.mount

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.client import operation
+from llmcache.fs.client import mountpoint, operation
+from llmcache.mountinfo import Mount
 from tests.unit.top_parts import file, loop, stats
 
 
@@ -58,6 +59,20 @@ def test_nonsense_that_a_daemon_answers_is_refused(
         monkeypatch.setattr(operation, asked, lambda *_: reply)
     with pytest.raises(MountProblem, match="does not understand"):
         call()
+
+
+@pytest.mark.parametrize("wrong", [{"mode": []}, {"budget_bytes": "1"}, {"read_bytes": 10**400}, {"uptime_s": None}])
+def test_a_daemon_that_answers_nonsense_hides_no_other_from_the_list(
+    wrong: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = [Mount(number, 0, "/", point, mountpoint.FSTYPE, "rw") for number, point in enumerate(("/bad", "/good"))]
+    monkeypatch.setattr(mountpoint, "of_user", lambda: mounts)
+    monkeypatch.setattr(operation, "fetch", lambda point: stats(**wrong) if point == "/bad" else stats())
+    operation.show_mounts(as_json=False)
+    said = capsys.readouterr()
+    bad, good = said.out.splitlines()[1:]
+    assert bad.startswith("no answer ") and good.startswith("steer ")
+    assert said.err == "llmcache: /bad: its daemon tells what this version does not understand\n"
 
 
 def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -71,6 +71,11 @@ def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
     journal.close()
     with open_trace(path) as found:
         assert found.provenance.note == PROVENANCE.note, "it was not cut short"
+    whole = path.read_bytes()
+    for at in range(len(whole) - 1000, len(whole) - 100, 31):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with suppress(DataError), open_trace(path) as found:
+            assert found.rows == 15, "what is damaged is no end"
 
 
 def test_a_journal_that_exists_is_not_overwritten_and_what_is_none_is_refused(tmp_path: Path) -> None:
@@ -246,3 +251,6 @@ def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: 
     monkeypatch.setattr(control, "request", request)
     assert mountpoint.locked_bytes(FILE) == expected and mountpoint.locked_bytes(OTHER) == 0
     assert [call.args for call in request.call_args_list] == [("/mnt/models", {"op": "stats"})]
+    request.return_value = {"mode": "steer", "files": [{}]}
+    with pytest.raises(MountProblem, match="does not understand"):
+        mountpoint.locked_bytes(FILE)

@@ -39,6 +39,7 @@ _LONGEST_REPLY = 1 << 28
 _RETRY_S = 0.1
 _LONGEST_INFO = 1 << 16
 _MOST_PIDS = 1 << 22
+_MOST_S = 1e12  # what is shown in nanoseconds stays a number
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -330,7 +331,7 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
         told = json.loads(line) if line.endswith(b"\n") else None
         found = told if isinstance(told, dict) else found
     match found:
-        case {"progress": dict(numbers)} if all(type(number) in (int, float) for number in numbers.values()):
+        case {"progress": dict(sizes)} if all(type(one) in (int, float) and abs(one) < 1 << 63 for one in sizes.values()):
             return found
         case {"error": str(message)} if "progress" not in found:
             hint, code = found.get("hint"), found.get("exit_code", MountProblem.exit_code)
@@ -362,3 +363,24 @@ def reply_errors(mount: str) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         hint = "it may be of another version: unmount and mount again"
         raise MountProblem(f"{mount}: its daemon tells what this version does not understand", hint) from error
+
+
+def whole(value: object) -> int:
+    """A number of bytes that a daemon tells; ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"{type(value).__name__} for a number of bytes")
+    return value
+
+
+def real(value: object) -> float:
+    """Seconds, or a part of 1, that a daemon tells; ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_S:
+        raise ValueError(f"{type(value).__name__} for seconds")
+    return float(value)
+
+
+def text(value: object) -> str:
+    """A name that a daemon tells; TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} for a text")
+    return value

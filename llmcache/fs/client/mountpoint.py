@@ -291,13 +291,15 @@ def _is_on(mount: Mount, fdinfo: str) -> bool:
 def locked_bytes(file: TraceFile) -> int:
     """Bytes of the loops of `file` that the mount it lies on keeps locked in the page cache: 0 in mode arena, or elsewhere.
 
-    Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer.
+    Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer,
+    or nonsense.
     """
     mount = next((mount for mount in mounts().values() if mount.fstype == FSTYPE and mount.dev == file.dev), None)
     if mount is None:
         return 0
     stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
-    if stats["mode"] != "steer":
-        return 0
-    own = [each for each in stats["files"] if mount.point + each["path"] == file.path]
-    return sum(int(loop["pinned_bytes"]) for each in own for loop in each["loops"])
+    with control.reply_errors(mount.point):
+        if stats["mode"] != "steer":
+            return 0
+        own = [each for each in stats["files"] if mount.point + each["path"] == file.path]
+        return sum(control.whole(loop["pinned_bytes"]) for each in own for loop in each["loops"])

@@ -32,6 +32,9 @@ MOUNTS_SCHEMA = "llmcache.mounts/1"
 UMOUNT_SCHEMA = "llmcache.umount/1"
 _MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
 _WIDTH = 79
+# What the list of mounts tells of each, checked: one that answers nonsense must not hide the others.
+_OF_MOUNT: dict[str, Callable[[object], object]] = {"mode": control.text, "uptime_s": control.real}
+_OF_MOUNT |= dict.fromkeys(("budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"), control.whole)
 _NS = 1e9
 _STOP_TIMEOUT_S = 60.0
 _KILL_AFTER_S = 10.0
@@ -103,14 +106,13 @@ def show_mounts(as_json: bool) -> None:
 def _mount_row(mount: Mount) -> dict[str, Any]:
     told = control.files(mount.point, mount.owner).describe()
     row = {"mount": mount.point, "source": told.get("source"), "pid": told.get("pid"), "uid": mount.owner}
-    measured = dict.fromkeys(("mode", "uptime_s", "budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"))
     try:
         stats = fetch(mount.point)
         with reply_errors(mount.point):
-            answered = {key: stats[key] for key in measured}
+            answered = {key: check(stats[key]) for key, check in _OF_MOUNT.items()}
             return {**row, "problem": None, **answered, "hit_ratio": hit_ratio(stats)}
     except MountProblem as problem:
-        return {**row, "problem": problem.message, **measured, "hit_ratio": None}
+        return {**row, "problem": problem.message, **dict.fromkeys(_OF_MOUNT), "hit_ratio": None}
 
 
 def hit_ratio(stats: dict[str, Any]) -> float | None:

@@ -36,7 +36,7 @@ from rich.live import Live
 from rich.text import Span, Text
 
 from llmcache.errors import MountProblem, UsageError, printable
-from llmcache.fs.client.control import reply_errors
+from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import ask
 from llmcache.units import format_duration, format_rate, format_size
 
@@ -49,7 +49,6 @@ HEAT_SHARE = 0.05  # of the time that the mount may be busy with telling the hea
 WIDTH = 80
 LEAST_PAUSE_S = 0.1
 TICK_S = 0.1  # so soon it is seen that the terminal has another size
-_MOST_S = 1e12  # what is shown in nanoseconds stays a number
 _NAME = 25
 _LEAST_ROWS = 3  # of a file, to be worth telling
 _NS = 1e9
@@ -186,10 +185,10 @@ class Sample:
 def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
     """A `kind` of what a daemon tells: each field checked to be of its type, but for those that are `made` of it."""
     checks: dict[str, Callable[[Any], Any]] = {
-        "int": _whole,
-        "float": _real,
+        "int": control.whole,
+        "float": control.real,
         "float | None": _real_or_none,
-        "str": _text,
+        "str": control.text,
         "bool": bool,
     }
     found = {field.name: checks[str(field.type)](facts[field.name]) for field in fields(kind) if field.name not in made}
@@ -198,8 +197,8 @@ def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
 
 def budget_of(stats: dict[str, Any]) -> Budget:
     """Who has the memory, by the counters of a mount."""
-    window, limit = _whole(stats["window_bytes"]), _whole(stats["limit_bytes"])
-    other, free = min(_whole(stats["pages_bytes"]), window), max(0, limit - _whole(stats["resident_bytes"]))
+    window, limit = control.whole(stats["window_bytes"]), control.whole(stats["limit_bytes"])
+    other, free = min(control.whole(stats["pages_bytes"]), window), max(0, limit - control.whole(stats["resident_bytes"]))
     return _told(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
 
 
@@ -208,9 +207,9 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
 
     def moved(key: str, within: str | None = None) -> int:
         new, old = (now, before) if within is None else (now[within], before and before[within])
-        return _whole(new[key]) - (_whole(old[key]) if old else 0)
+        return control.whole(new[key]) - (control.whole(old[key]) if old else 0)
 
-    seconds = _real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0)
+    seconds = control.real(now["uptime_s"]) - (control.real(before["uptime_s"]) if before else 0.0)
     found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
     found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
     for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
@@ -230,9 +229,9 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
         _told(
             LoopState,
             loop,
-            path=_text(file["path"]),
-            size_bytes=_whole(loop["bytes"]),
-            readers=tuple(map(_real, loop["readers"])),
+            path=control.text(file["path"]),
+            size_bytes=control.whole(loop["bytes"]),
+            readers=tuple(map(control.real, loop["readers"])),
         )
         for file in stats["files"]
         for loop in file["loops"]
@@ -253,12 +252,12 @@ def _age(file: HeatFile) -> float:
 
 
 def _layer_of(facts: dict[str, Any]) -> HeatLayer:
-    cells = {kind: _text(strip) for kind, strip in facts["cells"].items()}
+    cells = {kind: control.text(strip) for kind, strip in facts["cells"].items()}
     if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
         raise ValueError("cells")
     experts = facts["experts"] or {}
-    count, kept = _whole(experts.get("count", 0)), _whole(experts.get("kept", 0))
-    return _told(HeatLayer, facts, size_bytes=_whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+    count, kept = control.whole(experts.get("count", 0)), control.whole(experts.get("kept", 0))
+    return _told(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -286,32 +285,14 @@ def quantile_s(waits: dict[str, Any], share: float) -> float | None:
 
 
 def _waits(facts: dict[str, Any]) -> dict[str, Any]:
-    bounds, counts = list(map(_real, facts["bounds_s"])), list(map(_whole, facts["counts"]))
+    bounds, counts = list(map(control.real, facts["bounds_s"])), list(map(control.whole, facts["counts"]))
     if len(counts) != len(bounds) + 1 or bounds != sorted(bounds):
         raise ValueError("waits")
-    return {"bounds_s": bounds, "counts": counts, "sum_s": _real(facts["sum_s"])}
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 64:
-        raise ValueError(f"{type(value).__name__} for a number of bytes")
-    return value
-
-
-def _real(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_S:
-        raise ValueError(f"{type(value).__name__} for seconds")
-    return float(value)
+    return {"bounds_s": bounds, "counts": counts, "sum_s": control.real(facts["sum_s"])}
 
 
 def _real_or_none(value: object) -> float | None:
-    return None if value is None else _real(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} for a text")
-    return value
+    return None if value is None else control.real(value)
 
 
 def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
@@ -416,7 +397,7 @@ class Watcher:
         """One look. MountProblem if there is no mount, not any more, or one that tells what cannot be understood."""
         try:
             stats = self._ask(self.mount, {"op": "stats"})
-            with reply_errors(self.mount):
+            with control.reply_errors(self.mount):
                 before = self._past[-1] if self._past else stats
                 if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
                     self._past.clear()  # another mount is on the path by now

@@ -2,7 +2,7 @@
 
 Run as `python -m llmcache.fs.daemon.logwriter PATH`; says {"ready": true} or {"error"} in one line on stdout. It outlives
 the daemon by as long as completing the file takes: the end of stdin, in order or by its death, is the end of the log.
-What it has read by then is in the file.
+What it has read by then is in the file. One that there is no room for is removed.
 
 Provenance: `extra["mount"]` names this scheme, `extra["events"]` holds [row, event] pairs (the event happened before that
 row; see `llmcache.cache.steering` for events; "file" [id, space, member] says which member of a space a file is).
@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import LlmcacheError
+from llmcache.errors import LlmcacheError, report
 from llmcache.fs.daemon.accesslog import FRAME, ROWS
 from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
 
@@ -76,7 +76,7 @@ class LogWriter:
     def finish(self) -> None:
         """Completes the file, or removes it if it is not to be kept."""
         if self._end == "discard":
-            self._writer.discard()
+            self.discard()
             return
         notes = [str(self._about.get("note", ""))]
         if not self._end:
@@ -93,6 +93,10 @@ class LogWriter:
             extra=extra,
         )
         self._writer.close()
+
+    def discard(self) -> None:
+        """Removes the file."""
+        self._writer.discard()
 
 
 def process_of(thread: int) -> int:
@@ -128,9 +132,14 @@ def main() -> int:
         print(json.dumps(said), flush=True)
         return error.exit_code
     print(json.dumps({"ready": True}), flush=True)
-    for kind, payload in frames(sys.stdin.buffer):
-        writer.take(kind, payload)
-    writer.finish()
+    try:
+        for kind, payload in frames(sys.stdin.buffer):
+            writer.take(kind, payload)
+        writer.finish()
+    except LlmcacheError as error:  # a full disk: without the end that it has no room for, the file is of no use
+        writer.discard()
+        report(error)  # into the daemon's log
+        return error.exit_code
     return 0
 
 

@@ -127,7 +127,7 @@ def read(path: Path, writer: TraceWriter) -> None:
         stream = _stream(path, file)
         provenance = decode(stream.schema.metadata[KEY])[1]
         lost = 0
-        for batch, facts in _batches(stream):
+        for batch, facts in _batches(path, stream):
             try:
                 files = files_of(json.loads(facts[FILES]))
                 lost = int(facts[LOST])
@@ -150,18 +150,26 @@ def _stream(path: Path, file: Any) -> Any:
     return stream
 
 
-def _batches(stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
+def _batches(path: Path, stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
     """Yields whole batches with their metadata."""
     while True:
         try:
             batch, facts = stream.read_next_batch_with_custom_metadata()
-        except (StopIteration, pa.ArrowException, OSError):
-            return  # the end, or a batch that was being written when the recorder died
+        except StopIteration:
+            return
+        except (pa.ArrowException, OSError) as error:
+            if _is_ended(path):
+                raise _damaged(error) from error
+            return  # it was being written when the recorder died
         try:
             batch.validate()  # that its columns are as long as it says; reading on would be outside of them
         except pa.ArrowException as error:
-            raise DataError(f"rows: a batch is damaged: {str(error).splitlines()[0]}", _FOREIGN) from error
+            raise _damaged(error) from error
         yield batch, dict(facts or {})
+
+
+def _damaged(error: Exception) -> DataError:
+    return DataError(f"rows: a batch is damaged: {str(error).splitlines()[0]}", _FOREIGN)
 
 
 def _is_ended(path: Path) -> bool:
