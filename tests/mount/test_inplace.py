@@ -674,6 +674,18 @@ def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
         directory.rmdir()
 
 
+def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:
+    done = llmcache("mount", empty, empty.parent, "--mode", "inplace")
+    assert done.returncode == 3 and "SOURCE lies inside MOUNT" in done.stderr
+    random_file(empty / "f", MIB)
+    try:
+        done = llmcache("mount", empty, empty.parent, "--cache", "32Mi")
+        assert done.returncode == 0 and "(SOURCE lies inside MOUNT, which hides it), 33.6 MB" in done.stdout
+        assert os.listdir(empty.parent) == ["f"]
+    finally:
+        assert llmcache("umount", empty.parent).returncode == 0
+
+
 def test_warmup_and_evict(source: Path, mount: Live) -> None:
     forget(source / "loop.bin")
     done = llmcache("warmup", mount.mountpoint, "*.bin", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -129,7 +130,8 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
-    reason = request.not_in_place or why_not(source)
+    is_hidden = source != point and os.path.commonpath([source, point]) == point
+    reason = request.not_in_place or ("SOURCE lies inside MOUNT, which hides it" if is_hidden else why_not(source))
     if reason is None:  # where nothing is mounted, nothing is read-only
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace" or request.read_ahead_bytes is not None:
