@@ -23,6 +23,7 @@ from llmcache.errors import MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
 from llmcache.fs.client.operation import end_mount
+from llmcache.fs.daemon.sentinel import is_dead
 from llmcache.mountinfo import mounts
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import llmcache, wait_for
@@ -201,6 +202,19 @@ def test_a_foreground_that_cannot_say_that_it_serves_ends(tmp_path: Path, mode: 
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "llmcache", *map(str, words)]
         assert subprocess.run(command, env=environment(), stdout=full, timeout=120, check=False).returncode == 3
+    assert mountpoint.find(str(tmp_path / "mnt")) is None
+
+
+def test_a_daemon_that_takes_too_long_serves_nothing_later(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "mnt").mkdir()
+    words = ["mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "--cache", "32Mi", "--mode", "arena"]
+    impatient = "from llmcache import cli; from llmcache.fs.daemon import daemon; daemon.START_S = 0.0; "
+    command = [sys.executable, "-c", f"{impatient}cli.run(cli.app, 'llmcache', {words})"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 4 and "does not serve after 0 s" in done.stderr
+    pid = int(done.stderr.partition("(pid ")[2].partition(")")[0])
+    wait_for(lambda: is_dead(pid), "the daemon has ended")
     assert mountpoint.find(str(tmp_path / "mnt")) is None
 
 

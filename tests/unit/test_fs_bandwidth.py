@@ -109,6 +109,12 @@ def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch:
                 measure(str(on_disk))
         assert caught.value.message == f"--measure: cannot write in {on_disk}: {os.strerror(code)}"
         assert caught.value.hint
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(EnvironmentProblem, match=r"cannot open a file in .*Permission denied"),
+    ):
+        patch.setattr(os, "scandir", Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES))))
+        measure(str(on_disk))
     monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))

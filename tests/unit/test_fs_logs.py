@@ -218,6 +218,15 @@ def test_a_directory_that_cannot_be_written_is_named() -> None:
         AccessLog(path, ABOUT)
 
 
+def test_a_writer_whose_daemon_has_gone_before_it_could_serve_leaves_nothing(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, b"", [])
+
+
 def test_paths_are_checked_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mnt").mkdir()

@@ -72,11 +72,10 @@ def measure(directory: str) -> Measured:
     if not os.path.isdir(directory):
         raise UsageError(f"--measure: {directory} is not a directory", "give a directory on the storage to measure")
     refuse_memory(directory)
-    name = _largest_file(directory)
-    if name is not None:
-        with _storage_errors(directory, "open"):
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    else:
+    with _storage_errors(directory, "open a file"):
+        name = _largest_file(directory)
+        fd = None if name is None else os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    if fd is None:
         with _storage_errors(directory, "write"):
             fd = _temporary(directory)
     try:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
 PRIORITY = -10
-_START_TIMEOUT_S = 120.0
+START_S = 120.0  # for a daemon to serve
 _LOG_BYTES = 1 << 20
 
 
@@ -348,11 +348,12 @@ def serve_background(request: MountRequest, source: str, point: str, served: Cal
 
 
 def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
-    end = time.monotonic() + _START_TIMEOUT_S
+    end = time.monotonic() + START_S
     while True:
         ready, _, _ = select.select([events], [], [], max(0.0, end - time.monotonic()))
         if not ready:
-            raise MountProblem(f"the daemon (pid {child}) does not serve after {_START_TIMEOUT_S:.0f} s", f"see {log_path}")
+            os.kill(child, signal.SIGTERM)  # who was told that there is no mount does not find one later
+            raise MountProblem(f"the daemon (pid {child}) does not serve after {START_S:.0f} s", f"see {log_path}")
         line = events.readline()
         if not line:
             _, status = os.waitpid(child, 0)

@@ -131,8 +131,8 @@ def main() -> int:
         said = {"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code}
         print(json.dumps(said), flush=True)
         return error.exit_code
-    print(json.dumps({"ready": True}), flush=True)
     try:
+        os.write(sys.stdout.fileno(), b'{"ready": true}\n')
         for kind, payload in frames(sys.stdin.buffer):
             writer.take(kind, payload)
         writer.finish()
@@ -140,6 +140,8 @@ def main() -> int:
         writer.discard()
         report(error)  # into the daemon's log
         return error.exit_code
+    except BrokenPipeError:  # the daemon was killed before it served
+        writer.discard()
     return 0
 
 
