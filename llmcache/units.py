@@ -147,6 +147,11 @@ def format_duration(duration_ns: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
+def format_percent(ratio: float | None, digits: int = 1) -> str:
+    """`ratio` (0..1) as "12.5 %"; "-" for None."""
+    return "-" if ratio is None else f"{100 * ratio:.{digits}f} %"
+
+
 def _three_digits(value: float) -> str:
     for digits, limit in ((2, 9.995), (1, 99.95)):
         if value < limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ def target_of(words: Sequence[str]) -> Target:
     if len(words) > 1:
         hint = f"with its children; a command goes after --: llmcache trace -- {' '.join(words)}"
         raise UsageError(f"PID: '{words[1]}' after process {words[0]}: one process is recorded", hint)
-    pid = int(words[0]) if words[0].isascii() and words[0].isdigit() else _named(words[0])
+    pid = int(words[0]) if re.fullmatch("[0-9]{1,20}", words[0]) else _named(words[0])
     if pid == os.getpid():
         raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
     _check(pid)

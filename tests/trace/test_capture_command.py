@@ -233,6 +233,7 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
         ([], 2, "what is to be recorded"),
         (["--"], 2, "what is to be recorded"),
         (["no-such-process"], 3, "no process is called"),
+        (["9" * 5000], 3, "no process is called"),
         (["12", "13"], 2, "one process"),
         (["--", "no-such-program"], 2, "not found"),
         (["--tier", "magic", "--", "true"], 2, "--tier"),

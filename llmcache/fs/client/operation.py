@@ -26,7 +26,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
 from llmcache.mountinfo import Mount
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_duration, format_percent, format_size
 
 MOUNTS_SCHEMA = "llmcache.mounts/1"
 UMOUNT_SCHEMA = "llmcache.umount/1"
@@ -98,7 +98,7 @@ def show_mounts(as_json: bool) -> None:
         sizes = [row[f"{key}_bytes"] for key in ("budget", "pinned", "resident", "read")]
         texts = ["-" if size is None else format_size(size) for size in sizes]
         mode = "no answer" if row["problem"] else row["mode"]
-        print(printable(_MOUNTS_LINE.format(mode, *texts, _percent(row["hit_ratio"]), row["mount"])))
+        print(printable(_MOUNTS_LINE.format(mode, *texts, format_percent(row["hit_ratio"]), row["mount"])))
     for problem in filter(None, (row["problem"] for row in rows)):
         print(f"llmcache: {printable(problem)}", file=sys.stderr)
 
@@ -126,11 +126,7 @@ def hit_ratio(stats: dict[str, Any]) -> float | None:
 def _in_time(stats: dict[str, Any]) -> str:
     """The share of prefetched bytes that were read in time."""
     useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
-    return _percent(useful / (useful + late + wasted) if useful + late + wasted else None)
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+    return format_percent(useful / (useful + late + wasted) if useful + late + wasted else None)
 
 
 def _table(**columns: dict[str, Any]) -> Table:
@@ -156,7 +152,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     facts.add_row("pinned", size["pinned_bytes"], "   given to readers", size["read_bytes"])
     facts.add_row("window", size["window_bytes"], "   read from storage", size["backing_read_bytes"])
     facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
-    facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", _percent(hit_ratio(stats)))
+    facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", format_percent(hit_ratio(stats)))
     facts.add_row("CPU", f"{stats['cpu_s']:.1f} s", "   prefetch in time", _in_time(stats))
     if stats.get("beyond_bytes"):
         facts.add_row("beyond", size["beyond_bytes"], "", "")

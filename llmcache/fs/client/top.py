@@ -38,7 +38,7 @@ from rich.text import Span, Text
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import ask
-from llmcache.units import format_duration, format_rate, format_size
+from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 Told = TypeVar("Told", "Budget", "LoopState", "HeatLayer", "HeatFile")
@@ -495,7 +495,7 @@ def _flows(sample: Sample) -> list[Text]:
         return f"{name:13}{format_size(getattr(total, amount)):>12}{rate:>13}"
 
     def ratio_row(name: str, ratio: str) -> str:
-        shares = [_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
+        shares = [format_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
         return f"{name:15}{shares[0]:>11}{shares[1]:>13}"
 
     amounts = (("to readers", "read_bytes"), ("from storage", "storage_read_bytes"), ("fetched", "fetched_bytes"))
@@ -526,7 +526,7 @@ def _row(widths: Sequence[int], name: str, *cells: str) -> str:
 
 def _share_of_time(flow: MountTraffic | None, key: str) -> str:
     """Readers that waited, on average, as a share of one reader's time."""
-    return _percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
+    return format_percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
 
 
 def _within(upper_s: float | None) -> str:
@@ -544,7 +544,7 @@ def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Tex
     told = loops if rows is None or len(loops) < rows else loops[: max(1, rows - 2)]
     for loop in told:
         period = "-" if loop.period_s is None else _coarse(loop.period_s)
-        share = _percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
+        share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
         passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
         row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
         found.append(Text(f"{row}   ").append_text(readers_strip(loop.readers, room)))
@@ -579,7 +579,7 @@ def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
 
 
 def _layer(layer: HeatLayer, columns: Sequence[int], room: int) -> Text:
-    share = _percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
+    share = format_percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
     name = layer.name or "whole file"
     if layer.experts:
         name = f"{name} {layer.experts_kept}/{layer.experts}"
@@ -606,10 +606,6 @@ def _coarse(seconds: float) -> str:
 
 def _span(flow: MountTraffic | None) -> str:
     return "" if flow is None else f"last {flow.seconds:.1f} s"
-
-
-def _percent(ratio: float | None, digits: int = 1) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.{digits}f} %"
 
 
 def _fit(text: str, width: int) -> str:

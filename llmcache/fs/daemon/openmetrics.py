@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -150,7 +151,7 @@ def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
 def parse_address(text: str) -> tuple[str, int]:
     """(address, port) meant by "127.0.0.1:9464" or "[::1]:0". UsageError, naming the setting, for all but loopback."""
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UsageError(f"metrics: '{text}' is not ADDRESS:PORT", _HINT)
     if host == "[::1]":
         return "::1", int(port)
