@@ -416,7 +416,8 @@ class FaultSource(Source):
     sees = "the page of every page fault in a mapped file; reads and writes by call where strace is installed"
     cannot_see = (
         "whether the page cache had the blocks; accesses to pages that are mapped already or were mapped around a fault; "
-        "faults in calls of the kernel; io_uring; where files go that were open before, unless they are read at offsets"
+        "faults in calls of the kernel, and where mremap has put a file; io_uring; where files go that were open before, "
+        "unless they are read at offsets"
     )
     pages = False
     requests = False
