@@ -5,7 +5,7 @@ is; else the file system is asked; else (it was closed already, on a file system
 seen again. It is the name at that time: a file that is renamed later keeps it unless the name is
 gone at the end and a process still shows the new one; one that is deleted keeps the last it had.
 
-A mount of mode steer locks what it keeps of a loop: after the first touch no tier sees those pages again, and a recording
+A mount (inplace, steer) locks what it keeps of a loop: after the first touch no tier sees those pages again, and a recording
 has only what the mount streams. How much that is, `LockedBytes` asks when a file is first seen and again at the end; the
 smaller number was locked all the time, and goes into the trace with its rows.
 """
@@ -220,7 +220,7 @@ class LockedBytes:
             if before and (size_bytes := min(before, self._bytes(file))):
                 self.by_file[file.id] = size_bytes
                 self.remarks.append(
-                    f"{file.path}: its mount (llmcachefs, mode steer) keeps {format_size(size_bytes)} of the loop locked, "
+                    f"{file.path}: its mount (llmcachefs) keeps {format_size(size_bytes)} of the loop locked, "
                     "read without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
                 )
 

@@ -254,3 +254,14 @@ def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: 
     request.return_value = {"mode": "steer", "files": [{}]}
     with pytest.raises(MountProblem, match="does not understand"):
         mountpoint.locked_bytes(FILE)
+
+
+def test_a_mount_in_place_is_asked_about_files_below_both_of_its_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = Mount(30, FILE.dev, "/", "/mnt/models", mountpoint.IN_PLACE, "rw")
+    loops = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}]
+    monkeypatch.setattr(mountpoint, "mounts", dict)
+    monkeypatch.setattr(mountpoint, "find", lambda _point: mount)
+    monkeypatch.setattr(control, "root_points", lambda: {"/mnt/models": {"source": "/srv"}})
+    monkeypatch.setattr(control, "request", lambda *_, **__: {"mode": "inplace", "files": loops})
+    found = {path: mountpoint.locked_bytes(replace(FILE, path=path)) for path in (FILE.path, "/srv/m.gguf", "/srv2/m.gguf")}
+    assert list(found.values()) == [300, 300, 0]

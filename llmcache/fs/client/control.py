@@ -153,15 +153,16 @@ def files(point: str, uid: int | None = None) -> ControlFiles:
     return ControlFiles(os.path.join(directory(uid), name), uid)
 
 
-def root_points() -> list[str]:
-    """Mount points of which daemons of root tell in their files; none for those who may not read these."""
-    found = []
+def root_points() -> dict[str, dict[str, Any]]:
+    """What daemons of root tell in their files, by mount point; nothing for those who may not read these."""
+    found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(directory(0)):
             base, kind = os.path.splitext(os.path.join(directory(0), name))
-            point = ControlFiles(base, 0).describe().get("mount") if kind == ".json" else None
+            facts = ControlFiles(base, 0).describe() if kind == ".json" else {}
+            point = facts.get("mount")
             if isinstance(point, str) and files(point, 0).base == base:
-                found.append(point)
+                found[point] = facts
     return found
 
 

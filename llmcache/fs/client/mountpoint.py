@@ -294,12 +294,23 @@ def locked_bytes(file: TraceFile) -> int:
     Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer,
     or nonsense.
     """
-    mount = next((mount for mount in mounts().values() if mount.fstype == FSTYPE and mount.dev == file.dev), None)
-    if mount is None:
-        return 0
-    stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
-    with control.reply_errors(mount.point):
-        if stats["mode"] != "steer":
-            return 0
-        own = [each for each in stats["files"] if mount.point + each["path"] == file.path]
-        return sum(control.whole(loop["pinned_bytes"]) for each in own for loop in each["loops"])
+    for mount, base in _steering(file):
+        stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
+        with control.reply_errors(mount.point):
+            if stats["mode"] == "arena":
+                return 0
+            own = [each for each in stats["files"] if base + each["path"] == file.path]
+            return sum(control.whole(loop["pinned_bytes"]) for each in own for loop in each["loops"])
+    return 0
+
+
+def _steering(file: TraceFile) -> Iterator[tuple[Mount, str]]:
+    """The mount that a file lies on, and the directory that paths are told from: in place also below SOURCE."""
+    for mount in mounts().values():
+        if mount.fstype == FSTYPE and mount.dev == file.dev:
+            yield mount, mount.point
+    for point, facts in control.root_points().items():
+        for base in (point, str(facts.get("source"))):
+            mounted = find(point) if file.path.startswith(base + "/") else None
+            if mounted is not None and mounted.fstype == IN_PLACE:
+                yield mounted, base
