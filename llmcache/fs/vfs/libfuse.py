@@ -191,6 +191,7 @@ class Session:
         self._notifier: Notifier | None = None
         self._thread = 0
         self._over = threading.Event()
+        self._alive, self._turn = True, threading.Lock()  # nobody uses `_fuse` once it is destroyed
         self._table = self._callbacks()
         self._fuse = self._create(options)
 
@@ -266,6 +267,8 @@ class Session:
                 self._lib.fuse_unmount(self._fuse)
         finally:
             self._over.set()
+            with self._turn:
+                self._alive = False
             self._lib.fuse_destroy(self._fuse)
         if self._failure is not None:
             raise self._failure
@@ -293,7 +296,9 @@ class Session:
         libfuse's loop waits on a semaphore that only a signal interrupts; one sent before it waits is lost, so again."""
         if self._notifier is not None:
             self._notifier.close()
-        self._lib.fuse_exit(self._fuse)
+        with self._turn:
+            if self._alive:
+                self._lib.fuse_exit(self._fuse)
         while not self._over.is_set():
             if self._thread:
                 signal.pthread_kill(self._thread, WAKE_SIGNAL)
