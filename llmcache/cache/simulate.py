@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,13 +117,20 @@ def state_bytes(value: object, depth: int = 4) -> int:
     return sum(state_bytes(each, depth - 1) for each in inside) if depth else 0
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
+def ahead(items: Iterator[T]) -> Generator[T, None, None]:
     """Yields `items`, each of which is made by a thread while the one before it is in use."""
-    with ThreadPoolExecutor(1) as reader:
-        waiting = reader.submit(next, items, None)
+    reader = ThreadPoolExecutor(1)
+    waiting = reader.submit(next, items, None)
+    try:
         while (item := waiting.result()) is not None:
             waiting = reader.submit(next, items, None)
             yield item
+    finally:
+        # Not joined: what was left unfinished may be collected amid the start of another thread, which holds a lock that a
+        # join needs.
+        reader.shutdown(wait=False)
+        if not waiting.cancel():
+            wait([waiting])
 
 
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:

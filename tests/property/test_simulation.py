@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,16 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
         simulate_all([trace_of(loop(50, 4, 7)), trace_of(loop(90, 2, 1))], plan)
     loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
     assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4), "Belady sees the whole trace"
+
+
+def test_what_is_left_unfinished_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be collected while another thread starts, which a join then waits for, and that for it."""
+    items = module.ahead(iter(range(1, 100)))
+    assert next(items) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", lambda *_: pytest.fail("joined"))
+        items.close()
+    assert list(module.ahead(iter(range(1, 9)))) == list(range(1, 9))
 
 
 # The LRU curve of all sizes is what replaying LRU at each size counts
