@@ -336,9 +336,7 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
                 rest = file.read()
                 file.truncate(cut)
                 wait_for(lambda: passes.next()["failed"] != [], "what is broken is asked for")
-                for _ in range(20):
-                    failed = passes.next()["failed"]
-                assert failed and set(failed) < bad, "what is pinned is there"
+                wait_for(lambda: set() < set(passes.next()["failed"]) < bad, "what is pinned is there")
                 file.seek(cut)
                 file.write(rest)
             wait_for(lambda: passes.next()["failed"] == [], "all is read again")
