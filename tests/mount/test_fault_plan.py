@@ -261,45 +261,46 @@ def _killed(rig: Rig, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """kill -9 of the daemon: nobody hangs, and `umount --force` cleans up."""
+def _nobody_serves(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
+    """Until another daemon does; of the one that there is."""
     window = rig.model.excuse(Window(NOBODY))
     assert rig.daemon is not None
-    rig.daemon.kill()
-    yield
-    rig.daemon.wait(120)
-    rig.force_unmount()
+    yield rig.daemon
     rig.start_daemon()
     window.until = time.monotonic()
+
+
+@contextlib.contextmanager
+def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
+    """kill -9 of the daemon: nobody hangs, and `umount --force` cleans up."""
+    with _nobody_serves(rig) as daemon:
+        daemon.kill()
+        yield
+        daemon.wait(120)
+        rig.force_unmount()
 
 
 @contextlib.contextmanager
 def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
     """kill -9 of the daemon with its sentinel: who reads may hang until `umount --force`."""
-    window = rig.model.excuse(Window(NOBODY))
-    assert rig.daemon is not None
-    daemon = psutil.Process(rig.daemon.pid)
-    daemon.suspend()
-    for child in daemon.children():
-        child.kill()
-    daemon.kill()
-    yield
-    rig.force_unmount()
-    rig.daemon.wait(120)
-    rig.start_daemon()
-    window.until = time.monotonic()
+    with _nobody_serves(rig) as daemon:
+        stopped = psutil.Process(daemon.pid)
+        stopped.suspend()
+        for child in stopped.children():
+            child.kill()
+        stopped.kill()
+        yield
+        rig.force_unmount()
+        daemon.wait(120)
 
 
 @contextlib.contextmanager
 def remounted(rig: Rig, chance: random.Random) -> Iterator[None]:
     """SIGTERM under load, and a new mount, perhaps in the other mode."""
-    window = rig.model.excuse(Window(NOBODY))
-    assert rig.daemon is not None
-    rig.daemon.terminate()
-    assert rig.daemon.wait(120) == 0
-    yield
-    rig.start_daemon()
-    window.until = time.monotonic()
+    with _nobody_serves(rig) as daemon:
+        daemon.terminate()
+        assert daemon.wait(120) == 0
+        yield
 
 
 # Memory
