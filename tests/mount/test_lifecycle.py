@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import importlib.util
 import json
 import os
@@ -323,12 +324,16 @@ def users_place() -> Iterator[Path]:
         os.chown(directory, 65534, 65534)
     (place / "lib").mkdir()
     copy_packages(place / "lib")
-    bits = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
-    os.chmod("/dev/fuse", 0o666)
+    # One test at a time has the device open to all: another worker's end would close it to this one.
+    device = os.open("/dev/fuse", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(device, fcntl.LOCK_EX)
+    bits = stat.S_IMODE(os.fstat(device).st_mode)
+    os.fchmod(device, 0o666)
     try:
         yield place
     finally:
-        os.chmod("/dev/fuse", bits)
+        os.fchmod(device, bits)
+        os.close(device)
         if mountpoint.find(str(place / "mnt")) is not None:
             llmcache("umount", "--force", place / "mnt")
         shutil.rmtree(place)
