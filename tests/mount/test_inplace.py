@@ -37,6 +37,8 @@ from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.runner import forget
+from tools.bench.sides import read_ahead
+from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -470,6 +472,43 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
         assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
     syscalls.munmap(address, SIZE)
     os.close(fd)
+
+
+POPULATED = """
+import mmap, re, sys
+with open(sys.argv[1], "rb") as file:
+    view = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+    (mapped,) = (each for each in re.split(r"\\n(?=[0-9a-f]+-)", open("/proc/self/smaps").read()) if sys.argv[1] in each)
+    print(re.search(r"FilePmdMapped: +([0-9]+)", mapped)[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_first_pass_over_what_fits_is_left_to_a_kernel_that_reads_huge_pages(empty: Path, tmp_path: Path) -> None:
+    """What a program has mapped in small ones at first, it has so as long as it lives."""
+    shape = choose_shape(200 * 10**6, BYTES_PER_VALUE["gguf"], None, False)
+    (path,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
+    os.utime(path, (time.time() - 60,) * 2)
+
+    @contextmanager
+    def populated(of: Path) -> Iterator[int]:
+        """Bytes in huge pages of a program that has mapped it all, and lives on."""
+        forget(path)
+        command = [sys.executable, "-c", POPULATED, str(of)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdin is not None and program.stdout is not None
+            with program.stdin:
+                yield int(program.stdout.readline()) << 10
+
+    with read_ahead(empty, 8192):
+        with populated(path) as plain:
+            if plain < SIZE // 2:
+                pytest.skip("this file system makes no huge pages")
+        with live(empty, tmp_path / "mnt", "300M", "--mode", "inplace") as mount:
+            with populated(mount.mountpoint / path.name) as huge:
+                wait_for(lambda: mount.pinned_bytes(path.name) > 0.9 * path.stat().st_size, "it is kept nevertheless")
+            assert huge > 0.9 * plain
+            assert mount.stats()["backing_read_bytes"] < SIZE // 4
 
 
 NEIGHBOUR = f"""

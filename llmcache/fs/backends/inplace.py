@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
+STILL_NS = 300_000_000  # without a touch, a first pass is over or rests
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
 USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
 SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be told, for so long after the last touch
@@ -170,8 +171,15 @@ class InPlaceBackend:
     # Bringing in
 
     def follows(self, group: Group) -> bool:
-        """True for loops: who reads something once is read ahead for by the kernel, which costs less. Lock held."""
-        return group.looping
+        """True for loops: who reads something once is read ahead for by the kernel, which costs less. Lock held.
+
+        Not in a first pass over what is to be kept whole, where the kernel reads huge pages ahead: there is nothing to gain,
+        and where both meet it goes on in small ones, which programs have mapped so for good. Once nobody reads, what was not
+        seen to be read is brought in, or found there.
+        """
+        if not group.looping or group.learner.passes or self.files.window < HUGE_BYTES:
+            return group.looping
+        return not group.kept_whole or time.monotonic_ns() - group.last_ns > STILL_NS
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""

@@ -136,6 +136,11 @@ class Group:
         single = self.status.count(SINGLE)
         return max(0, self.size_bytes - single * self.extent_bytes)
 
+    @property
+    def kept_whole(self) -> bool:
+        """True if the plan is to pin all that takes part in the loop."""
+        return self.looping and self.wanted.count(1) * self.extent_bytes >= self.loop_bytes
+
     def member_of(self, extent: int) -> Member:
         """Returns the file that `extent` belongs to."""
         for member in self.members:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOADERS = 4
 IDLE_S = 0.5
 AHEAD_SHARE, AHEAD_SHARE_ALONE = 0.5, 0.75  # of a window, that is ahead of several readers, or of one
-SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
+SPAN_SHARE = 0.75  # of a loop that a loader may look ahead, unless all of it is to stay
 UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
 
 
@@ -102,7 +102,7 @@ class Loader:
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
         ahead = int(share * (group.window_bytes or UNSEEN_WINDOW_BYTES))
-        span = int(group.count * SPAN_SHARE) if group.looping else group.count
+        span = int(group.count * SPAN_SHARE) if group.looping and not group.kept_whole else group.count
         for place, cursor in enumerate(readers):
             extent = group.next_absent(cursor.head, span)
             if extent is None or not group.member_of(extent).reachable:
