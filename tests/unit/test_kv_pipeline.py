@@ -195,7 +195,10 @@ def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
         decode(engine, 1)
 
 
-def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest() -> None:
+def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And joins no thread: it may be closed as it is collected, while another thread starts, which a join then waits for."""
+    join, joined = threading.Thread.join, []
+    monkeypatch.setattr(threading.Thread, "join", lambda self, *timeout: (joined.append(self), join(self, *timeout)))
     store, policy = opened(alpha=0.3)
     begun, may_end = threading.Event(), threading.Event()
 
@@ -216,6 +219,7 @@ def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest() -> None
     may_end.set()
     closing.join(120)
     assert not closing.is_alive()
+    assert joined == [closing]
     assert policy.calls == [("select", 0)]
     assert not engine._ahead
     engine.close()  # once more does no harm

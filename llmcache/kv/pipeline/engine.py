@@ -65,6 +65,7 @@ class KvEngine:
         self.store, self.policy, self.app, self.exact = store, policy, app, exact
         self.timeline, self._fast = timeline, fast
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llmcache-kv-ahead") if app else None
+        self._jobs: list[Future[Any]] = []  # not done, when the last of them was begun
         self._ahead: dict[int, Future[Choice]] = {}
         self._updates: list[Future[None]] = []
         self._chosen: dict[int, Selection] = {}
@@ -92,7 +93,8 @@ class KvEngine:
         query projection of this one.
         """
         if self._worker is not None:
-            self._ahead[layer] = self._worker.submit(self._evaluate, layer, queries, self.store.step)
+            step = self.store.step
+            self._ahead[layer] = self._submit(self._worker, lambda: self._evaluate(layer, queries, step))
 
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
         """Adds the newest token to `layer` and returns what its queries attend to, the token itself included.
@@ -178,15 +180,20 @@ class KvEngine:
 
     # The worker
 
+    def _submit(self, worker: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:
+        begun = worker.submit(job)
+        self._jobs = [*(one for one in self._jobs if not one.done()), begun]
+        return begun
+
     def _now(self, job: Callable[[], Result]) -> Result:
         """Runs what only the worker may do, after all that it was asked for before, and returns its result."""
-        return job() if self._worker is None else self._worker.submit(job).result()
+        return job() if self._worker is None else self._submit(self._worker, job).result()
 
     def _later(self, job: Callable[[], None]) -> None:
         if self._worker is None:
             job()
         else:
-            self._updates.append(self._worker.submit(job))
+            self._updates.append(self._submit(self._worker, job))
 
     def _wait_for_updates(self) -> None:
         updates, self._updates = self._updates, []
@@ -205,7 +212,9 @@ class KvEngine:
     def close(self) -> None:
         """Ends the worker after the job that it is at; what was not begun is dropped, and so are errors not raised yet."""
         if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+            # Not joined: a cache may be collected amid the start of another thread, which holds a lock that a join needs.
+            self._worker.shutdown(wait=False)
+            wait([one for one in self._jobs if not one.cancel()])
         self._ahead.clear()
         self._updates.clear()
         self._chosen.clear()
