@@ -99,8 +99,7 @@ def check_rows(found: Gathered, layer: int, length: int) -> None:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    alive = [thread for thread in threading.enumerate() if thread.is_alive()]
-    assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
+    wait_for(lambda: not any(each.name.startswith("llmcache-kv-ahead") for each in threading.enumerate()), "all have ended")
 
 
 def test_looking_ahead_with_true_queries_changes_nothing() -> None:
@@ -198,7 +197,12 @@ def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
 def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """And joins no thread: it may be closed as it is collected, while another thread starts, which a join then waits for."""
     join, joined = threading.Thread.join, []
-    monkeypatch.setattr(threading.Thread, "join", lambda self, *timeout: (joined.append(self), join(self, *timeout)))
+
+    def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.append(thread)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
     store, policy = opened(alpha=0.3)
     begun, may_end = threading.Event(), threading.Event()
 
