@@ -179,8 +179,8 @@ def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
             if isinstance(block, bytes):  # at the end as long as the file was known to be
                 end = offset + len(block)
                 there = after[offset:end]
-                # A short reply that crosses another about the size: the kernel fills up with zeros.
-                padded = there.ljust(len(block), b"\0") if how == "truncated" else there
+                # A short reply, where the file ends, that crosses another about its size: the kernel adds zeros.
+                padded = there.ljust(len(block), b"\0") if how == "truncated" and there else there
                 assert block in (before[offset:end], there, padded), offset
         os.close(fd)
         if how == "deleted":

@@ -474,13 +474,15 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
     os.close(fd)
 
 
-POPULATED = """
-import mmap, re, sys
-with open(sys.argv[1], "rb") as file:
-    view = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-    (mapped,) = (each for each in re.split(r"\\n(?=[0-9a-f]+-)", open("/proc/self/smaps").read()) if sys.argv[1] in each)
-    print(re.search(r"FilePmdMapped: +([0-9]+)", mapped)[1], flush=True)
-    sys.stdin.read()
+POPULATED = f"""
+import os, sys
+from llmcache.fs import syscalls
+fd = os.open(sys.argv[1], os.O_RDONLY)
+size = os.fstat(fd).st_size // {HUGE_BYTES} * {HUGE_BYTES}
+address = syscalls.mmap(fd, size)
+syscalls.madvise(address, size, syscalls.MADV_POPULATE_READ)
+print(syscalls.huge_bytes(address, size), flush=True)
+sys.stdin.read()
 """
 
 
@@ -498,7 +500,7 @@ def test_the_first_pass_over_what_fits_is_left_to_a_kernel_that_reads_huge_pages
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
             assert program.stdin is not None and program.stdout is not None
             with program.stdin:
-                yield int(program.stdout.readline()) << 10
+                yield int(program.stdout.readline())
 
     with read_ahead(empty, 8192):
         with populated(path) as plain:

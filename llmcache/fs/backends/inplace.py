@@ -177,9 +177,8 @@ class InPlaceBackend:
         and where both meet it goes on in small ones, which programs have mapped so for good. Once nobody reads, what was not
         seen to be read is brought in, or found there.
         """
-        if not group.looping or group.learner.passes or self.files.window < HUGE_BYTES:
-            return group.looping
-        return not group.kept_whole or time.monotonic_ns() - group.last_ns > STILL_NS
+        left = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
+        return group.looping and not (left and time.monotonic_ns() - group.last_ns <= STILL_NS)
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
