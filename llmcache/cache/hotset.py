@@ -116,15 +116,7 @@ class Lrfu:
 
     def coldest(self, count: int) -> list[int]:
         """The `count` keys that should leave first, in that order."""
-        found: list[int] = []
-        recent: list[int] = []
-        for key in self._take():
-            (recent if key in self._counts else found).append(key)
-            if len(found) == count:
-                break
-        for key in (*found, *recent):
-            self._push(key)
-        return [*found, *recent[: count - len(found)]]
+        return heapq.nsmallest(count, self._kept, key=lambda key: (key in self._counts, self.value(key), key))
 
     def _take(self) -> Iterator[int]:
         """Takes keys out of the queue, the least value first; they have to be pushed again."""

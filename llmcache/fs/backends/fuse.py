@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -310,6 +311,7 @@ def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
 
 PIECE_BYTES = BUFFER_BYTES
 TRIPS = 4  # pages taken out for each expert that leaves
+SORT_SHARE = 8  # of the experts, asked before it is found again who would leave next
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 
 
@@ -336,6 +338,8 @@ class SliceReader:
         self._strays: list[tuple[Mixture, int, int, int]] = []
         self._left = 0  # experts, as far as pages were taken out for that
         self._due = 0  # pages to be taken out
+        self._coldest: Iterator[int] = iter(())  # of whom next
+        self._sorted = 0  # experts that had left when that was found
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -455,6 +459,8 @@ class SliceReader:
         load.failed = load.failed or not stored
         if stored:
             self.state.counters.stored_bytes += fetch.length
+            if 0 <= (start := mixture.probes[expert] - fetch.offset) < fetch.length:
+                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, PAGE)
         self._finish(mixture, expert, load)
 
     def _finish(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
@@ -488,7 +494,14 @@ class SliceReader:
         out = sum(len(mixture.trips) for mixture in mixtures.mixtures)
         self._due = min(self._due, len(mixtures.hot) - out)
         found: list[tuple[int, int, int]] = []
-        for mixture, expert in map(mixtures.of, mixtures.hot.coldest(out + self._due) if self._due else ()):
+        if SORT_SHARE * TRIPS * (mixtures.left - self._sorted) > len(mixtures.hot):
+            # For many at a time: who is used meanwhile is asked once more than is needed.
+            many = out + max(self._due, len(mixtures.hot) // SORT_SHARE)
+            self._coldest, self._sorted = iter(mixtures.hot.coldest(many)), mixtures.left
+        while len(found) < self._due and (key := next(self._coldest, None)) is not None:
+            if key not in mixtures.hot:
+                continue
+            mixture, expert = mixtures.of(key)
             if expert in mixture.trips or mixture.computes(expert):  # what is in use now has been counted
                 continue
             if mixture.member.node is not None:
@@ -566,6 +579,11 @@ class Reader:
             group.last_ns, group.last_pid = time.monotonic_ns(), pid or group.last_pid
             length = min(size, mixture.end_of(number) - offset)
             fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, pid)
+            expert = mixture.layout.expert_of[number]
+            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= PAGE else None
+        if fetch is None and page is not None:
+            ctypes.memmove(address, page, length)
+            return length, length
         if fetch is None:
             return length, self.direct(backing, address, length, offset)
         start = offset - fetch.offset

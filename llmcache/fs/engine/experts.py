@@ -53,7 +53,7 @@ class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
 
     `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
-    LOADING, and `trips`: experts of which a page was taken out, so that their next use is seen.
+    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, and `pages`: that page of each.
     """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
@@ -71,6 +71,7 @@ class Mixture:
         self.loads: dict[int, ExpertLoad] = {}
         self.fresh: set[int] = set()
         self.trips: set[int] = set()
+        self.pages: dict[int, bytes] = {}
         self.refaults: dict[int, int] = {}
 
     @property
@@ -288,6 +289,7 @@ class MixtureCache:
         self.hot.drop(mixture.first + expert)
         mixture.states[expert] = ABSENT
         mixture.trips.discard(expert)
+        mixture.pages.pop(expert, None)
         mixture.fresh.discard(expert)
         mixture.refaults.pop(expert, None)
         self.used_bytes -= mixture.sizes[expert]
