@@ -69,7 +69,7 @@ def test_trees_of_keys_are_saved_and_go_on(llama: Any, tmp_path: Path, monkeypat
         cache.save()
         shutil.copytree(tmp_path, tmp_path / "kept")
         expected = generate(llama, cache, inputs)
-    monkeypatch.setattr(DciIndex, "_build", None)  # no tree is built anew
+    monkeypatch.setattr(DciIndex, "build", None)  # no tree is built anew
     with SpillCache.restore(llama, tmp_path / "kept" / "talk.kv", **options) as cache:
         check_same(expected, generate(llama, cache, inputs))
 

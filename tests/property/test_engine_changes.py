@@ -115,7 +115,7 @@ def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(rig:
     with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
         evicted(rig, file)
         opening.start()
-        wait_until(lambda: rig.engine._waiting > 0 or left != [], "it waits, or does not")
+        wait_until(lambda: rig.engine.waiting > 0 or left != [], "it waits, or does not")
         assert not left
     opening.join(120)
     assert left == [0]
@@ -135,7 +135,7 @@ def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits
             for thread in opens:
                 thread.start()
             waiting = int(limit[0] == "WAITERS")
-            wait_until(lambda: sum(thread.is_alive() for thread in opens) == waiting == rig.engine._waiting, "others go on")
+            wait_until(lambda: sum(thread.is_alive() for thread in opens) == waiting == rig.engine.waiting, "others go on")
         for thread in opens:
             thread.join(120)
             assert not thread.is_alive()

@@ -141,7 +141,7 @@ def compared(rig: Rig, log: ListLog) -> bool:
         assert core is not None and isinstance(holder, ArenaHolder)
         assert state_of(twin_of(log, BUDGET)) == state_of(core)
         held = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
-        assert set(holder._slots) == held
-        assert state.held_bytes == sum(region.size for region in holder._slots.values())
+        assert set(holder.regions) == held
+        assert state.held_bytes == sum(region.size for region in holder.regions.values())
         assert core.clock > 0 and core.held_blocks * 4096 <= core.limit_bytes
         return True

@@ -52,7 +52,7 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
         policy.prefilled(0, queries, 0)
         committed(store, prompt)
         slots = Slots(AerpSettings(budget, sinks, window), 2)
-        slots.fill(policy._sums.rows(0, 0, prompt).T.astype(np.float64))
+        slots.fill(policy.sums.rows(0, 0, prompt).T.astype(np.float64))
         for step in range(20):
             selection = policy.select(0, random.standard_normal((1, 4, DIM), np.float32))
             extended(store, 1, step)
@@ -88,7 +88,7 @@ def test_what_is_dropped_comes_back_only_if_it_was_spilled(evicted: str, tmp_pat
         unlike = Selection(np.full((1, KV_HEADS, 1), gone, np.int64))
         positions = run.policy.store.attended_positions(0, unlike)
         KvPolicy.attended(run.policy, 0, unlike)
-        rows = run.policy._sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
+        rows = run.policy.sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
         rows[gone] += 1000
         assert (chosen(run.policy, 1) == gone).any() == (evicted == "spilled")
 

@@ -172,4 +172,4 @@ def crash(store: KvStore) -> None:
         ssd.device.kill()
     elif isinstance(ssd, FileTier):
         with contextlib.suppress(EnvironmentProblem):  # on a dead mount
-            ssd._file.raw.close()
+            ssd.file.raw.close()

@@ -402,9 +402,9 @@ Asked = list[dict[str, Any]]
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """A server that notes what it is asked, and answers so."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
-    monkeypatch.setattr(controlserver, "_REQUEST_S", 240.0)
+    monkeypatch.setattr(controlserver, "REQUEST_S", 240.0)
     for module in (control, controlserver):
-        monkeypatch.setattr(module, "_RETRY_S", 0.01)
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
     seen: Asked = []
 
     def answer(request: dict[str, Any], _tell: Any) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 @pytest.fixture
 def hurried(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The same, but a client may take little time to ask: what a machine does not stand still for."""
-    monkeypatch.setattr(controlserver, "_REQUEST_S", 2.0)
+    monkeypatch.setattr(controlserver, "REQUEST_S", 2.0)
     return asked
 
 

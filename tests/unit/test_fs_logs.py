@@ -22,6 +22,7 @@ from llmcache.fs.daemon import accesslog, daemon, logs
 from llmcache.fs.daemon.accesslog import AccessLog, check_path
 from llmcache.fs.daemon.daemon import notify
 from llmcache.trace.record import Trace
+from tests.property.kernel import wait_until
 
 
 def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
@@ -185,7 +186,7 @@ def test_what_was_appended_is_in_the_file(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_child_that_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Stuck(dies=False)
-    monkeypatch.setattr(accesslog, "_start", lambda _path: child)
+    monkeypatch.setattr(accesslog, "start_writer", lambda _path: child)
     log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
     begin = time.monotonic()
     for _ in range(accesslog.QUEUE_MAX + 5000):
@@ -202,12 +203,12 @@ def test_rows_that_a_dead_child_did_not_take_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Stuck(dies=True)
-    monkeypatch.setattr(accesslog, "_start", lambda _path: child)
+    monkeypatch.setattr(accesslog, "start_writer", lambda _path: child)
     log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
     for _ in range(50):
         a_row(log)
     child.go_on.set()
-    log._thread.join(60)
+    wait_until(lambda: log.lost == 50, "they are given up")
     assert (log.rows, log.lost) == (50, 50)  # whether they were sent together, or still in the queue
     assert "the access log" in caplog.text
 

@@ -21,7 +21,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
-from llmcache.kv.spill import SpillFile
+from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from llmcache.kv.workload import StreamSpec, SyntheticStream
@@ -216,7 +216,7 @@ def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypat
     for layer in range(SPEC.layers):
         engine.ahead(layer, STREAM.estimate(layer, 0))
     assert begun.wait(120)
-    waiting = [engine._ahead[layer] for layer in range(1, SPEC.layers)]
+    waiting = [engine.looked_ahead[layer] for layer in range(1, SPEC.layers)]
     closing = threading.Thread(target=engine.close)
     closing.start()
     wait_for(lambda: all(one.cancelled() for one in waiting), "what was not begun is dropped")
@@ -225,7 +225,7 @@ def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypat
     assert not closing.is_alive()
     assert joined == [closing]
     assert policy.calls == [("select", 0)]
-    assert not engine._ahead
+    assert not engine.looked_ahead
     engine.close()  # once more does no harm
     with pytest.raises(RuntimeError):
         engine.ahead(0, STREAM.estimate(0, 0))
@@ -316,7 +316,7 @@ def test_a_disk_full_for_a_while_costs_nothing_but_the_error(tmp_path: Path, mon
         for step in range(last):
             decode(engine, step)
         with monkeypatch.context() as patched:
-            patched.setattr(SpillFile, "_write_pages", full)
+            patched.setattr(RawFile, "write", full)
             with pytest.raises(EnvironmentProblem, match="no space left"):
                 layer_step(engine, 0, last)
         found = [layer_step(engine, layer, last) for layer in range(SPEC.layers)]

@@ -111,7 +111,7 @@ def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
         file.write_text(damage)
         assert not profile_of(tmp_path).cached and profile_of(tmp_path).cached
     assert [path.name for path in cache.iterdir()] == [file.name] and len(measured) == 4
-    monkeypatch.setattr(profile, "_processor", lambda: "another")
+    monkeypatch.setattr(profile, "processor", lambda: "another")
     assert not profile_of(tmp_path).cached and profile_of(tmp_path).profile.key.processor == "another"
     with pytest.raises(UsageError, match="DIR: "):
         key_of(tmp_path / "nowhere")
@@ -121,7 +121,7 @@ def test_memory_is_not_taken_for_storage(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
-    monkeypatch.setattr(profile, "_filesystem", lambda dev: "tmpfs")
+    monkeypatch.setattr(profile, "filesystem", lambda dev: "tmpfs")
     assert run(["profile", str(tmp_path)]) == 0
     assert "tmpfs is memory" in capsys.readouterr().out
     assert run(["plan", "--model", config, "--context", "128k", "--gpu", "12G", "--ram", "32G", "--ssd", str(tmp_path)]) == 0
@@ -154,7 +154,7 @@ def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatc
         raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
 
     monkeypatch.setattr(profile, "FILE_BYTES", 16 << 20)
-    monkeypatch.setattr(profile, "_device_rate", fails)
+    monkeypatch.setattr(profile, "device_rate", fails)
     with pytest.raises(EnvironmentProblem, match="DIR: its emulated device ended"):
         profile.measure_storage(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -286,7 +286,7 @@ def test_on_a_full_disk_the_oldest_give_way_and_a_write_that_fails_costs_itself_
         assert 8 in left and 3 <= len(left) < 6
         (tmp_path / "foreign").write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096))
         with monkeypatch.context() as patched, pytest.raises(EnvironmentProblem, match="space"):
-            patched.setattr(store, "_lacking", lambda size: 0)  # somebody else was faster
+            patched.setattr(store, "lacking", lambda size: 0)  # somebody else was faster
             store.write(key(10), block(10))
         assert numbers(store) == left
         assert all(same(store.read(key(number)), block(number)) for number in left)

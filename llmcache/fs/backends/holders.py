@@ -292,12 +292,13 @@ class ArenaHolder(Holder):
     """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT.
 
     Every pass goes through the window, extents are held when they pass by next, and the core says what leaves.
+    `regions`: what is held, by group and extent.
     """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
         self.state = state
         self.core = Steering(state.budget_bytes, self._evicted, on_plan)
-        self._slots: dict[tuple[str, int], MemoryRegion] = {}
+        self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
     def brings_region(self, group: Group, extent: int) -> bool:
         """True for extents that are held, or will be."""
@@ -306,24 +307,24 @@ class ArenaHolder(Holder):
     def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
         """Returns the held copy, or a new region."""
         if verdict == HIT:
-            return self._slots[(group.key, extent)]
+            return self.regions[(group.key, extent)]
         return MemoryRegion(group.extent_bytes) if verdict == KEPT else None
 
     def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
         """Holds `region`, unless the core has changed its mind while it was read."""
         if self.core.holds(group.key, extent):
-            self._slots[(group.key, extent)] = region
+            self.regions[(group.key, extent)] = region
             self.state.held_bytes += region.size
             group.pinned_bytes += region.size
 
     def _evicted(self, key: str, extent: int) -> None:
         """Frees the region; one that is still being read goes when it is."""
-        region = self._slots.pop((key, extent), None)
+        region = self.regions.pop((key, extent), None)
         if region is not None:
             self.state.held_bytes -= region.size
             self.state.groups[key].pinned_bytes -= region.size
             self.state.room.notify()
 
     def held(self, group: Group) -> list[int]:
-        """Extents with a slot."""
-        return [extent for key, extent in self._slots if key == group.key]
+        """Extents with a region."""
+        return [extent for key, extent in self.regions if key == group.key]

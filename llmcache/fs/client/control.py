@@ -36,7 +36,7 @@ from llmcache.errors import EnvironmentProblem, MountProblem
 from llmcache.files import replacing
 
 _LONGEST_REPLY = 1 << 28
-_RETRY_S = 0.1
+RETRY_S = 0.1
 _LONGEST_INFO = 1 << 16
 _MOST_PIDS = 1 << 22
 _MOST_S = 1e12  # what is shown in nanoseconds stays a number
@@ -313,7 +313,7 @@ def _connect(connection: socket.socket, found: ControlFiles, timeout_s: float) -
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise TimeoutError from None
-                time.sleep(_RETRY_S)
+                time.sleep(RETRY_S)
     finally:
         os.close(fd)
 

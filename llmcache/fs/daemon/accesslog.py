@@ -63,7 +63,7 @@ class AccessLog:
         self._closing = False
         self._broken = False
         self._lost_told = 0
-        self._child = _start(path)
+        self._child = start_writer(path)
         assert self._child.stdin is not None
         self._pipe = self._child.stdin
         self._message({"about": about})
@@ -152,7 +152,7 @@ class AccessLog:
             log.error("the access log is not complete: its writer ended with status %d", status)
 
 
-def _start(path: str) -> subprocess.Popen[bytes]:
+def start_writer(path: str) -> subprocess.Popen[bytes]:
     """Starts the child and waits until it can write."""
     # By module, because it imports the package: found where this one was, also when the package is not installed.
     places = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]

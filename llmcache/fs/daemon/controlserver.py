@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.control")
 _LONGEST_REQUEST = 1 << 20
 _MOST_CONNECTIONS = 32
-_REQUEST_S = 10.0  # for a client to send its line
+REQUEST_S = 10.0  # for a client to send its line
 _REPLY_S = 10.0  # for a client to take what it is told
-_RETRY_S = 0.1
+RETRY_S = 0.1
 _CHUNK = 1 << 16
 ENDING_S = 30.0
 
@@ -113,7 +113,7 @@ class ControlServer:
                 if connection is not None:
                     connection.close()
                 self._places.release()
-                time.sleep(0 if self._closed else _RETRY_S)
+                time.sleep(0 if self._closed else RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         def tell(progress: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def _request_line(connection: socket.socket) -> bytes:
 
     TimeoutError for a client that takes too long over it, however many bytes it sends meanwhile.
     """
-    line, end = bytearray(), time.monotonic() + _REQUEST_S
+    line, end = bytearray(), time.monotonic() + REQUEST_S
     while b"\n" not in line[-_CHUNK:] and len(line) <= _LONGEST_REQUEST:
         connection.settimeout(max(end - time.monotonic(), 1e-3))
         piece = connection.recv(_CHUNK)

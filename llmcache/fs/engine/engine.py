@@ -75,7 +75,7 @@ class Engine:
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
         self._refused_ns = 0
-        self._waiting = 0  # requests
+        self.waiting = 0  # requests, for a STORE of old data to end
 
     # Life
 
@@ -161,11 +161,11 @@ class Engine:
         """
         state = self.state
         with state.lock:
-            if not state.stores_old(backing.path) or (owes_reply and self._waiting >= WAITERS):
+            if not state.stores_old(backing.path) or (owes_reply and self.waiting >= WAITERS):
                 return
-            self._waiting += owes_reply
+            self.waiting += owes_reply
             state.ended.wait_for(lambda: not state.stores_old(backing.path), WAIT_S if owes_reply else None)
-            self._waiting -= owes_reply
+            self.waiting -= owes_reply
 
     def closed(self, backing: Backing, pid: int) -> None:
         """Notes the end of one open."""

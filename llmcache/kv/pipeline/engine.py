@@ -66,7 +66,7 @@ class KvEngine:
         self.timeline, self._fast = timeline, fast
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llmcache-kv-ahead") if app else None
         self._jobs: list[Future[Any]] = []  # not done, when the last of them was begun
-        self._ahead: dict[int, Future[Choice]] = {}
+        self.looked_ahead: dict[int, Future[Choice]] = {}  # by layer, until its step
         self._updates: list[Future[None]] = []
         self._chosen: dict[int, Selection] = {}
 
@@ -94,7 +94,7 @@ class KvEngine:
         """
         if self._worker is not None:
             step = self.store.step
-            self._ahead[layer] = self._submit(self._worker, lambda: self._evaluate(layer, queries, step))
+            self.looked_ahead[layer] = self._submit(self._worker, lambda: self._evaluate(layer, queries, step))
 
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
         """Adds the newest token to `layer` and returns what its queries attend to, the token itself included.
@@ -117,7 +117,7 @@ class KvEngine:
         return self._completed(layer, chosen, found) if chosen.corrected else found
 
     def _choose(self, layer: int, queries: Floats) -> Choice:
-        started, step = self._ahead.pop(layer, None), self.store.step
+        started, step = self.looked_ahead.pop(layer, None), self.store.step
         if started is None:
             return self._now(lambda: self._evaluate(layer, queries, step))
         early = started.result()
@@ -203,7 +203,7 @@ class KvEngine:
 
     def rest(self) -> None:
         """Returns when the worker does nothing, and forgets what it looked ahead for: before the store is cropped or so."""
-        started, self._ahead = list(self._ahead.values()), {}
+        started, self.looked_ahead = list(self.looked_ahead.values()), {}
         for one in started:
             if not one.cancel():
                 one.exception()
@@ -215,7 +215,7 @@ class KvEngine:
             # Not joined: a cache may be collected amid the start of another thread, which holds a lock that a join needs.
             self._worker.shutdown(wait=False)
             wait([one for one in self._jobs if not one.cancel()])
-        self._ahead.clear()
+        self.looked_ahead.clear()
         self._updates.clear()
         self._chosen.clear()
 

@@ -154,7 +154,7 @@ def key_of(directory: str | Path) -> ProfileKey:
     if not where.is_dir():
         raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
     dev = where.stat().st_dev
-    return ProfileKey(_processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", _filesystem(dev))
+    return ProfileKey(processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", filesystem(dev))
 
 
 def profile_of(
@@ -187,12 +187,13 @@ def profile_of(
     return KnownProfile(profile, False, 0.0, file)
 
 
-def _filesystem(dev: int) -> str:
+def filesystem(dev: int) -> str:
     """Type of the file system of `dev` (st_dev); "" if the kernel does not tell (btrfs has numbers of its own)."""
     return next((mount.fstype for mount in mounts("self").values() if mount.dev == dev), "")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Hardware", "CPU part")))
     return next(named, "") or platform.machine()
@@ -289,7 +290,7 @@ def _measure_file(path: Path) -> StorageSpeeds:
         direct = device.direct
         _fill(device)
         device.flush()
-        scoring = _device_rate(device)
+        scoring = device_rate(device)
         tokens = device.pages(0, 0) * SHAPE.page_tokens
     sequential = _disk_rate(path, SEQUENTIAL_BYTES, scattered=False, direct=direct)
     random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
@@ -325,7 +326,8 @@ def _fill(device: EmulatedCsd) -> None:
         written += 2 * size
 
 
-def _device_rate(device: EmulatedCsd) -> float:
+def device_rate(device: EmulatedCsd) -> float:
+    """Bytes of keys that `device` scores in a second."""
     program = device.load(SCORE_KEYS)
     device.activate(program)
     queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)

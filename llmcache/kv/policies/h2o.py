@@ -39,6 +39,8 @@ class H2O(KvPolicy):
     Source: Zhang et al., H2O, NeurIPS 2023, section 4 and algorithm 1; hillinfer.txt, section 4.2, baseline (2). Differs
     from H2O: a token that is not chosen is not lost, its sum just stays as it is; the recent tokens are the store's
     window rather than half of the budget.
+
+    `sums`: the attention that each token has got so far, rows [tokens, kv_heads] float32.
     """
 
     name = "h2o"
@@ -47,20 +49,20 @@ class H2O(KvPolicy):
 
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
-        self._sums = TokenTable(self.store.shape.layers, self.store.batch, (self.kv_heads,), np.float32)
-        self.remembered.append(self._sums)
+        self.sums = TokenTable(self.store.shape.layers, self.store.batch, (self.kv_heads,), np.float32)
+        self.remembered.append(self.sums)
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
         """Adds up the attention of a prompt."""
         everything = widened(self.store.gather(layer, self.store.everything).keys)
         for sequence, (asked, keys) in enumerate(zip(queries, everything, strict=True)):
-            rows = self._sums.rows(layer, sequence, keys.shape[1])
+            rows = self.sums.rows(layer, sequence, keys.shape[1])
             rows += column_sums(asked, keys, start, int(self.first[sequence]), self.scale).T
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the heavy hitters, whatever the queries are; padding has drawn no attention."""
         inside = self.inside
-        sums = [self._sums.rows(layer, sequence, inside.stop)[inside.start :].T for sequence in range(len(queries))]
+        sums = [self.sums.rows(layer, sequence, inside.stop)[inside.start :].T for sequence in range(len(queries))]
         return Selection(top(np.stack(sums), tokens) + inside.start)
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
@@ -69,7 +71,7 @@ class H2O(KvPolicy):
         positions = self.store.attended_positions(layer, selection)
         by_head = weights.reshape(*positions.shape[:2], -1, positions.shape[2]).sum(axis=2)
         for sequence, added in enumerate(by_head):
-            rows = self._sums.rows(layer, sequence, self.store.layer_length(layer))
+            rows = self.sums.rows(layer, sequence, self.store.layer_length(layer))
             for head, (own, by_token) in enumerate(zip(positions[sequence], added, strict=True)):
                 rows[own, head] += by_token
 

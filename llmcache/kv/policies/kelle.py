@@ -73,7 +73,7 @@ class Kelle(H2O):
         start, stop = self.inside.start, self.inside.stop
         newest_first = []
         for sequence in range(len(queries)):
-            sums = self._sums.rows(layer, sequence, stop)[start:]
+            sums = self.sums.rows(layer, sequence, stop)[start:]
             dropped = self._dropped.rows(layer, sequence, stop)[start:]
             newest_first.append(np.where(dropped, -np.inf, sums)[::-1].T.astype(np.float32))
         # Of equal sums `top` takes the first, which is the newest here.
@@ -126,7 +126,7 @@ class Kelle(H2O):
         self._places = max(self._places, length)  # places do not vanish where a store is cropped
         for sequence, by_head in enumerate(positions):
             tokens = by_head.T
-            own = np.take_along_axis(self._sums.rows(layer, sequence, length), tokens, axis=0)
+            own = np.take_along_axis(self.sums.rows(layer, sequence, length), tokens, axis=0)
             inside = (tokens >= middle.start) & (tokens < middle.stop)
             ids, high = np.full((self._places, self.kv_heads), -1), np.zeros((self._places, self.kv_heads), np.bool_)
             np.put_along_axis(ids, tokens, tokens, axis=0)

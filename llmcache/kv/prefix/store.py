@@ -414,14 +414,15 @@ class BlockStore:
 
     def _make_room(self, size: int) -> None:
         """Evicts where the file system would be left with less than the floor; EnvironmentProblem if that is not enough."""
-        if self._lacking(size) > 0:
+        if self.lacking(size) > 0:
             with self._locked() as account:
-                self._evict(account, 0, self._lacking(size))
-            if self._lacking(size) > 0:
+                self._evict(account, 0, self.lacking(size))
+            if self.lacking(size) > 0:
                 left = format_size(self.floor_bytes)
                 raise EnvironmentProblem(f"{self.directory}: less than {left} of space would be left")
 
-    def _lacking(self, size: int) -> int:
+    def lacking(self, size: int) -> int:
+        """Bytes that have to be freed before `size` more may be written; 0 or less: none."""
         status = os.statvfs(self.directory)
         return self.floor_bytes + size - status.f_bavail * status.f_frsize
 

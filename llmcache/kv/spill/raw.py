@@ -30,7 +30,7 @@ from llmcache.units import BLOCK_BYTES
 HUGE_PAGE_BYTES = 1 << 21
 DEPTH = 256
 """Reads of a queue that are under way together."""
-_AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
+AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 """Of io_setup, io_submit and io_getevents, which glibc has no functions for."""
 _PREADV = 7
 """IOCB_CMD_PREADV."""
@@ -337,7 +337,7 @@ class ReadQueue:
 
     def __init__(self) -> None:
         context = ctypes.c_ulong(0)
-        numbers = [ctypes.c_long(number) for number in _AIO_NUMBERS.get(platform.machine(), ())]
+        numbers = [ctypes.c_long(number) for number in AIO_NUMBERS.get(platform.machine(), ())]
         made = bool(numbers) and _libc.syscall(numbers[0], ctypes.c_long(DEPTH), ctypes.byref(context)) == 0
         self._calls = (context.value, *(number.value for number in numbers[1:])) if made else None
         self._blocks, self._events = np.zeros((DEPTH, _BLOCK_WORDS), np.int64), np.zeros((DEPTH, _EVENT_WORDS), np.int64)
@@ -369,20 +369,21 @@ def read_queue() -> Iterator[ReadQueue]:
     One that was left in the middle of its reads is not used again, nor is its memory given back.
     """
     try:
-        queue = _queues.pop()
+        queue = free_queues.pop()
     except IndexError:
         queue = ReadQueue()
     try:
         yield queue
     except LlmcacheError:  # raised after its reads
-        _queues.append(queue)
+        free_queues.append(queue)
         raise
     except BaseException:
         _abandoned.append(queue)
         raise
-    _queues.append(queue)
+    free_queues.append(queue)
 
 
-_queues: list[ReadQueue] = []
+free_queues: list[ReadQueue] = []
+"""That nobody uses."""
 _abandoned: list[ReadQueue] = []
-os.register_at_fork(after_in_child=_queues.clear)  # a child has no such context
+os.register_at_fork(after_in_child=free_queues.clear)  # a child has no such context

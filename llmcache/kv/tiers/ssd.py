@@ -43,36 +43,36 @@ class FileTier:
     """
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
-        self._file, self._traffic, self._threads = file, traffic, threads
+        self.file, self._traffic, self._threads = file, traffic, threads
         self._rooms: list[PageBuffer] = []
         self._rooms_lock = threading.Lock()
 
     def pages(self, stream: int, layer: int) -> int:
         """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
-        return self._file.pages_by_layer(stream)[layer]
+        return self.file.pages_by_layer(stream)[layer]
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes keys and values [kv_heads, tokens, dim] behind the last page.
 
         EnvironmentProblem if there is no space, and then none of them is there.
         """
-        self._traffic.add("cpu", "ssd", "spill", self._file.append(stream, layer, *arrays))
+        self._traffic.add("cpu", "ssd", "spill", self.file.append(stream, layer, *arrays))
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
         """Writes ids and positions of tokens behind the last page of tokens; errors as `append`."""
-        self._traffic.add("cpu", "ssd", "spill", self._file.append_tokens(stream, ids, positions))
+        self._traffic.add("cpu", "ssd", "spill", self.file.append_tokens(stream, ids, positions))
 
     def truncate(self, stream: int, pages: int) -> None:
         """Takes away all pages of a stream from number `pages` on."""
-        self._file.truncate(stream, pages)
+        self.file.truncate(stream, pages)
 
     @contextlib.contextmanager
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[KvPages]:
         """Reads whole pages into memory that is used again: they are valid while the context lasts."""
         room = self._take_room(len(places))
         try:
-            found = self._file.read(stream, layer, places, room, self._threads)
-            shape = self._file.shape
+            found = self.file.read(stream, layer, places, room, self._threads)
+            shape = self.file.shape
             self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
             yield found
         finally:
@@ -81,13 +81,13 @@ class FileTier:
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
         """Reads whole pages and hands them to `take`, some at a time, by many threads."""
-        self._file.read_through(stream, layer, places, take, self._threads)
-        shape = self._file.shape
+        self.file.read_through(stream, layer, places, take, self._threads)
+        shape = self.file.shape
         self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
 
     def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
         """Returns rows of the pages at `places` and no more of these than that takes; `SpillReader.read_rows`."""
-        found, size_bytes = self._file.read_rows(stream, layer, places, rows)
+        found, size_bytes = self.file.read_rows(stream, layer, places, rows)
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
 
@@ -96,20 +96,20 @@ class FileTier:
             for index, room in enumerate(self._rooms):
                 if len(room) >= pages:
                     return self._rooms.pop(index)
-        return PageBuffer(self._file.shape, pages + pages // 8)
+        return PageBuffer(self.file.shape, pages + pages // 8)
 
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
         """Returns the keys (`side` 0) or values (1) of pages."""
-        found, shape = self._file.read_side(stream, layer, places, side), self._file.shape
+        found, shape = self.file.read_side(stream, layer, places, side), self.file.shape
         sizes = shape.key_slot_bytes, shape.value_slot_bytes
-        self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self._file.interleaved else sizes[side]))
+        self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self.file.interleaved else sizes[side]))
         return found
 
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
         """Reads keys to the host and yields their score blocks; positions count from the beginning of the stream."""
-        shape = self._file.shape
+        shape = self.file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
         for some in (places[first : first + share] for first in range(0, len(places), share)):
             keys = self.read_side(stream, layer, some, KEYS, "score")
@@ -122,11 +122,11 @@ class FileTier:
 
     def flush(self) -> None:
         """Returns when all that was written will survive the machine."""
-        self._file.flush()
+        self.file.flush()
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        self._file.close()
+        self.file.close()
 
 
 class CsdTier:

@@ -222,7 +222,7 @@ class DciIndex:
             self._add(bits, lifts, tokens.astype(np.int32), levels)
         else:
             self.tree = with_room(self.tree, 0, promoted + 1, last)
-            self._build(bits, lifts, tokens.astype(np.int32), levels)
+            self.build(bits, lifts, tokens.astype(np.int32), levels)
 
     def _check(self, keys: Floats, tokens: Int64s) -> None:
         if keys.ndim != 2 or keys.shape[1] != self.dim or keys.dtype != np.float32:
@@ -253,7 +253,7 @@ class DciIndex:
             products = keys @ directions[:, :-1].T / np.float32(self.scale.unit) + lifts[:, None] * directions[:, -1]
             self.tree.projections.reshape(len(rows), len(directions))[part] = products
 
-    def _build(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
+    def build(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
         """Builds the tree level by level from the top; algorithm 2."""
         levels = (np.unique(levels, return_inverse=True)[1] + 1).astype(np.int32)  # "Remove the empty levels"
         top = int(levels.max())
