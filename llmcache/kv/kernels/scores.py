@@ -34,10 +34,11 @@ COMBINE = {"max": MAX, "sum": SUM}
 JOB_BYTES = 1 << 19
 """Keys that are worth a thread's while: below it, handing them over takes as long as scoring them."""
 FEW_BYTES = 4 * JOB_BYTES
-"""Keys of all heads that the caller scores itself."""
+"""Keys that the caller scores itself."""
 
-Place = tuple[NDArray[Any], int, int, int, int]
-"""Where a loop finds keys: all of them, flat; where it starts; numbers from one page to the next; pages; their tokens."""
+Place = tuple[NDArray[Any], int, int, int, int, int, int]
+"""Where a loop finds keys, as its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
+from one head to the next; pages; heads; tokens of a page. It goes through memory as they lie there: pages, heads, tokens."""
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.uint16),
@@ -123,31 +124,34 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
     """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
     more queries would need.
 
-    Its arguments: keys (flat, of one head from `start` on), start, numbers from one page to the next, pages, tokens a
-    page, queries [count, dim] float32, combine (MAX, SUM), whether to add to what is in `out`, out [pages * tokens] float32.
+    Its arguments: a `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to what is in `out`,
+    out [heads, pages, tokens] float32.
     """
 
-    def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
+    def loop(  # type: ignore[no-untyped-def]
+        keys, start, stride, apart, pages, heads, tokens, queries, combine, again, out
+    ):
         for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = b = c = d = np.float32(0)
-                for j in range(dim):
-                    key = widened(keys[at + np.uint64(j)])
-                    a += key * queries[0, j]
+            for head in range(heads):
+                for token in range(tokens):
+                    at = np.uint64(start + page * stride + head * apart + token * dim)
+                    a = b = c = d = np.float32(0)
+                    for j in range(dim):
+                        key = widened(keys[at + np.uint64(j)])
+                        a += key * queries[head, 0, j]
+                        if count > 1:
+                            b += key * queries[head, 1, j]
+                        if count > 2:
+                            c += key * queries[head, 2, j]
+                            d += key * queries[head, 3, j]
                     if count > 1:
-                        b += key * queries[1, j]
+                        a = max(a, b) if combine == MAX else a + b
                     if count > 2:
-                        c += key * queries[2, j]
-                        d += key * queries[3, j]
-                row = page * tokens + token
-                if count > 1:
-                    a = max(a, b) if combine == MAX else a + b
-                if count > 2:
-                    a = max(a, max(c, d)) if combine == MAX else a + (c + d)
-                if again:
-                    a = max(a, out[row]) if combine == MAX else a + out[row]
-                out[row] = a
+                        a = max(a, max(c, d)) if combine == MAX else a + (c + d)
+                    if again:
+                        before = out[head, page, token]
+                        a = max(a, before) if combine == MAX else a + before
+                    out[head, page, token] = a
 
     return _compiled(loop)
 
@@ -156,34 +160,36 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
 def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
     """Returns the loop over keys of `dim` numbers and 1 to 4 queries that keeps their products apart; see `loop_for`.
 
-    Its arguments: keys (flat, of one head from `start` on), start, numbers from one page to the next, pages, tokens a
-    page, scales [pages, tokens] float32 (looked at if `scaled`), queries [count, dim] float32, out [count, all] float32,
-    first: where in `out` they begin.
+    Its arguments: a `Place`, scales [pages, heads, tokens] float32 (looked at if `scaled`), queries [heads, count, dim]
+    float32, out [heads, count, all] float32, first: where in `out` they begin.
     """
 
-    def loop(keys, start, stride, pages, tokens, scales, queries, out, first):  # type: ignore[no-untyped-def]
+    def loop(  # type: ignore[no-untyped-def]
+        keys, start, stride, apart, pages, heads, tokens, scales, queries, out, first
+    ):
         for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = b = c = d = np.float32(0)
-                for j in range(dim):
-                    key = widened(keys[at + np.uint64(j)])
-                    a += key * queries[0, j]
+            for head in range(heads):
+                for token in range(tokens):
+                    at = np.uint64(start + page * stride + head * apart + token * dim)
+                    a = b = c = d = np.float32(0)
+                    for j in range(dim):
+                        key = widened(keys[at + np.uint64(j)])
+                        a += key * queries[head, 0, j]
+                        if count > 1:
+                            b += key * queries[head, 1, j]
+                        if count > 2:
+                            c += key * queries[head, 2, j]
+                        if count > 3:
+                            d += key * queries[head, 3, j]
+                    row = first + page * tokens + token
+                    scale = scales[page, head, token] if scaled else np.float32(1)
+                    out[head, 0, row] = a * scale
                     if count > 1:
-                        b += key * queries[1, j]
+                        out[head, 1, row] = b * scale
                     if count > 2:
-                        c += key * queries[2, j]
+                        out[head, 2, row] = c * scale
                     if count > 3:
-                        d += key * queries[3, j]
-                row = first + page * tokens + token
-                scale = scales[page, token] if scaled else np.float32(1)
-                out[0, row] = a * scale
-                if count > 1:
-                    out[1, row] = b * scale
-                if count > 2:
-                    out[2, row] = c * scale
-                if count > 3:
-                    out[3, row] = d * scale
+                        out[head, 3, row] = d * scale
 
     return _compiled(loop)
 
@@ -192,35 +198,38 @@ def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
 def packed_for(dim: int, count: int) -> Callable[..., None]:
     """Returns the loop of `packed_products` over keys of `dim` numbers and 1 to 4 queries.
 
-    Its arguments: as those of `products_for`, but keys of bytes, scales the bits of halves; `middles` [count]: what the
-    products have in excess.
+    Its arguments: as those of `products_for`, but keys of bytes, scales the bits of halves; `middles` [heads, count]: what
+    the products have in excess.
     """
     quarter = dim // 4
 
-    def loop(keys, start, stride, pages, tokens, scales, queries, middles, out, first):  # type: ignore[no-untyped-def]
+    def loop(  # type: ignore[no-untyped-def]
+        keys, start, stride, apart, pages, heads, tokens, scales, queries, middles, out, first
+    ):
         for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * quarter)
-                a = b = c = d = np.float32(0)
-                for j in range(quarter):
-                    four = np.int32(keys[at + np.uint64(j)])
-                    for part in range(4):
-                        level = np.float32((four >> (2 * part)) & 3)
-                        a += level * queries[0, part * quarter + j]
-                        if count > 1:
-                            b += level * queries[1, part * quarter + j]
-                        if count > 2:
-                            c += level * queries[2, part * quarter + j]
-                        if count > 3:
-                            d += level * queries[3, part * quarter + j]
-                row, scale = first + page * tokens + token, widened(scales[page, token])
-                out[0, row] = (a - middles[0]) * scale
-                if count > 1:
-                    out[1, row] = (b - middles[1]) * scale
-                if count > 2:
-                    out[2, row] = (c - middles[2]) * scale
-                if count > 3:
-                    out[3, row] = (d - middles[3]) * scale
+            for head in range(heads):
+                for token in range(tokens):
+                    at = np.uint64(start + page * stride + head * apart + token * quarter)
+                    a = b = c = d = np.float32(0)
+                    for j in range(quarter):
+                        four = np.int32(keys[at + np.uint64(j)])
+                        for part in range(4):
+                            level = np.float32((four >> (2 * part)) & 3)
+                            a += level * queries[head, 0, part * quarter + j]
+                            if count > 1:
+                                b += level * queries[head, 1, part * quarter + j]
+                            if count > 2:
+                                c += level * queries[head, 2, part * quarter + j]
+                            if count > 3:
+                                d += level * queries[head, 3, part * quarter + j]
+                    row, scale = first + page * tokens + token, widened(scales[page, head, token])
+                    out[head, 0, row] = (a - middles[head, 0]) * scale
+                    if count > 1:
+                        out[head, 1, row] = (b - middles[head, 1]) * scale
+                    if count > 2:
+                        out[head, 2, row] = (c - middles[head, 2]) * scale
+                    if count > 3:
+                        out[head, 3, row] = (d - middles[head, 3]) * scale
 
     return _compiled(loop)
 
@@ -258,9 +267,9 @@ def score_pages(
     count, heads, tokens, _ = pages.shape
     out = np.empty((heads, count, tokens), np.float32)
     jobs: list[Job] = []
-    for h, part, place in _places(pages, threads):
-        own = None if scales is None else scales[part, h]
-        jobs.append(partial(_score_rows, place, grouped[h], COMBINE[combine], out[h, part], own))
+    for part, place in _places(pages, threads):
+        own = None if scales is None else scales[part].swapaxes(0, 1)
+        jobs.append(partial(_score_rows, place, grouped, COMBINE[combine], out[:, part], own))
     run_all(jobs, _threads(pages, threads))
     return out.reshape(heads, -1)
 
@@ -270,14 +279,13 @@ def products(queries: Floats, pages: NDArray[Any], scales: Floats | None = None,
     grouped = _grouped(queries, pages, scales)
     count, heads, tokens, dim = pages.shape
     out = np.empty((heads, grouped.shape[1], count * tokens), np.float32)
-    of_tokens = np.empty((heads, 1, 1), np.float32) if scales is None else scales.swapaxes(0, 1)
+    of_tokens = np.empty((0, heads, tokens), np.float32) if scales is None else scales
     jobs: list[Job] = []
-    for h, part, place in _places(pages, threads):
+    for part, place in _places(pages, threads):
         for q in range(0, grouped.shape[1], QUERIES[-1]):
-            asked = grouped[h, q : q + QUERIES[-1]]
-            loop = products_for(dim, len(asked), scales is not None)
-            into = out[h, q : q + QUERIES[-1]]
-            jobs.append(partial(loop, *place, of_tokens[h, part], asked, into, part.start * tokens))
+            some = slice(q, q + QUERIES[-1])
+            loop = products_for(dim, grouped[:, some].shape[1], scales is not None)
+            jobs.append(partial(loop, *place, of_tokens[part], grouped[:, some], out[:, some], part.start * tokens))
     run_all(jobs, _threads(pages, threads))
     return out
 
@@ -294,12 +302,12 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
     out = np.empty((heads, group, count * tokens), np.float32)
     middles = 1.5 * queries.sum(axis=2)
     jobs: list[Job] = []
-    for h, part, place in _places(keys, threads):
+    for part, place in _places(keys, threads):
         for q in range(0, group, QUERIES[-1]):
             some = slice(q, q + QUERIES[-1])
-            loop = packed_for(dim, len(queries[h, some]))
-            asked, into = (queries[h, some], middles[h, some]), (out[h, some], part.start * tokens)
-            jobs.append(partial(loop, *place, scales[part, h], *asked, *into))
+            loop = packed_for(dim, queries[:, some].shape[1])
+            asked, into = (queries[:, some], middles[:, some]), (out[:, some], part.start * tokens)
+            jobs.append(partial(loop, *place, scales[part], *asked, *into))
     run_all(jobs, _threads(keys, threads))
     return out
 
@@ -371,13 +379,12 @@ def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:
-    """Scores one stretch of one head: 4 queries at a time while there are as many, then 2, then 1."""
-    flat = out.reshape(-1)
-    done = 0
-    while done < len(queries):
-        count = max(size for size in QUERIES if size <= len(queries) - done)
-        loop = loop_for(queries.shape[1], count)
-        loop(*place, queries[done : done + count], combine, done > 0, flat)
+    """Scores some pages: 4 queries of each head at a time while there are as many, then 2, then 1."""
+    done, group = 0, queries.shape[1]
+    while done < group:
+        count = max(size for size in QUERIES if size <= group - done)
+        loop = loop_for(queries.shape[2], count)
+        loop(*place, queries[:, done : done + count], combine, done > 0, out)
         done += count
     if scales is not None:
         out *= scales
@@ -405,19 +412,16 @@ def _threads(pages: NDArray[Any], threads: int | None) -> int | None:
     return 1 if pages.nbytes <= FEW_BYTES else threads
 
 
-def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[int, slice, Place]]:
-    """Head and pages of each job, and where a loop finds them."""
+def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[slice, Place]]:
+    """Pages of each job, and where a loop finds them."""
     count, heads, tokens, dim = pages.shape
     rows = _walkable(pages)
-    flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
-    # Heads first, and a head in parts where they are too few.
-    parts = -(-(_threads(pages, threads) or processors()) // max(1, heads))
-    share = max(1, -(-count // parts), JOB_BYTES // max(1, tokens * dim * pages.itemsize))
-    for h in range(heads):
-        for first in range(0, count, share):
-            part = slice(first, min(count, first + share))
-            start = first * stride + h * rows.strides[1] // rows.itemsize
-            yield h, part, (flat, start, stride, part.stop - first, tokens)
+    flat, stride, apart = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize
+    parts = _threads(pages, threads) or processors()
+    share = max(1, -(-count // parts), JOB_BYTES // max(1, heads * tokens * dim * pages.itemsize))
+    for first in range(0, count, share):
+        part = slice(first, min(count, first + share))
+        yield part, (flat, first * stride, stride, apart, part.stop - first, heads, tokens)
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
@@ -430,7 +434,10 @@ def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
 
 def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     """All numbers from the first of `rows` to its last, one after the other, as the compiled loops take them."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) // rows.itemsize
-    flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
+    if rows.flags.c_contiguous:
+        flat = rows.reshape(-1)
+    else:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) // rows.itemsize
+        flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
     carried: NDArray[Any] = flat.view(_CARRIERS.get(rows.dtype, rows.dtype))
     return carried
