@@ -37,8 +37,8 @@ FEW_BYTES = 4 * JOB_BYTES
 """Keys that the caller scores itself."""
 
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
-"""Where a loop finds keys, as its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
-from one head to the next; pages; heads; tokens of a page. It goes through memory as they lie there: pages, heads, tokens."""
+"""Where a loop finds keys, its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
+from one head to the next; pages; heads; tokens of a page. It takes them as they lie in memory: all heads of a page together."""
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.uint16),
@@ -131,27 +131,26 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
     def loop(  # type: ignore[no-untyped-def]
         keys, start, stride, apart, pages, heads, tokens, queries, combine, again, out
     ):
-        for page in range(pages):
-            for head in range(heads):
-                for token in range(tokens):
-                    at = np.uint64(start + page * stride + head * apart + token * dim)
-                    a = b = c = d = np.float32(0)
-                    for j in range(dim):
-                        key = widened(keys[at + np.uint64(j)])
-                        a += key * queries[head, 0, j]
-                        if count > 1:
-                            b += key * queries[head, 1, j]
-                        if count > 2:
-                            c += key * queries[head, 2, j]
-                            d += key * queries[head, 3, j]
+        for page, head in np.ndindex(pages, heads):
+            for token in range(tokens):
+                at = np.uint64(start + page * stride + head * apart + token * dim)
+                a = b = c = d = np.float32(0)
+                for j in range(dim):
+                    key = widened(keys[at + np.uint64(j)])
+                    a += key * queries[head, 0, j]
                     if count > 1:
-                        a = max(a, b) if combine == MAX else a + b
+                        b += key * queries[head, 1, j]
                     if count > 2:
-                        a = max(a, max(c, d)) if combine == MAX else a + (c + d)
-                    if again:
-                        before = out[head, page, token]
-                        a = max(a, before) if combine == MAX else a + before
-                    out[head, page, token] = a
+                        c += key * queries[head, 2, j]
+                        d += key * queries[head, 3, j]
+                if count > 1:
+                    a = max(a, b) if combine == MAX else a + b
+                if count > 2:
+                    a = max(a, max(c, d)) if combine == MAX else a + (c + d)
+                if again:
+                    before = out[head, page, token]
+                    a = max(a, before) if combine == MAX else a + before
+                out[head, page, token] = a
 
     return _compiled(loop)
 
@@ -167,29 +166,28 @@ def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
     def loop(  # type: ignore[no-untyped-def]
         keys, start, stride, apart, pages, heads, tokens, scales, queries, out, first
     ):
-        for page in range(pages):
-            for head in range(heads):
-                for token in range(tokens):
-                    at = np.uint64(start + page * stride + head * apart + token * dim)
-                    a = b = c = d = np.float32(0)
-                    for j in range(dim):
-                        key = widened(keys[at + np.uint64(j)])
-                        a += key * queries[head, 0, j]
-                        if count > 1:
-                            b += key * queries[head, 1, j]
-                        if count > 2:
-                            c += key * queries[head, 2, j]
-                        if count > 3:
-                            d += key * queries[head, 3, j]
-                    row = first + page * tokens + token
-                    scale = scales[page, head, token] if scaled else np.float32(1)
-                    out[head, 0, row] = a * scale
+        for page, head in np.ndindex(pages, heads):
+            for token in range(tokens):
+                at = np.uint64(start + page * stride + head * apart + token * dim)
+                a = b = c = d = np.float32(0)
+                for j in range(dim):
+                    key = widened(keys[at + np.uint64(j)])
+                    a += key * queries[head, 0, j]
                     if count > 1:
-                        out[head, 1, row] = b * scale
+                        b += key * queries[head, 1, j]
                     if count > 2:
-                        out[head, 2, row] = c * scale
+                        c += key * queries[head, 2, j]
                     if count > 3:
-                        out[head, 3, row] = d * scale
+                        d += key * queries[head, 3, j]
+                row = first + page * tokens + token
+                scale = scales[page, head, token] if scaled else np.float32(1)
+                out[head, 0, row] = a * scale
+                if count > 1:
+                    out[head, 1, row] = b * scale
+                if count > 2:
+                    out[head, 2, row] = c * scale
+                if count > 3:
+                    out[head, 3, row] = d * scale
 
     return _compiled(loop)
 
@@ -206,30 +204,29 @@ def packed_for(dim: int, count: int) -> Callable[..., None]:
     def loop(  # type: ignore[no-untyped-def]
         keys, start, stride, apart, pages, heads, tokens, scales, queries, middles, out, first
     ):
-        for page in range(pages):
-            for head in range(heads):
-                for token in range(tokens):
-                    at = np.uint64(start + page * stride + head * apart + token * quarter)
-                    a = b = c = d = np.float32(0)
-                    for j in range(quarter):
-                        four = np.int32(keys[at + np.uint64(j)])
-                        for part in range(4):
-                            level = np.float32((four >> (2 * part)) & 3)
-                            a += level * queries[head, 0, part * quarter + j]
-                            if count > 1:
-                                b += level * queries[head, 1, part * quarter + j]
-                            if count > 2:
-                                c += level * queries[head, 2, part * quarter + j]
-                            if count > 3:
-                                d += level * queries[head, 3, part * quarter + j]
-                    row, scale = first + page * tokens + token, widened(scales[page, head, token])
-                    out[head, 0, row] = (a - middles[head, 0]) * scale
-                    if count > 1:
-                        out[head, 1, row] = (b - middles[head, 1]) * scale
-                    if count > 2:
-                        out[head, 2, row] = (c - middles[head, 2]) * scale
-                    if count > 3:
-                        out[head, 3, row] = (d - middles[head, 3]) * scale
+        for page, head in np.ndindex(pages, heads):
+            for token in range(tokens):
+                at = np.uint64(start + page * stride + head * apart + token * quarter)
+                a = b = c = d = np.float32(0)
+                for j in range(quarter):
+                    four = np.int32(keys[at + np.uint64(j)])
+                    for part in range(4):
+                        level = np.float32((four >> (2 * part)) & 3)
+                        a += level * queries[head, 0, part * quarter + j]
+                        if count > 1:
+                            b += level * queries[head, 1, part * quarter + j]
+                        if count > 2:
+                            c += level * queries[head, 2, part * quarter + j]
+                        if count > 3:
+                            d += level * queries[head, 3, part * quarter + j]
+                row, scale = first + page * tokens + token, widened(scales[page, head, token])
+                out[head, 0, row] = (a - middles[head, 0]) * scale
+                if count > 1:
+                    out[head, 1, row] = (b - middles[head, 1]) * scale
+                if count > 2:
+                    out[head, 2, row] = (c - middles[head, 2]) * scale
+                if count > 3:
+                    out[head, 3, row] = (d - middles[head, 3]) * scale
 
     return _compiled(loop)
 
