@@ -38,7 +38,7 @@ FEW_BYTES = 4 * JOB_BYTES
 
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
 """Where a loop finds keys, its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
-from one head to the next; pages; heads; tokens of a page. It takes them as they lie in memory: all heads of a page together."""
+from one head to the next; pages; heads; tokens of a page. It takes them as they lie there: all heads of a page together."""
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.uint16),
