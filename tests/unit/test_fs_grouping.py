@@ -194,4 +194,5 @@ def test_large_buffers_take_the_room_of_small_ones() -> None:
     for buffer in (*ahead, *small):
         if buffer is not None:
             pool.give(buffer)
+    assert sum(buffer.size for buffer in pool.free) == 12 * BUFFER_BYTES
     assert [pool.take(1) is not None for _ in range(13)] == [True] * 12 + [False]

@@ -76,6 +76,7 @@ def test_a_file_that_is_closed_meanwhile(
     CALLS[call](operations)
     assert not handles
     assert are_open(tmp_path) == 0
+    assert operations.table.acquire("/a.kv") is None and operations.table.acquire("/c.kv") is None
 
 
 @pytest.mark.parametrize("released", ["before", "while", "late", "after"])
@@ -98,6 +99,7 @@ def test_a_deleted_file_is_let_go_with_its_last_release(
         operations.release(number)
     assert are_open(tmp_path) == 0
     operations.unlink(hidden)
+    assert not operations.hidden and not operations.vanished
     assert os.listdir(tmp_path) == ["b.kv"]
 
 
@@ -115,7 +117,7 @@ def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatc
 @pytest.mark.parametrize("renamed", ["before", "while"])
 @pytest.mark.parametrize("learned", range(4))
 def test_pages_are_dropped_of_a_file_that_is_being_renamed(
-    operations: LlmcacheOperations, notifier: Mock, renamed: str, learned: int
+    operations: LlmcacheOperations, engine: Mock, notifier: Mock, renamed: str, learned: int
 ) -> None:
     """libfuse learns of a rename when its call has returned: meanwhile it knows no inode by the new name."""
     nodes = {"/a.kv": "the inode"}
@@ -133,10 +135,12 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
 
     notifier.invalidate_path.side_effect = invalidate
     operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    backing = engine.opened.call_args.args[0]
     if renamed == "before":
         operations.rename("/a.kv", "/c.kv", 0)
     operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
-    wait_until(lambda: bool(dropped), "pages are dropped")
+    wait_until(lambda: not backing.unsettled, "pages are dropped")
+    assert dropped
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")

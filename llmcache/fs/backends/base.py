@@ -60,8 +60,8 @@ class BufferPool:
     """
 
     def __init__(self, count: int, reserve: int) -> None:
-        self._free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
-        self._left_bytes = count * BUFFER_BYTES  # not handed out; what is in `_free` is part of it
+        self.free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
+        self._left_bytes = count * BUFFER_BYTES  # not handed out; what is in `free` is part of it
         self.count = count
         self.reserve = reserve
         self._bounce = threading.local()
@@ -71,12 +71,12 @@ class BufferPool:
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
             return None
-        buffer = next((buffer for buffer in reversed(self._free) if buffer.size == size), None)
+        buffer = next((buffer for buffer in reversed(self.free) if buffer.size == size), None)
         if buffer is not None:
-            self._free.remove(buffer)
+            self.free.remove(buffer)
         else:
-            while sum(free.size for free in self._free) > self._left_bytes - size:
-                del self._free[0]
+            while sum(free.size for free in self.free) > self._left_bytes - size:
+                del self.free[0]
             try:
                 buffer = MemoryRegion(size)
             except OSError:  # no memory
@@ -86,7 +86,7 @@ class BufferPool:
 
     def give(self, buffer: MemoryRegion) -> None:
         """Takes a buffer back. The caller holds the engine's lock."""
-        self._free.append(buffer)
+        self.free.append(buffer)
         self._left_bytes += buffer.size
 
     def bounce(self) -> MemoryRegion:

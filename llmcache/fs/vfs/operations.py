@@ -141,14 +141,14 @@ class LlmcacheOperations:
     """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
 
     def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
-        self._tree, self._table, self._policy = tree, BackingTable(), policy
+        self._tree, self.table, self._policy = tree, BackingTable(), policy
         self._engine, self._reader = engine, reader
         # The small numbers that libfuse keeps for us. Dicts and a counter: atomic under the GIL.
         self._numbers = itertools.count(1)
         self._files: dict[int, FileHandle] = {}
         self._listings: dict[int, Listing] = {}
-        self._hidden: dict[str, Backing] = {}  # each with a reference
-        self._vanished: set[str] = set()  # hidden names of files that were closed when libfuse hid them
+        self.hidden: dict[str, Backing] = {}  # each with a reference
+        self.vanished: set[str] = set()  # hidden names of files that were closed when libfuse hid them
         self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
         self._notifier: Notifier | None = None
         self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
@@ -211,7 +211,7 @@ class LlmcacheOperations:
 
     def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
         """(handle, whether the kernel may keep its pages) of an existing regular file."""
-        if path in self._hidden:
+        if path in self.hidden:
             return self._reopen_hidden(path, flags, caller)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._policy.check(path)
@@ -221,7 +221,7 @@ class LlmcacheOperations:
         rights = caller.remembered()
         with self._opening(path, flags, rights):
             with self._tree.parent(path, caller) as (dir_fd, name):
-                opened = self._table.open(path, dir_fd, name, flags, mode, caller=caller, may_replace=self._may_replace)
+                opened = self.table.open(path, dir_fd, name, flags, mode, caller=caller, may_replace=self._may_replace)
             return self._register(opened, path, flags, caller.pid, rights)
 
     @contextlib.contextmanager
@@ -279,18 +279,18 @@ class LlmcacheOperations:
             self._files[number] = FileHandle(backing, flags, pid, rights)
             return number, bool(may_keep and not backing.unsettled)
         except BaseException:
-            self._table.release(backing)
+            self.table.release(backing)
             raise
 
     def _reopen_hidden(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
         """A deleted file opened again through /proc/PID/fd (it may be written: it could be deleted)."""
-        backing = self._table.acquire(path)
+        backing = self.table.acquire(path)
         if backing is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         try:
             caller.check(backing.fd, flags)
         except OSError:
-            self._table.release(backing)
+            self.table.release(backing)
             raise
         if flags & os.O_ACCMODE != os.O_RDONLY and not backing.writable:
             fd = os.open(f"/proc/self/fd/{backing.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -307,7 +307,7 @@ class LlmcacheOperations:
 
     def _give_back(self, backing: Backing) -> bool:
         """Give a reference back; True if it was the last. Pages of a closed file are dropped once it is opened again."""
-        if not self._table.release(backing):
+        if not self.table.release(backing):
             return False
         with self._drops:
             self._to_drop.pop(backing, None)
@@ -341,7 +341,7 @@ class LlmcacheOperations:
         self._policy.check(path)
         with self._opening(path, os.O_WRONLY, caller.remembered()):  # nothing else takes its place before it is cut
             with self._tree.parent(path, caller) as (dir_fd, name):
-                opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
+                opened = self.table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
             try:
                 self._resize(opened.backing, length, caller)
                 self._engine.settle(opened.backing, owes_reply=True)
@@ -359,11 +359,11 @@ class LlmcacheOperations:
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
         """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
         self._engine.changed(backing, offset, length)
-        deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self._hidden.values()))
+        deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self.hidden.values()))
         if backing.links + deleted < 2:
             return
         with contextlib.ExitStack() as in_use:
-            others = self._table.others(backing)
+            others = self.table.others(backing)
             for other in others:
                 in_use.callback(self._give_back, other)
             for other in others:
@@ -393,7 +393,7 @@ class LlmcacheOperations:
         """The Backing a call is about: that of its handle, or of a deleted file's path; None for any other path."""
         if number is not None:
             return self._files[number].backing
-        return self._hidden.get(path) if path is not None else None
+        return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
     def _changing(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
@@ -414,7 +414,7 @@ class LlmcacheOperations:
     @contextlib.contextmanager
     def _looking_at(self, path: str) -> Iterator[int | str]:
         """The same for what changes nothing."""
-        backing = self._hidden.get(path)
+        backing = self.hidden.get(path)
         if backing is not None:
             yield backing.fd
             return
@@ -473,12 +473,12 @@ class LlmcacheOperations:
 
     def unlink(self, path: str) -> None:
         """Delete a name."""
-        backing = self._hidden.pop(path, None)
+        backing = self.hidden.pop(path, None)
         if backing is not None:  # deleted when it was hidden
-            self._table.release(backing)
+            self.table.release(backing)
             return
-        if path in self._vanished and not self._exists(path):
-            self._vanished.discard(path)
+        if path in self.vanished and not self._exists(path):
+            self.vanished.discard(path)
             return
         self._check_file(path)
         with self._tree.parent(path) as (dir_fd, name):
@@ -503,23 +503,23 @@ class LlmcacheOperations:
         """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
 
         libfuse counts a file as open until the release has returned, so it may have no Backing any more."""
-        backing = self._table.acquire(old)
+        backing = self.table.acquire(old)
         try:
             self._check_file(old)
             with self._tree.parent(old) as (dir_fd, name):
                 os.unlink(name, dir_fd=dir_fd)
         except BaseException:
             if backing is not None:
-                self._table.release(backing)
+                self.table.release(backing)
             raise
         if backing is None:
-            self._vanished.add(new)
+            self.vanished.add(new)
             self._gone(old)
             return
         self._engine.removed(old)
         self._engine.renamed(old, new)
-        self._hidden[new] = backing
-        self._table.moved(old, new)
+        self.hidden[new] = backing
+        self.table.moved(old, new)
         backing.record()
         backing.hidden = True  # from here on it may be let go by who closes it
         self._let_go(backing)
@@ -530,12 +530,12 @@ class LlmcacheOperations:
         libfuse says so with an unlink of the hidden name, but not if the last release came while it hid the file: the pin
         helper closes what is deleted at once.
         """
-        if backing.hidden and self._table.is_last(backing) and self._hidden.pop(backing.path, None) is not None:
-            self._vanished.add(backing.path)
-            self._table.release(backing)
+        if backing.hidden and self.table.is_last(backing) and self.hidden.pop(backing.path, None) is not None:
+            self.vanished.add(backing.path)
+            self.table.release(backing)
 
     def _moved(self, old: str, new: str, exchanged: bool) -> None:
-        self._table.moved(old, new, exchanged=exchanged)
+        self.table.moved(old, new, exchanged=exchanged)
         if exchanged:
             between = old + "\0"
             self._engine.renamed(old, between)
@@ -623,10 +623,10 @@ class LlmcacheOperations:
 
     def _touched(self, path: str) -> None:
         """The change time moved by our own doing: not a change of content."""
-        with self._table.using(path) as backing:
+        with self.table.using(path) as backing:
             if backing is not None:
                 backing.record()
 
     def _gone(self, path: str) -> None:
-        self._table.forget(path)
+        self.table.forget(path)
         self._engine.removed(path)
