@@ -33,9 +33,13 @@ class Run:
     loop_bytes: int
 
     @property
-    def main_loop(self) -> dict[str, Any]:
+    def loops(self) -> list[dict[str, Any]]:
+        """What was read once a token, the largest part first.
+
+        It is one loop, unless the kernel keeps a part mapped for some tokens: that part is walked over less often then.
+        """
         loops = [row for row in self.classes["rows"] if row["class"] == "LOOP" and row["op"] == "read"]
-        return max(loops, key=lambda row: int(row["accesses"]))
+        return sorted((row for row in loops if row["passes"] >= 0.75 * TOKENS), key=lambda row: -int(row["accesses"]))
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +65,15 @@ def classified(trace: Path) -> dict[str, Any]:
 def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:
     assert run.classes["lost_events"] == 0
     assert run.classes["totals"]["loop_bytes"] == pytest.approx(run.loop_bytes, rel=0.02)
-    assert run.main_loop["bytes"] > 0.75 * run.loop_bytes
-    assert run.main_loop["passes"] >= TOKENS
+    assert sum(row["bytes"] for row in run.loops) > 0.75 * run.loop_bytes
+    assert run.loops[0]["passes"] >= TOKENS
 
 
 def test_the_period_is_the_time_of_a_token(run: Run) -> None:
     steps = [after - before for before, after in pairwise(run.made.starts)]
     assert min(steps) > PAUSE_S
     # on a quiet machine all tokens but the first take the same time, on a busy one which are the last ones matters
-    assert 0.95 * min(steps[1:]) <= run.main_loop["period_s"] <= 1.05 * max(steps[1:])
+    assert 0.95 * min(steps[1:]) <= run.loops[0]["period_s"] <= 1.05 * max(steps[1:])
 
 
 def test_layers_come_in_their_order_and_from_storage(run: Run) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+from llmcache.fs.backends import pinhelper
 from llmcache.fs.backends.holders import PinService
 from llmcache.fs.backends.pinhelper import Helper, others
 from llmcache.memory import UNLIMITED, lockable_bytes
@@ -51,6 +56,18 @@ def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(t
         reply = helper.handle({"op": "attach", "path": path})
         assert list(reply) == ["errno"], path
     helper.handle({"op": "detach", "path": "/dir/file"})
+
+
+def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path: Path) -> None:
+    """A daemon that is killed closes its pipes a moment before the helper is killed for it."""
+    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as helper:
+        assert helper.stdin is not None and helper.stdout is not None and helper.stderr is not None
+        helper.stdout.close()
+        helper.stdin.write(json.dumps({"op": "attach", "path": "/none"}) + "\n")
+        helper.stdin.flush()
+        assert helper.wait(60) == -signal.SIGPIPE
+        assert helper.stderr.read() == ""
 
 
 @pytest.fixture

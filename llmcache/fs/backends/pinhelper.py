@@ -173,6 +173,7 @@ def main() -> int:
     if os.getppid() == 1:  # the daemon died before prctl
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a daemon that is killed closes its files before prctl's signal comes
     own_namespace(sys.argv[1])
     helper = Helper(sys.argv[1])
     for line in sys.stdin:
