@@ -392,17 +392,17 @@ class FileClass:
 def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
     """Returns the classes of what a file's reads, or writes, have shown until `now`."""
     places = list(trail.places())
-    walked = _joined([place for place in places if not place.spot and not place.stride])
-    spots: list[Place] = []
+    walked = _joined([place for place in places if not place.scattered and not place.stride])
+    scattered: list[Place] = []
     strided: list[Place] = []
     for place in places:
-        if place.spot and not _settle(place, walked):
-            spots.append(place)
+        if place.scattered and not _settle(place, walked):
+            scattered.append(place)
         elif place.stride and not _belongs(place, walked):
             strided.append(place)
     drained = sum(place.accesses for place in walked if place.blocks == 0)  # all of it came again, and is hot
     walked = [place for place in walked if place.blocks > 0]
-    rest = [*walked, *strided, *spots]
+    rest = [*walked, *strided, *scattered]
     found = [_loop_of(group, now) for group in _loops(place for place in rest if place.kind == LOOP)]
     hot = [place for place in rest if place.kind == HOT]
     once = [place for place in rest if place.kind == SEQ]
@@ -444,24 +444,24 @@ def _length(place: Place) -> int:
     return place.end - place.first
 
 
-def _settle(spot: Place, regions: list[Place]) -> bool:
-    """Takes a spot into account in the regions that it lies in; returns whether it is part of one of them.
+def _settle(place: Place, regions: list[Place]) -> bool:
+    """Takes a scattered place into account in the regions that it lies in; returns whether it is part of one.
 
     Blocks that come no more often than the loop around them are part of it, read out of turn. Blocks that come more
     often are hot, and no part of what lies around them.
     """
     for index, region in enumerate(regions):
-        shared = common(spot, region)
-        edge = _is_edge(spot, region)
+        shared = common(place, region)
+        edge = _is_edge(place, region)
         if not shared and not edge:
             continue
-        inside = 2 * shared >= _length(spot) or edge
-        often = spot.passes if edge else spot.accesses
-        if inside and (spot.kind == SEQ or (region.kind == LOOP and often <= region.passes * spot.blocks)):
-            regions[index] = replace(region, accesses=region.accesses + spot.accesses)
+        inside = 2 * shared >= _length(place) or edge
+        often = place.passes if edge else place.accesses
+        if inside and (place.kind == SEQ or (region.kind == LOOP and often <= region.passes * place.blocks)):
+            regions[index] = replace(region, accesses=region.accesses + place.accesses)
             return True
-        if spot.kind == HOT and shared:
-            hot = spot.blocks * shared // _length(spot)
+        if place.kind == HOT and shared:
+            hot = place.blocks * shared // _length(place)
             regions[index] = replace(region, blocks=max(0, region.blocks - hot))
     return False
 
@@ -481,9 +481,9 @@ def _belongs(strided: Place, regions: list[Place]) -> bool:
     return True
 
 
-def _is_edge(spot: Place, region: Place) -> bool:
-    """Whether a spot is a few blocks beside a region, which threads have read out of turn."""
-    return _length(spot) < WINDOW and region.first - WINDOW <= spot.first and spot.end <= region.end + WINDOW
+def _is_edge(place: Place, region: Place) -> bool:
+    """Whether a scattered place is a few blocks beside a region, which threads have read out of turn."""
+    return _length(place) < WINDOW and region.first - WINDOW <= place.first and place.end <= region.end + WINDOW
 
 
 def _loops(places: Iterable[Place]) -> list[list[Place]]:
@@ -580,5 +580,5 @@ def _once(places: Sequence[Place], blocks: int, accesses: int, now: Moment) -> F
     if not places:
         return FileClass(SEQ, (), blocks, accesses, 1, now, now)
     found = _plain(SEQ, places)
-    passes = max((place.passes for place in places if not place.spot), default=1)
+    passes = max((place.passes for place in places if not place.scattered), default=1)
     return replace(found, blocks=found.blocks + blocks, accesses=found.accesses + accesses, passes=passes)

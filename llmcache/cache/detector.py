@@ -5,7 +5,7 @@
     for place in detector.places(file): ...             # SEQ, LOOP or HOT, with passes and period
 
 Runs become streams (`streams`), streams become walks; walks in sequence become passes over regions (sweeps), others
-visits of spots. A region walked `LOOP_PASSES` times is a loop; a spot with blocks that came again is hot; the
+visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that came again are hot; the
 rest was read once. Reads and writes are apart, and so are the phases of a stride.
 
 What it keeps of a file is bounded, whatever comes: streams, regions and cells, a kilobyte for each at most.
@@ -60,7 +60,7 @@ class Place:
     descending: bool = False
     stride: int = 0
     width: int = 0
-    spot: bool = False  # accessed without order
+    scattered: bool = False  # accessed without order
     rhythms: tuple[Period, ...] = ()  # all intervals that keep coming, shortest first; the period is the most frequent
 
     def expired(self, now: Moment) -> bool:
@@ -306,7 +306,7 @@ _ALL = (1 << PLACES) - 1
 
 
 @dataclass(slots=True)
-class SpotCell:
+class ScatteredCell:
     """64 places: bit i of `seen` (accessed) and of `again` (in more than one visit). `visits` come and go between `since`
     and `last`.
     """
@@ -319,7 +319,7 @@ class SpotCell:
     last: Moment
 
 
-class Spots:
+class ScatteredBlocks:
     """The blocks of one file that were accessed in no order, and which of them came again.
 
     Kept in at most `MAX_CELLS` cells of 64 places; a place is a block, or a power of two of blocks once all cells are full
@@ -330,7 +330,7 @@ class Spots:
         self.shift = 0  # log2 of the blocks of a place
         self.forgotten_blocks = 0  # accessed once, in cells given up
         self.forgotten_accesses = 0
-        self._cells: OrderedDict[int, SpotCell] = OrderedDict()  # least recent first
+        self._cells: OrderedDict[int, ScatteredCell] = OrderedDict()  # least recent first
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -344,7 +344,7 @@ class Spots:
             left, blocks = left - share, blocks - bits.bit_count()
             cell = self._cells.pop(index, None)
             if cell is None:
-                cell = SpotCell(bits, 0, 1, share, now, now)
+                cell = ScatteredCell(bits, 0, 1, share, now, now)
             else:
                 cell.again |= cell.seen & bits
                 cell.seen |= bits
@@ -428,7 +428,7 @@ class Spots:
                 since=cell.since,
                 start=cell.since,
                 last=cell.last,
-                spot=True,
+                scattered=True,
             )
 
 
@@ -444,7 +444,7 @@ class Trail:
     def __init__(self) -> None:
         self.streams = StreamTable()
         self.sweeps = Sweeps()
-        self.spots = Spots()
+        self.scattered = ScatteredBlocks()
         self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # stride, phase, width of the runs
 
     def note(self, run: BlockRun) -> bool:
@@ -467,12 +467,12 @@ class Trail:
         elif walk.stride:
             runs = range(walk.first, walk.end, walk.stride)
             for first in runs:
-                self.spots.add(first, (1 << walk.width) - 1, walk.width, walk.stop)
-            self.spots.credit(walk.first, walk.accesses - walk.width * len(runs))
+                self.scattered.add(first, (1 << walk.width) - 1, walk.width, walk.stop)
+            self.scattered.credit(walk.first, walk.accesses - walk.width * len(runs))
         elif walk.mask:
-            self.spots.add(walk.first, walk.mask, walk.accesses, walk.stop)
+            self.scattered.add(walk.first, walk.mask, walk.accesses, walk.stop)
         else:
-            self.spots.credit(walk.first, walk.accesses)
+            self.scattered.credit(walk.first, walk.accesses)
 
     def _take_strided(self, walk: Walk) -> None:
         """A stride is a sequence of its own: in runs instead of blocks, and apart from other phases of it."""
@@ -486,7 +486,7 @@ class Trail:
         sweeps.add(replace(walk, first=first, end=first + runs, mask=0), self.streams.is_running)
         if len(self.strides) > MAX_STRIDES:
             _, oldest = self.strides.popitem(last=False)
-            self.spots.forget(
+            self.scattered.forget(
                 sum(region.touched for region in oldest.regions) * walk.width,
                 sum(region.accesses for region in oldest.regions),
             )
@@ -494,15 +494,15 @@ class Trail:
     @property
     def forgotten(self) -> tuple[int, int]:
         """Blocks accessed without coming back of which nothing else is kept any more, and the accesses to them."""
-        return self.spots.forgotten_blocks, self.spots.forgotten_accesses
+        return self.scattered.forgotten_blocks, self.scattered.forgotten_accesses
 
     def places(self) -> Iterator[Place]:
-        """Yields regions, then strided ones, then spots, each in the order of blocks; they may overlap."""
-        spots = list(self.spots.places())
-        ends = [spot.end for spot in spots]
+        """Yields regions, then strided ones, then scattered ones, each in the order of blocks; they may overlap."""
+        scattered = list(self.scattered.places())
+        ends = [place.end for place in scattered]
         for region in self.sweeps.regions:
-            near = spots[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
-            visits = sum(spot.accesses * common(spot, region) // (spot.end - spot.first) for spot in near)
+            near = scattered[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
+            visits = sum(place.accesses * common(place, region) // (place.end - place.first) for place in near)
             # Of very many accesses without order some look like a walk.
             yield region.place(ordered=visits <= region.accesses)
         for (stride, phase, width), sweeps in self.strides.items():
@@ -510,7 +510,7 @@ class Trail:
                 place = region.place()
                 first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
                 yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride, width=width)
-        yield from spots
+        yield from scattered
 
 
 class Detector:

@@ -95,7 +95,7 @@ def test_any_accesses_are_counted_once_and_where_they_were(accesses: list[tuple[
 
 
 def bounded(trail: Trail) -> bool:
-    streams, cells = len(trail.streams) <= MAX_STREAMS, len(trail.spots) <= MAX_CELLS
+    streams, cells = len(trail.streams) <= MAX_STREAMS, len(trail.scattered) <= MAX_CELLS
     regions, strides = len(trail.sweeps.regions) <= MAX_REGIONS, len(trail.strides) <= MAX_STRIDES
     strided = sum(len(sweeps.regions) for sweeps in trail.strides.values()) <= MAX_REGIONS
     return streams and cells and regions and strides and strided

@@ -23,7 +23,7 @@ class NoHolder:
         """Note what is given up."""
         self.released += extents
 
-    def held(self, group: Group) -> list[int]:
+    def pinned(self, group: Group) -> list[int]:
         """What is wanted."""
         return [extent for extent in range(group.count) if group.wanted[extent]]
 

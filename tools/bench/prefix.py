@@ -44,7 +44,7 @@ BARS = {
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptClient:
     """Runs the client: model, threads, and the limit of its storage (0: none)."""
 
     model: Path
@@ -77,7 +77,7 @@ def size_of(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
+def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     """A stored prompt, the same with another question, and both in llama-cpp-python's own cache, of evaluating it."""
     kinds, question = {"ours": "", "theirs": "disk:"}, {"own": tokens, "question": 50}
     evaluated = [first_s(ask(**question)) for _ in range(repeat)]
@@ -107,7 +107,7 @@ def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def conversations(ask: Asking, shared: int, count: int) -> dict[str, Any]:
+def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
     """Bytes of `count` conversations over one prompt of `shared` tokens, of their whole states."""
     kept = ask.scratch / "conversations"
     told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
@@ -116,7 +116,7 @@ def conversations(ask: Asking, shared: int, count: int) -> dict[str, Any]:
     return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
 
 
-def generating(ask: Asking, tokens: int, length: int, repeat: int) -> dict[str, Any]:
+def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict[str, Any]:
     """What storing behind costs of the tokens a second, the prompt and answer that are stored included.
 
     Both sides go first in turns: a machine that others use differs from minute to minute by more than storing costs.
@@ -135,7 +135,7 @@ def generating(ask: Asking, tokens: int, length: int, repeat: int) -> dict[str, 
     return {"generating": {"what": what, "figure": lost, "runs": runs}}
 
 
-def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
+def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     """The first prompt of a process with an empty directory, from a server on loopback, of evaluating it."""
     program = next((found for name in SERVERS if (found := shutil.which(name))), None)
     if program is None or importlib.util.find_spec("redis") is None:
@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     tokens, repeat = (1024, 1) if args.quick else (args.tokens, args.repeat)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
-        ask = Asking(args.model, args.threads, scratch, parse_rate(args.rate) if args.rate != "0" else 0)
+        ask = PromptClient(args.model, args.threads, scratch, parse_rate(args.rate) if args.rate != "0" else 0)
         measured: dict[str, Callable[[], dict[str, Any]]] = {
             "restored": lambda: restored(ask, tokens, repeat),
             "conversations": lambda: conversations(ask, tokens // 2, 10 if args.quick else 50),

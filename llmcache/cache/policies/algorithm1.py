@@ -88,7 +88,7 @@ class Algorithm1(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _algorithm1(self._state, self.capacity, max(1, int(self.capacity * HOT_SHARE)), first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._state.held[: self.blocks, NEXT] != NONE
 
 

@@ -126,7 +126,7 @@ class Policy(ABC):
 
     def resident(self) -> Int64s:
         """Returns the ids that the cache holds now, ascending."""
-        return np.flatnonzero(self._held()).astype(np.int64, copy=False)
+        return np.flatnonzero(self._resident()).astype(np.int64, copy=False)
 
     @property
     def evictions(self) -> int:
@@ -138,5 +138,5 @@ class Policy(ABC):
         """Replays the runs and sets their `hits`, which are 0."""
 
     @abstractmethod
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         """Returns of each id whether the cache holds it now."""

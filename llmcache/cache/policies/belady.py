@@ -75,7 +75,7 @@ class Belady(Policy):
         used = _belady(new_timeset(times), dead, self.capacity, *segments, first, count, hits)
         self._last[dead[:used]] = True
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._last
 
 

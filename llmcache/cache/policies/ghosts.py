@@ -59,7 +59,7 @@ class TwoQ(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _twoq(self._queues, self._limits, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return np.isin(self._queues.where, (IN, MAIN))
 
 
@@ -124,7 +124,7 @@ class ARC(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _arc(self._queues, self._target, self.capacity, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return np.isin(self._queues.where, (T1, T2))
 
 
@@ -218,7 +218,7 @@ class S3FIFO(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _s3fifo(self._queues, self._freq, self._limits, self._warm, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return np.isin(self._queues.where, (SMALL, MAIN))
 
 
@@ -310,7 +310,7 @@ class LIRS(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _lirs(self._stack, self._queues, self._limits, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return np.isin(self._queues.where, (LIR, HIR))
 
 

@@ -74,7 +74,7 @@ class LFU(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _lfu(self._levels, self.capacity, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._levels.links[: self.blocks, NEXT] != NONE
 
 
@@ -195,7 +195,7 @@ class WTinyLFU(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _wtinylfu(self._queues, self._sketch, self._limits, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._queues.where != ABSENT
 
 
@@ -288,7 +288,7 @@ class LeCaR(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _lecar(self._state, self._draws, self.capacity, DISCOUNT_BASE ** (1 / self.capacity), first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._state.queues.where == CACHED
 
     @property

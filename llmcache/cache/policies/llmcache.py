@@ -71,7 +71,7 @@ class LLMCache(Policy):
         """A few microseconds for each extent, or page of what does not loop."""
         hits[:] = self._source.replay(first, count)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         held = np.zeros(self.blocks, np.bool_)
         held[self._source.resident()] = True
         return held
@@ -164,7 +164,7 @@ class Recorded:
     def resident(self) -> Int64s:
         """Returns the ids of the blocks that are held, ascending."""
         files = {(key, base): file for file, (key, base, _) in self._files.items()}
-        return _sorted(_ids_held(self.core, self._places, files))
+        return _sorted(_resident_ids(self.core, self._places, files))
 
 
 class _Latest(NamedTuple):
@@ -410,7 +410,7 @@ class Cut:
     def resident(self) -> Int64s:
         """Returns the ids of the blocks that are held, ascending."""
         self._trim()
-        held = _ids_held(self.core, self._places, {(str(file), 0): file for file in self._spaces})
+        held = _resident_ids(self.core, self._places, {(str(file), 0): file for file in self._spaces})
         for mixture in self._mixtures.values():
             for expert in range(mixture.experts.count):
                 if mixture.first + expert in self._hot:
@@ -420,7 +420,7 @@ class Cut:
         return _sorted([*held, np.fromiter(self._rest, np.int64)])
 
 
-def _ids_held(core: Steering, places: BlockSpace, files: dict[tuple[str, int], int]) -> list[Int64s]:
+def _resident_ids(core: Steering, places: BlockSpace, files: dict[tuple[str, int], int]) -> list[Int64s]:
     found = []
     for space in core.spaces.values():
         for extent in space.held:

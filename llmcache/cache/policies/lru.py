@@ -41,7 +41,7 @@ class LRU(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _lru(self._links, self._used, self.capacity, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._links[:-1, NEXT] != NONE
 
 
@@ -126,7 +126,7 @@ class Clock(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _clock(self._slot, self._block, self._was_used, self._numbers, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._slot != FREE
 
 
@@ -180,7 +180,7 @@ class Sieve(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         _sieve(self._links, self._visited, self._numbers, self.capacity, first, count, hits)
 
-    def _held(self) -> Flags:
+    def _resident(self) -> Flags:
         return self._links[:-1, NEXT] != NONE
 
 

@@ -174,5 +174,5 @@ class Holder(Protocol):
         """Gives `extents` up: no longer pinned."""
         return
 
-    def held(self, group: Group) -> list[int]:
-        """The extents that are held."""
+    def pinned(self, group: Group) -> list[int]:
+        """Returns the extents that are pinned."""

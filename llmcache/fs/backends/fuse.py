@@ -340,18 +340,18 @@ class SliceReader:
         self._due = 0  # pages to be taken out
         self._coldest: Iterator[int] = iter(())  # of whom next
         self._sorted = 0  # experts that had left when that was found
-        self._ending = threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """The thread that looks begins. May follow `stop`."""
-        self._ending.clear()
+        self._over.clear()
         self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """And ends."""
-        self._ending.set()
+        self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
 
@@ -474,7 +474,7 @@ class SliceReader:
 
     def _look(self) -> None:
         pause_s = 0.0
-        while not self._ending.wait(pause_s):
+        while not self._over.wait(pause_s):
             with self.state.lock:
                 places = self._stray_places() + self._trip_places()
             for node, offset, length in places:

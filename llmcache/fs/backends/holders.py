@@ -283,7 +283,7 @@ class SteerHolder(Holder):
         for member, offset, length in self.state.ranges(group, extents):
             self.pins.unlock(member.path, offset, length)
 
-    def held(self, group: Group) -> list[int]:
+    def pinned(self, group: Group) -> list[int]:
         """Extents in state PINNED."""
         return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
 
@@ -325,6 +325,6 @@ class ArenaHolder(Holder):
             self.state.groups[key].pinned_bytes -= region.size
             self.state.room.notify()
 
-    def held(self, group: Group) -> list[int]:
+    def pinned(self, group: Group) -> list[int]:
         """Extents with a region."""
         return [extent for key, extent in self.regions if key == group.key]

@@ -23,7 +23,7 @@ from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import ControlFiles
 from llmcache.fs.engine.budget import settle_mode
-from llmcache.fs.engine.report import heat
+from llmcache.fs.engine.report import heat_map
 from llmcache.fs.engine.warmup import TELL_S, Tell
 from llmcache.fs.vfs.source import matches
 
@@ -199,7 +199,7 @@ class Requests:
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
             "stats": lambda _request, _tell: engine.stats() | {"metrics": metrics},
-            "heat": lambda _request, _tell: heat(engine.state, engine.mode),
+            "heat": lambda _request, _tell: heat_map(engine.state, engine.mode),
             "resize": self._resize,
             "warmup": self._warm,
             "evict": self._evict,

@@ -133,7 +133,7 @@ class Daemon:
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        self._ending = threading.Lock()
+        self._stop_lock = threading.Lock()
         self._served = False
         self._log: AccessLog | None = None
         if request.access_log is not None:
@@ -264,7 +264,7 @@ class Daemon:
 
     def _stop(self, force: bool) -> dict[str, Any]:
         """`llmcache umount`: refused while others use the mount, unless forced."""
-        with self._ending:
+        with self._stop_lock:
             if not force:
                 mount = mountpoint.find(self._point)
                 if mount is not None and mount.id and any(mountpoint.holders(mount, _is_own)):

@@ -346,7 +346,7 @@ class Engine:
         """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
         for extent in list(group.loading):
             group.cancel(extent)
-        self.holder.release(group, self.holder.held(group))
+        self.holder.release(group, self.holder.pinned(group))
         if group.alive:
             self.state.references.tell("end", group.key)
         self.grouping.dissolve(group)

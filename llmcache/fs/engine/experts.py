@@ -119,7 +119,7 @@ class Mixture:
             return None
         return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
 
-    def beside(self, number: int, reach: int) -> list[tuple[int, int]]:
+    def neighbours(self, number: int, reach: int) -> list[tuple[int, int]]:
         """(offset, bytes) of what the kernel reads around faults on a slice, of experts that are not there: `reach` bytes
         before it, and behind it as far as it reads ahead at its end.
         """
@@ -257,7 +257,7 @@ class MixtureCache:
         while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
             _, mixture, number, reach = self._strays.popleft()
             if (node := mixture.member.node) is not None and mixture.member.mixture is mixture:
-                yield from ((node, offset, length, 0) for offset, length in mixture.beside(number, reach))
+                yield from ((node, offset, length, 0) for offset, length in mixture.neighbours(number, reach))
 
     def victims(self) -> list[tuple[int, int, int, int]]:
         """Gives up experts, the least used first, until there is room: (node, offset, bytes, charged) to drop."""

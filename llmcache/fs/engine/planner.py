@@ -71,7 +71,7 @@ class Planner:
                 self.state.least_window_bytes,
             )
             for group in groups
-            if group.first or group.warm or self.state.opens_of(group) or self.holder.held(group)
+            if group.first or group.warm or self.state.opens_of(group) or self.holder.pinned(group)
         ]
         budget_bytes = max(0, self.state.limit_bytes - self._reserve())
         shares = share_budget(budget_bytes, loops)

@@ -173,7 +173,7 @@ class _Copy:
     mixtures: tuple[tuple[Mixture, list[int]], ...]
 
 
-def heat(state: CacheState, mode: str) -> dict[str, Any]:
+def heat_map(state: CacheState, mode: str) -> dict[str, Any]:
     """Returns the layers of every model and looping file, JSON-ready. Takes the lock, once for each group."""
     with state.lock:
         groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]

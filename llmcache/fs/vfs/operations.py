@@ -396,7 +396,7 @@ class LlmcacheOperations:
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
-    def _changing(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
+    def _change(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
         """What system calls take for the file of which attributes are changed: a descriptor, or a name in /proc. EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
@@ -436,17 +436,17 @@ class LlmcacheOperations:
 
     def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
         """Change permission bits."""
-        with self._changing(path, number, caller) as file:
+        with self._change(path, number, caller) as file:
             _chmod(file, stat.S_IMODE(mode), caller)
 
     def chown(self, path: str | None, number: int | None, uid: int, gid: int) -> None:
         """Change owner or group; -1 keeps one."""
-        with self._changing(path, number) as file:
+        with self._change(path, number) as file:
             os.chown(file, uid, gid)
 
     def utimens(self, path: str | None, number: int | None, times: Sequence[tuple[int, int]] | None) -> None:
         """Change times, in (seconds, nanoseconds) with UTIME_NOW and UTIME_OMIT."""
-        with self._changing(path, number) as file:
+        with self._change(path, number) as file:
             syscalls.utimens(file, times)
 
     def getxattr(self, path: str, name: str) -> bytes:
@@ -461,12 +461,12 @@ class LlmcacheOperations:
 
     def setxattr(self, path: str, name: str, value: bytes, flags: int) -> None:
         """Set an extended attribute; XATTR_CREATE and XATTR_REPLACE are honoured."""
-        with self._changing(path) as file:
+        with self._change(path) as file:
             os.setxattr(file, name, value, flags)
 
     def removexattr(self, path: str, name: str) -> None:
         """Remove an extended attribute."""
-        with self._changing(path) as file:
+        with self._change(path) as file:
             os.removexattr(file, name)
 
     # Names

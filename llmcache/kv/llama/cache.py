@@ -177,7 +177,7 @@ class PrefixCache(BaseLlamaCache):
         The state returned has no more than the Llama then has, so it has no reason to load it.
         """
         frame = sys._getframe(1)
-        llama = self._asking(frame)
+        llama = self._caller(frame)
         if llama._logits_all and frame.f_locals.get("echo", True) and frame.f_locals.get("logprobs", 0) is not None:
             llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
             raise KeyError("the scores of a prompt's tokens are not stored")
@@ -194,14 +194,14 @@ class PrefixCache(BaseLlamaCache):
         """True if a prefix of the tokens `key` is stored for the Llama that asks."""
         if not isinstance(key, Sequence):
             return False
-        model = self._model(self._asking(sys._getframe(1)))
+        model = self._model(self._caller(sys._getframe(1)))
         return not model.refused and any(True for _ in self._stored(_keys(model, key), model.whole))
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Has the blocks of `value` written that are not stored yet; its tokens are taken from it, not from `key`."""
-        self.keep(self._asking(sys._getframe(1)), value)
+        self.keep(self._caller(sys._getframe(1)), value)
 
-    def _asking(self, frame: FrameType) -> Llama:
+    def _caller(self, frame: FrameType) -> Llama:
         llama = frame.f_locals.get("self")
         if not isinstance(llama, Llama) or llama.cache is not self:
             raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")

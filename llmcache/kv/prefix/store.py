@@ -175,7 +175,7 @@ class BlockStore:
         _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked() as account:
+            with self._account() as account:
                 self._sweep()
                 self._evict(account, 0)
         except FileExistsError:
@@ -241,7 +241,7 @@ class BlockStore:
 
         `tokens`, `size_bytes`: that so much of them was restored.
         """
-        with self._locked() as account:
+        with self._account() as account:
             stamp = account.stamp()
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
@@ -263,7 +263,7 @@ class BlockStore:
         """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
         path = self.directory / model / "model.json"
         if not path.exists():
-            with self._locked():  # who sweeps, or forgets a model without blocks, sees all of it, or nothing
+            with self._account():  # who sweeps, or forgets a model without blocks, sees all of it, or nothing
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 with files.replacing(path) as stream:
                     stream.write(json.dumps(told, indent=1).encode())
@@ -281,7 +281,7 @@ class BlockStore:
         directory = self.directory / key.model
         try:
             self._make_room(size)
-            with self._written(directory, parts) as temporary, self._locked() as account:
+            with self._written(directory, parts) as temporary, self._account() as account:
                 if account.used_bytes + size > self.limit_bytes:
                     self._evict(account, size)
                 stamp = account.stamp() if used_ns is None else used_ns
@@ -299,7 +299,7 @@ class BlockStore:
     def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
         """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
         temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
-        with self._locked():  # who sweeps, or forgets a model without blocks, sees it locked, or not at all
+        with self._account():  # who sweeps, or forgets a model without blocks, sees it locked, or not at all
             directory.mkdir(mode=0o700, exist_ok=True)
             raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
@@ -346,7 +346,7 @@ class BlockStore:
 
         Returns what was removed. A model of which nothing is left is forgotten. OSError.
         """
-        with self._locked() as account:
+        with self._account() as account:
             entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
             now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
             for entry in entries:
@@ -415,7 +415,7 @@ class BlockStore:
     def _make_room(self, size: int) -> None:
         """Evicts where the file system would be left with less than the floor; EnvironmentProblem if that is not enough."""
         if self.lacking(size) > 0:
-            with self._locked() as account:
+            with self._account() as account:
                 self._evict(account, 0, self.lacking(size))
             if self.lacking(size) > 0:
                 left = format_size(self.floor_bytes)
@@ -483,7 +483,7 @@ class BlockStore:
                         raw.close()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[_Account]:
+    def _account(self) -> Iterator[_Account]:
         """The account of the directory, for as long as nobody else may change it. OSError."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
         try:

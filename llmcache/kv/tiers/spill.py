@@ -216,7 +216,7 @@ class Spill:
 
     def _tables(self) -> Tables:
         table = self._state.table
-        return Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], beside=self.beside)
+        return Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], sidecar=self.sidecar)
 
     def _settled(self, b: int) -> int:
         return int((self._state.table.stream[self._state.table.table[b]] != NOWHERE).sum())
@@ -224,15 +224,15 @@ class Spill:
     # Saving
 
     @property
-    def beside(self) -> str:
+    def sidecar(self) -> str:
         """What `save` has said last."""
-        return "" if self._written is None else self._written.beside
+        return "" if self._written is None else self._written.sidecar
 
-    def save(self, beside: str) -> None:
+    def save(self, sidecar: str) -> None:
         """Writes all, the pages that are not full included, so that nothing is lost when the process ends."""
-        _twice(functools.partial(self._save, beside))
+        _twice(functools.partial(self._save, sidecar))
 
-    def _save(self, beside: str) -> None:
+    def _save(self, sidecar: str) -> None:
         state, size = self._state, self._state.shape.page_tokens
         self.write_all()
         full, rest = divmod(state.tokens.length, size)
@@ -245,7 +245,7 @@ class Spill:
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
             self._flush()
-            self._put(Tables(self._tables().sequences, True, beside))
+            self._put(Tables(self._tables().sequences, True, sidecar))
         finally:
             if rest:
                 state.table.unsettle(full)

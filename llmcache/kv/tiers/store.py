@@ -675,9 +675,9 @@ class KvStore(Sequences):
     # Beginning and end
 
     @property
-    def beside(self) -> str:
+    def sidecar(self) -> str:
         """What the last `save` was given, also that of whoever had the spill file before; "" if there was none."""
-        return "" if self._spill is None else self._spill.beside
+        return "" if self._spill is None else self._spill.sidecar
 
     def tail(self) -> tuple[Int64s, Int64s, list[list[NDArray[Any]]]]:
         """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
@@ -693,15 +693,15 @@ class KvStore(Sequences):
                 rows.append([np.stack([side[:, :rest] for side in sides]) for sides in zip(*pages, strict=True)])
         return self.ids[:, self.length - rest :], self.positions[:, self.length - rest :], rows
 
-    def save(self, beside: str = "") -> None:
+    def save(self, sidecar: str = "") -> None:
         """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only.
 
-        `beside`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
+        `sidecar`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
         """
         if self._spill is None:
             raise UsageError("path: the store has no spill file to save to", "make it with one")
         self.check_between_steps()
-        self._spill.save(beside)
+        self._spill.save(sidecar)
 
     def restart_device(self) -> None:
         """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.

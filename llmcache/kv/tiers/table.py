@@ -281,13 +281,13 @@ class Sequences:
 class Tables:
     """Runs of each sequence: (stream, pages from its beginning on, or OPEN).
 
-    `saved`: nothing is missing behind the last page, which may be partial. `beside`: what the caller calls the file of its
+    `saved`: nothing is missing behind the last page, which may be partial. `sidecar`: what the caller calls the file of its
     own that belongs to what was saved last ("": none).
     """
 
     sequences: list[Runs]
     saved: bool = False
-    beside: str = ""
+    sidecar: str = ""
 
     @staticmethod
     def plain(batch: int) -> Tables:
@@ -298,7 +298,7 @@ class Tables:
     def is_plain(self) -> bool:
         """True if the spill file alone tells as much."""
         alike = all(not runs or (len(runs) == 1 and runs[0][0] == b) for b, runs in enumerate(self.sequences))
-        return alike and not self.saved and not self.beside
+        return alike and not self.saved and not self.sidecar
 
     def opened(self) -> Tables:
         """Returns them with the last run of each sequence open."""
@@ -313,7 +313,7 @@ class Tables:
     def write(self, spill: Path) -> None:
         """Writes them in place of those that a spill file has; on the disk when it returns."""
         path = self.path(spill)
-        told = {"schema": SCHEMA, "saved": self.saved, "sequences": self.sequences, "beside": self.beside}
+        told = {"schema": SCHEMA, "saved": self.saved, "sequences": self.sequences, "beside": self.sidecar}
         with explained(path, "writing page tables"), files.replacing(path) as stream:
             stream.write(json.dumps(told).encode())
 
@@ -329,9 +329,9 @@ class Tables:
                     return None
             if told["schema"] != SCHEMA:
                 raise ValueError(f"schema {reprlib.repr(told['schema'])}")
-            if not _NAME.fullmatch(beside := told.get("beside", "")):
-                raise ValueError(f"a file {reprlib.repr(beside)} beside it")
-            return cls([_checked(runs) for runs in told["sequences"]], bool(told["saved"]), beside)
+            if not _NAME.fullmatch(sidecar := told.get("beside", "")):
+                raise ValueError(f"a file {reprlib.repr(sidecar)} beside it")
+            return cls([_checked(runs) for runs in told["sequences"]], bool(told["saved"]), sidecar)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: page tables: {error}", _HINT) from None
 

@@ -58,7 +58,7 @@ def prune(spill: Path, store: KvStore) -> None:
     """Takes away the states of earlier saves, and of one that failed: all that the page tables do not name."""
     with contextlib.suppress(OSError, LlmcacheError):  # they are in nobody's way
         told = Tables.read(spill)
-        named = {path_of(spill, name).name for name in (store.beside, "" if told is None else told.beside)}
+        named = {path_of(spill, name).name for name in (store.sidecar, "" if told is None else told.sidecar)}
         for path in spill.parent.iterdir():
             if path.name.startswith("sliding-") and path.name.endswith(f"-{spill.name}") and path.name not in named:
                 remove(path)
@@ -71,7 +71,7 @@ def read(spill: Path, store: KvStore, layers: list[Any], device: Any) -> None:
     """
     if not layers:
         return
-    path = path_of(spill, store.beside)
+    path = path_of(spill, store.sidecar)
     try:
         found = torch.load(path, map_location=device, weights_only=True)
         states, tokens, tail, before = found["states"], int(found["tokens"]), found["tail"], found["before"]

@@ -1,4 +1,4 @@
-"""Traces in other formats: opened by the ending of the name, and converted to one another in constant memory.
+"""Traces in other formats: opened by the suffix of the name, and converted to one another in constant memory.
 
 A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter, and, where
 it can be written, `write(reader, path)`, which fills a file that is there and empty. DataError names what is wrong in it.
@@ -27,7 +27,7 @@ def open_trace(path: str | os.PathLike[str]) -> TraceReader:
     UsageError for an ending that is unknown; DataError for contents that are wrong, or no rows.
     """
     path = Path(path)
-    reader = TraceReader(path) if _ending(path) == PARQUET else _imported(path)
+    reader = TraceReader(path) if _suffix(path) == PARQUET else _imported(path)
     if not reader.rows:
         reader.close()
         raise DataError(f"rows: '{path}' has no accesses", "record it again")
@@ -41,11 +41,11 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], forc
     DataError for contents that are wrong, or a trace without rows. Nothing is left of a conversion that fails.
     """
     source, target = Path(source), Path(target)
-    if _ending(target) == PARQUET:
+    if _suffix(target) == PARQUET:
         return _to_parquet(source, target, force)
     module = _module(target)
     if not hasattr(module, "write"):
-        raise UsageError(f"OUT: {_ending(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
+        raise UsageError(f"OUT: {_suffix(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
     output = Output(target, force)
     with open_trace(source) as reader, output as temporary:
         with writing(target):
@@ -62,7 +62,7 @@ def _imported(path: Path) -> TraceReader:
         return TraceReader(converted)
 
 
-def _ending(path: Path) -> str:
+def _suffix(path: Path) -> str:
     """Returns the ending of `path` in lower case; UsageError for one that no format has."""
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
@@ -72,12 +72,12 @@ def _ending(path: Path) -> str:
 
 
 def _module(path: Path) -> Any:
-    return importlib.import_module(f"{__name__}.{FORMATS[_ending(path)]}")
+    return importlib.import_module(f"{__name__}.{FORMATS[_suffix(path)]}")
 
 
 def _to_parquet(source: Path, target: Path, force: bool) -> int:
     """Returns the rows written; other formats are read straight into the target, without a temporary Parquet file."""
-    read = _copy if _ending(source) == PARQUET else _module(source).read
+    read = _copy if _suffix(source) == PARQUET else _module(source).read
     with TraceWriter(target, force=force) as writer:
         read(source, writer)
         if not writer.rows:
