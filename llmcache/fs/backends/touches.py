@@ -11,7 +11,7 @@ import os
 import select
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
@@ -50,8 +50,11 @@ class Touch(NamedTuple):
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs", "ext3", "ext2")
 
 
-def why_not(directory: str | None = None) -> str | None:
-    """Why files (those below `directory`) cannot be steered in place on this machine, or None."""
+def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
+    """Why files (those below `directory`) cannot be steered in place on this machine, or None.
+
+    `keep`: the programs stay loaded for the `Touches` that is made next, here or in a process forked from this one.
+    """
     if os.geteuid() != 0:
         return "mode inplace needs root"
     if directory is not None and (kind := fstype_of(directory)) not in _FILE_SYSTEMS:
@@ -60,10 +63,43 @@ def why_not(directory: str | None = None) -> str | None:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
-        Touches().close()
+        programs = _load()
+        _attach(programs)
     except EnvironmentProblem as problem:
         return problem.message
+    programs.detach()
+    if keep:
+        Touches.loaded = programs
+    else:
+        programs.close()
     return None
+
+
+def _load() -> BpfObject:
+    """Has the kernel verify the programs, which takes nearly all of the time that it takes to begin. EnvironmentProblem."""
+    try:
+        programs = BpfObject(OBJECT)
+        programs.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, _PAGE_BYTES.bit_length() - 1, 0))
+        programs.load([*_PROGRAMS, "begin"])
+    except LoadFailure as failure:
+        raise _refused(failure) from failure
+    return programs
+
+
+def _attach(programs: BpfObject) -> None:
+    """From now on they tell what all processes do but this one. EnvironmentProblem; nothing is loaded any more then."""
+    try:
+        programs.run("begin", _Nothing())
+        for program in _PROGRAMS:
+            programs.attach(program)
+    except LoadFailure as failure:
+        programs.close()
+        raise _refused(failure) from failure
+
+
+def _refused(failure: LoadFailure) -> EnvironmentProblem:
+    hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
+    return EnvironmentProblem(f"the kernel refuses to tell what is read: {failure}", hint)
 
 
 class _Nothing(ctypes.Structure):
@@ -71,19 +107,16 @@ class _Nothing(ctypes.Structure):
 
 
 class Touches:
-    """The programs, attached until `close`. EnvironmentProblem where the kernel refuses them."""
+    """The programs, attached until `close`. EnvironmentProblem where the kernel refuses them.
+
+    `loaded`: those that `why_not` has kept, until they are taken here.
+    """
+
+    loaded: ClassVar[BpfObject | None] = None
 
     def __init__(self) -> None:
-        try:
-            self._object = BpfObject(OBJECT)
-            self._object.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, _PAGE_BYTES.bit_length() - 1, 0))
-            self._object.load([*_PROGRAMS, "begin"])
-            self._object.run("begin", _Nothing())
-            for program in _PROGRAMS:
-                self._object.attach(program)
-        except LoadFailure as failure:
-            hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
-            raise EnvironmentProblem(f"the kernel refuses to tell what is read: {failure}", hint) from failure
+        self._object, Touches.loaded = Touches.loaded or _load(), None
+        _attach(self._object)
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
         self._poll = select.poll()
         self._poll.register(self._object.map_fd("ring"), select.POLLIN)

@@ -131,7 +131,9 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
     is_hidden = source != point and os.path.commonpath([source, point]) == point
-    reason = request.not_in_place or ("SOURCE lies inside MOUNT, which hides it" if is_hidden else why_not(source))
+    reason = request.not_in_place or (
+        "SOURCE lies inside MOUNT, which hides it" if is_hidden else why_not(source, keep=True)
+    )
     if reason is None:  # where nothing is mounted, nothing is read-only
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace" or request.read_ahead_bytes is not None:
