@@ -114,6 +114,8 @@ class Warmer:
                 with self.state.lock:
                     pieces = self._planned(groups)
                 bringer = Bringer(self.state, self.engine.backend, self.engine.holder, pieces)
+                if not bringer.left:
+                    return
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return
@@ -273,8 +275,10 @@ class Bringer:
         for thread in threads:
             thread.start()
         try:
-            while any(thread.is_alive() for thread in threads):
+            while True:
                 tell({"done_bytes": self.done_bytes, "total_bytes": self.total_bytes})
+                if not any(thread.is_alive() for thread in threads):
+                    break
                 threads[0].join(TELL_S)
                 threads = threads[1:] + threads[:1]
         finally:
