@@ -232,7 +232,8 @@ def _attend(queries, keys, values, scale, out, weights):  # type: ignore[no-unty
             weights[head, slot] /= below
             for i in range(values.shape[2]):
                 total[i] += weights[head, slot] * values[own, slot, i]
-        out[head] = total
+        for i in range(values.shape[2]):  # assigning the array takes seconds to compile
+            out[head, i] = total[i]
 
 
 Recompute = Callable[[Floats, Int64s], tuple[Floats, Floats]]

@@ -103,7 +103,8 @@ def _segments(first: Int64s, count: Int64s, blocks: int, times: int) -> tuple[In
 @kernel
 def _enlarged(array: Int64s, size: int, room: int) -> Int64s:
     larger = np.empty(room, np.int64)
-    larger[:size] = array[:size]
+    for i in range(size):  # a slice takes seconds to compile
+        larger[i] = array[i]
     return larger
 
 

@@ -1,6 +1,7 @@
 """The k best of many scores, without a sort: a bound from a sample, one pass that keeps what is above, then digits.
 
-The compiled loops of this file call nothing outside it but `bits_of`.
+Assigning a slice of one array to another's, np.sort and np.searchsorted take seconds to compile, for what loops say as well;
+so for users' first call. The compiled loops of this file call nothing outside it but `bits_of`.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ def _bound(scores, k):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
     """Returns the `k`-th largest of the first `count` keys, and how many equal to it belong to the `k`: digit by digit."""
-    rest[:count] = keys[:count]
+    for i in range(count):
+        rest[i] = keys[i]
     left, found = k, np.uint32(0)
     for shift, values in _DIGITS:
         counts = np.zeros(2048, np.int32)
@@ -233,3 +235,35 @@ def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
             kept += ((key >> np.uint32(shift)) & np.uint32(values - 1)) == digit
         count = kept
     return found, left
+
+
+@njit(nogil=True, cache=True)
+def sort(numbers):  # type: ignore[no-untyped-def]
+    """Sorts `numbers` [n] in place, for compiled loops that have some hundreds: np.sort takes seconds to compile.
+
+    Source: D. L. Shell, A high-speed sorting procedure, CACM 2(7), 1959; gaps of D. E. Knuth, TAOCP 3, section 5.2.1.
+    """
+    gap = 1
+    while gap < numbers.size // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for i in range(gap, numbers.size):
+            number, j = numbers[i], i
+            while j >= gap and numbers[j - gap] > number:
+                numbers[j] = numbers[j - gap]
+                j -= gap
+            numbers[j] = number
+        gap //= 3
+
+
+@njit(nogil=True, cache=True)
+def first_from(numbers, least):  # type: ignore[no-untyped-def]
+    """Returns the place of the first of the ascending `numbers` [n] that is not below `least`; n if all are."""
+    low, high = 0, numbers.size
+    while low < high:
+        middle = (low + high) // 2
+        if numbers[middle] < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -151,9 +151,9 @@ class RawFile:
         time by a `queue` that the memory is of.
         """
         fd = self._fd_for(direct)
-        segments, firsts, starts = _joined(wanted)
+        segments, firsts, starts = _joined(wanted, wanted[:, 0].argsort(kind="stable"))
         if queue is None:
-            left = _read_all(fd, segments, firsts, starts)
+            left = np.arange(_read_all(fd, segments, firsts, starts), len(starts))
         else:
             with explained(self.path, "reading"):
                 left = queue.read(fd, segments, firsts, starts)
@@ -243,8 +243,8 @@ _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 6
 
 
 @numba.njit(nogil=True, cache=True)
-def _joined(wanted):  # type: ignore[no-untyped-def]
-    """As few reads as `wanted` (see `read_runs`) takes, in the order of their offsets.
+def _joined(wanted, order):  # type: ignore[no-untyped-def]
+    """As few reads as `wanted` (see `read_runs`) takes, in the `order` of their offsets.
 
     Returns their segments (address, bytes), int64 [m, 2]; the first segment of each read, and of one more; their offsets.
     """
@@ -252,8 +252,8 @@ def _joined(wanted):  # type: ignore[no-untyped-def]
     starts = np.empty(len(wanted), np.int64)
     count = runs = run_bytes = 0
     end = np.int64(-1)
-    for i in np.argsort(wanted[:, 0]):
-        offset, address, size = wanted[i]
+    for i in order:
+        offset, address, size = wanted[i, 0], wanted[i, 1], wanted[i, 2]
         fresh = offset != end or run_bytes + size > LARGEST_READ or count - firsts[runs - 1] == _MOST_SEGMENTS
         if fresh:
             firsts[runs], starts[runs], run_bytes = count, offset, 0
@@ -273,20 +273,21 @@ def _joined(wanted):  # type: ignore[no-untyped-def]
 def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
     """Many reads without the interpreter in between, which all threads share and wait for.
 
-    Takes what `_joined` returns. Ends at the first that fails or is short; returns the numbers of those not read whole.
+    Takes what `_joined` returns. Ends at the first that fails or is short; returns its number, or how many there are.
     """
     for i in range(starts.size):
         some = segments[firsts[i] : firsts[i + 1]]
         if _preadv(fd, np.uintp(some.ctypes.data), np.int32(len(some)), starts[i]) != some[:, 1].sum():
-            return np.arange(i, starts.size)
-    return np.arange(starts.size, starts.size)
+            return i
+    return starts.size
 
 
 @numba.njit(nogil=True, cache=True)
 def _read_together(calls, fd, segments, firsts, starts, blocks, pointers, events):  # type: ignore[no-untyped-def]
     """As `_read_all`, with as many under way as there are `blocks`, and all tried.
 
-    `calls`: an AIO context, the numbers of io_submit and io_getevents. Returns also whether the kernel has told of all.
+    `calls`: an AIO context, the numbers of io_submit and io_getevents. Returns which were read
+    whole, and whether the kernel has told of all.
     """
     context, submit, get_events = calls
     whole, depth = np.zeros(starts.size, np.bool_), len(blocks)
@@ -307,12 +308,12 @@ def _read_together(calls, fd, segments, firsts, starts, blocks, pointers, events
             more = _syscall(get_events, context, taken - done, taken - done, events[done:].ctypes.data, 0)
             failures += more < 0
             if failures == _MOST_FAILURES:
-                return np.flatnonzero(~whole), False
+                return whole, False
             done += max(0, more)
         for i in range(taken):
             run = events[i, 0]
             whole[run] = events[i, 2] == segments[firsts[run] : firsts[run + 1], 1].sum()
-    return np.flatnonzero(~whole), True
+    return whole, True
 
 
 def huge_memory(size_bytes: int) -> Bytes:
@@ -352,14 +353,12 @@ class ReadQueue:
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
         """Reads what `_joined` has put together; returns the numbers of the reads that were not whole."""
-        left: Int64s
         if self._calls is None:
-            left = _read_all(fd, segments, firsts, starts)
-            return left
-        left, told = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
+            return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
+        whole, told = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
         if not told:
             raise OSError(errno.EIO, "the kernel does not tell of reads that it took")
-        return left
+        return np.flatnonzero(~whole)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.kernels.threads import processors, run_all
+from llmcache.kv.kernels.top import first_from, sort
 from llmcache.kv.spill.checksum import checksums, first_other
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
@@ -590,13 +591,18 @@ def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore
             for part in range(first // size, last // size + 1):
                 found[wanted] = pages[i] * each + part
                 wanted += 1
-        own = np.unique(found[:wanted])
+        sort(found[:wanted])
+        end = count
+        for i in range(wanted):
+            if i == 0 or found[i] != found[i - 1]:
+                parts[end] = found[i]
+                end += 1
+        own = parts[count:end]
         for i in range(rows.size):
             part, rest = divmod(rows[i] * row_bytes[side], size)
-            places[side, i] = at + np.searchsorted(own, pages[i] * each + part) * size + rest
-        parts[count : count + own.size] = own
-        _place(own, begins, slots, geometry[side], at, size, reads[count : count + own.size])
-        count, at = count + own.size, at + own.size * size
+            places[side, i] = at + first_from(own, pages[i] * each + part) * size + rest
+        _place(own, begins, slots, geometry[side], at, size, reads[count:end])
+        count, at = end, at + own.size * size
         of_keys = of_keys if side else count
     return parts[:count], of_keys, places, reads[:count], at
 
@@ -616,7 +622,9 @@ def _place(parts, begins, slots, geometry, address, apart, out):  # type: ignore
 @numba.njit(nogil=True, cache=True)
 def _take(memory, places, out):  # type: ignore[no-untyped-def]
     for i in range(places.size):
-        out[i] = memory[places[i] : places[i] + out.shape[1]]
+        row = memory[places[i] : places[i] + out.shape[1]]
+        for j in range(out.shape[1]):
+            out[i, j] = row[j]
 
 
 def thread_memory(size_bytes: int) -> Bytes:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import Job, processors, run_all
+from llmcache.kv.kernels.top import first_from, sort
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers.config import Arrays
 
@@ -398,7 +399,7 @@ def _copy_words(  # type: ignore[no-untyped-def]
 ):
     for head in range(positions.shape[0]):
         of_head = positions[head]
-        i = np.searchsorted(of_head, begin)
+        i = first_from(of_head, begin)
         while i < of_head.size and of_head[i] < end:
             page, token, many = index[of_head[i] // tokens] - first, of_head[i] % tokens, 1
             if page >= 0 and page < pages:
@@ -415,6 +416,12 @@ def _copy_words(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
+def _copy(row, to):  # type: ignore[no-untyped-def]
+    for j in range(row.size):
+        to[j] = row[j]
+
+
+@numba.njit(nogil=True, cache=True)
 def _copy_repeated(positions, keys, values):  # type: ignore[no-untyped-def]
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
@@ -422,8 +429,8 @@ def _copy_repeated(positions, keys, values):  # type: ignore[no-untyped-def]
             while last > 0 and of_head[last] == of_head[last - 1]:
                 last -= 1
             for i in range(last + 1, of_head.size):
-                keys[b, head, i] = keys[b, head, last]
-                values[b, head, i] = values[b, head, last]
+                _copy(keys[b, head, last], keys[b, head, i])
+                _copy(values[b, head, last], values[b, head, i])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -453,8 +460,8 @@ def _turn_rows(  # type: ignore[no-untyped-def]
                     j += 1
                 if j < count and mine[j] == of_head[i] and index[b, of_head[i] // tokens] < 0:
                     last[j] = clock
-                    keys[b, head, i] = own_keys[b, head, places[j]]
-                    values[b, head, i] = own_values[b, head, places[j]]
+                    _copy(own_keys[b, head, places[j]], keys[b, head, i])
+                    _copy(own_values[b, head, places[j]], values[b, head, i])
             coming = fresh.sum()
             if coming == 0:
                 continue
@@ -471,8 +478,8 @@ def _turn_rows(  # type: ignore[no-untyped-def]
                     coming -= 1
                     slot, to = free[coming], j + 1 + coming
                     mine[to], places[to], last[to] = of_head[i], slot, clock
-                    own_keys[b, head, slot] = keys[b, head, i]
-                    own_values[b, head, slot] = values[b, head, i]
+                    _copy(keys[b, head, i], own_keys[b, head, slot])
+                    _copy(values[b, head, i], own_values[b, head, slot])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -480,9 +487,10 @@ def _make_room(mine, places, last, count, over, free):  # type: ignore[no-untype
     """Forgets the `over` longest unused rows, if that is above 0; returns how many are left. `free`: slots of no row."""
     oldest, ties = np.int64(-1), 0
     if over > 0:
-        ages = np.sort(last[:count])
+        ages = last[:count].copy()
+        sort(ages)
         oldest = ages[over - 1]
-        ties = over - np.searchsorted(ages, oldest)
+        ties = over - first_from(ages, oldest)
     taken = np.zeros(free.size, np.bool_)
     left = 0
     for j in range(count):

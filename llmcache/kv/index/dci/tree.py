@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.kernels.scores import widened
-from llmcache.kv.kernels.top import select
+from llmcache.kv.kernels.top import select, sort
 
 NONE = -1
 ROOT = 0
@@ -579,7 +579,8 @@ def split(tree, page, key, lift):  # type: ignore[no-untyped-def]
     fresh = new_page(tree, tree.pages[page, HOME])
     for i in range(leaves):
         move(tree, first + order[i], fresh * slots + i)
-    keep = np.sort(order[leaves:])
+    keep = order[leaves:]
+    sort(keep)
     for i in range(keep.size):
         if keep[i] != i:
             move(tree, first + keep[i], first + i)
