@@ -337,6 +337,12 @@ def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
 
 
 @numba.njit(nogil=True, cache=True)
+def _copy(row, to):  # type: ignore[no-untyped-def]
+    for j in range(row.size):
+        to[j] = row[j]
+
+
+@numba.njit(nogil=True, cache=True)
 def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # type: ignore[no-untyped-def]
     missing = again = 0
     for b in range(positions.shape[0]):
@@ -378,8 +384,7 @@ def rows_at(wanted, positions, table, tokens):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True)
 def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
     for n in range(len(where)):
-        for j in range(rows.shape[1]):
-            out[where[n, 0], where[n, 1], where[n, 2], j] = rows[n, j]
+        _copy(rows[n], out[where[n, 0], where[n, 1], where[n, 2]])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -413,12 +418,6 @@ def _copy_words(  # type: ignore[no-untyped-def]
                 for j in range(many * size):
                     out[to + np.uint64(j)] = words[at + np.uint64(j)]
             i += many
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy(row, to):  # type: ignore[no-untyped-def]
-    for j in range(row.size):
-        to[j] = row[j]
 
 
 @numba.njit(nogil=True, cache=True)
