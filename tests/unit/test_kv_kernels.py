@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from llmcache.kv.kernels import RunningTop, left_out, products, score, top, top_shared, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.kernels.top import first_from, sort
 from tests.conftest import examples
 
 Floats = NDArray[np.float32]
@@ -267,3 +268,12 @@ def test_blocks_merged_in_any_order_choose_the_same(blocks: list[list[float]], k
     positions, values = merged.result()
     assert (positions == chosen(scores, k)).all()
     assert values.tobytes() == scores[positions].tobytes()
+
+
+@given(st.lists(st.integers(-5, 5) | st.integers(-(2**62), 2**62), max_size=60), st.integers(-6, 6))
+@settings(max_examples=examples(200))
+def test_compiled_loops_sort_and_find_as_numpy_does(numbers: list[int], least: int) -> None:
+    found = np.array(numbers, np.int64)
+    sort(found)
+    assert (found == np.sort(np.array(numbers, np.int64))).all()
+    assert first_from(found, least) == np.searchsorted(found, least)
