@@ -11,11 +11,12 @@ from llmcache.fs.backends.base import BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.experts import Mixture
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, TOUCHED
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.fs.vfs.backing import Backing
+from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, open_it, stray
 
 NOW = 10**12
@@ -132,9 +133,9 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     member.backing = backing = Mock(size=4 * MIB, hidden=False, read_into=lambda _address, size, _offset: size)
     state.owners[backing] = group, member
     bring(state, group, [0], TOUCHED, LONG_AGO)
-    into = MemoryRegion(PAGE)
+    into = MemoryRegion(BLOCK_BYTES)
     for _ in range(REFAULTS_MAX):
-        Reader(Mock(), backend).read(backing, into.address, PAGE, 0, 1)
+        Reader(Mock(), backend).read(backing, into.address, BLOCK_BYTES, 0, 1)
     stray(state, group, [2], 8192)
     not_stored, failed = (backend.claim(group, member, extent, ahead=False) for extent in (1, 2))
     assert not_stored is not None and failed is not None

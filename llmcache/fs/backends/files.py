@@ -32,8 +32,9 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.client import control
-from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
+from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
 from llmcache.fs.vfs.backing import Backing
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
@@ -85,7 +86,7 @@ class Program:
 
     def cool(self, addresses: Sequence[int]) -> None:
         """Clears the accessed bits of the pages at `addresses`, unless others map them too."""
-        syscalls.process_madvise_each(self._fd, addresses, PAGE, syscalls.MADV_COLD)
+        syscalls.process_madvise_each(self._fd, addresses, BLOCK_BYTES, syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
         """True if it has mapped the file, when it was last looked at."""
@@ -146,13 +147,13 @@ def read_ahead(fd: int, offset: int, length: int, window: int = 0) -> int:
 
     In single pages; in larger folios as far as it makes them, where `window`, the bytes that it reads ahead, is told.
     """
-    absent = -(-(offset + length) // PAGE) - offset // PAGE - syscalls.cached_pages(fd, offset, length)
-    if window and absent * PAGE >= LEAST_WINDOWS * window:
+    absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
+    if window and absent * BLOCK_BYTES >= LEAST_WINDOWS * window:
         with contextlib.suppress(OSError):  # a file system that always waits
             _read_windows(fd, offset, length, window)
     if absent > 0:
         _will_need(fd, offset, length)
-    return max(0, absent) * PAGE
+    return max(0, absent) * BLOCK_BYTES
 
 
 def _will_need(fd: int, offset: int, length: int) -> None:
@@ -182,10 +183,10 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
         while at + window < offset + length:
             ask(mark)
             if size < window:  # it grows, and is cut to whole folios
-                size = syscalls.cached_pages(own, at, window) * PAGE
+                size = syscalls.cached_pages(own, at, window) * BLOCK_BYTES
             if not size:
                 break
-            mark, at = at if mark < at else at + size - PAGE, at + size
+            mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
     finally:
         os.close(own)
 
@@ -280,13 +281,13 @@ class MappedFile:
         fd, read, end = self.backing.fd, 0, offset + length
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
-            wanted = -(-size // PAGE)
+            wanted = -(-size // BLOCK_BYTES)
             there = syscalls.cached_pages(fd, start, size)
             if there >= wanted:
                 continue
-            read += (wanted - there) * PAGE
+            read += (wanted - there) * BLOCK_BYTES
             if not there and size == HUGE_BYTES and self.failures < FAILURES_MAX:
-                syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+                syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
                 there = syscalls.cached_pages(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
@@ -298,14 +299,14 @@ class MappedFile:
         """True if a part that begins at a huge page, and is there, is huge pages but for what is no whole one. OSError."""
         whole = length // HUGE_BYTES * HUGE_BYTES
         for start in range(offset, offset + whole, HUGE_BYTES):
-            syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+            syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
         found = syscalls.huge_bytes(self.address + offset, whole)
         self._let_go(offset, length)
         return found == whole
 
     def _let_go(self, offset: int, length: int) -> None:
         # Pages that this process has mapped too would not be dropped through a program's mapping.
-        syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
+        syscalls.madvise(self.address + offset, -(-length // BLOCK_BYTES) * BLOCK_BYTES, syscalls.MADV_DONTNEED)
 
     def close(self) -> None:
         """Ends it."""

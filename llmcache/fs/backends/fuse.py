@@ -34,7 +34,6 @@ from llmcache.fs.engine.experts import ExpertLoad
 from llmcache.fs.engine.group import (
     ABSENT,
     LOADING,
-    PAGE,
     PINNED,
     READY,
     SINGLE,
@@ -46,6 +45,7 @@ from llmcache.fs.engine.group import (
     Tripwire,
 )
 from llmcache.fs.engine.state import READ
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Holder, KernelNotifier
@@ -166,7 +166,7 @@ class FuseBackend:
             if backing is None:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             # Whole pages, so that O_DIRECT is possible at the end of the file too.
-            wanted = -(-fetch.length // PAGE) * PAGE
+            wanted = -(-fetch.length // BLOCK_BYTES) * BLOCK_BYTES
             count = backing.read_into(fetch.region.address, wanted, fetch.offset)
             if count < fetch.length:
                 raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {fetch.offset}")
@@ -206,7 +206,7 @@ class FuseBackend:
             )
         failed = 0
         if usable:
-            parts = [(PAGE, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
+            parts = [(BLOCK_BYTES, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
             for start, end in parts:
                 failed = failed or self._put(member, fetch, start, end)
         with self.state.lock:
@@ -231,7 +231,7 @@ class FuseBackend:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
         # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
-        start = -(-start // PAGE) * PAGE if start else 0
+        start = -(-start // BLOCK_BYTES) * BLOCK_BYTES if start else 0
         if end <= start:
             return 0
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
@@ -246,10 +246,10 @@ class FuseBackend:
             group.strays[extent] = time.monotonic_ns()  # what did get in has to go one day
             return
         self.state.counters.stored_bytes += fetch.length
-        if trip and not fetch.joined and fetch.length > PAGE:
+        if trip and not fetch.joined and fetch.length > BLOCK_BYTES:
             group.set_state(extent, READY)
             group.ready[extent] = time.monotonic_ns()
-            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE), fetch.held)
+            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, BLOCK_BYTES), fetch.held)
         else:
             group.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
@@ -296,7 +296,7 @@ def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
 def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
     """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
     try:
-        count = backing.read_into(region.address, -(-length // PAGE) * PAGE, offset)
+        count = backing.read_into(region.address, -(-length // BLOCK_BYTES) * BLOCK_BYTES, offset)
     except OSError:
         return False
     with state.lock:
@@ -360,8 +360,8 @@ class SliceReader:
         first = mixture.slice_at(offset)
         if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
             return first
-        end = mixture.end_of(first) // PAGE * PAGE
-        return first if offset + size < end - PAGE else mixture.slice_at(end) if offset + size > end else None
+        end = mixture.end_of(first) // BLOCK_BYTES * BLOCK_BYTES
+        return first if offset + size < end - BLOCK_BYTES else mixture.slice_at(end) if offset + size > end else None
 
     def claim(
         self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int
@@ -460,7 +460,7 @@ class SliceReader:
         if stored:
             self.state.counters.stored_bytes += fetch.length
             if 0 <= (start := mixture.probes[expert] - fetch.offset) < fetch.length:
-                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, PAGE)
+                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, BLOCK_BYTES)
         self._finish(mixture, expert, load)
 
     def _finish(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
@@ -506,7 +506,7 @@ class SliceReader:
                 continue
             if mixture.member.node is not None:
                 mixture.trips.add(expert)
-                found.append((mixture.member.node, mixture.probes[expert], PAGE))
+                found.append((mixture.member.node, mixture.probes[expert], BLOCK_BYTES))
         self._due -= len(found)
         return found
 
@@ -580,7 +580,7 @@ class Reader:
             length = min(size, mixture.end_of(number) - offset)
             fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, pid)
             expert = mixture.layout.expert_of[number]
-            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= PAGE else None
+            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= BLOCK_BYTES else None
         if fetch is None and page is not None:
             ctypes.memmove(address, page, length)
             return length, length
@@ -661,7 +661,7 @@ class Reader:
 
     def _stray(self, group: Group, extent: int, length: int) -> None:
         """Counts pages that enter the page cache outside of a fetch."""
-        self.state.charge(group, extent, -(-length // PAGE) * PAGE)
+        self.state.charge(group, extent, -(-length // BLOCK_BYTES) * BLOCK_BYTES)
         self.state.consumed(length, False)
         if group.state(extent) in (SINGLE, ABSENT, SPARSE):
             group.strays.pop(extent, None)
@@ -698,7 +698,7 @@ class Reader:
                 self.state.finish(fetch)
             else:
                 if usable:
-                    fetch.replied = (start // PAGE * PAGE, start + length)
+                    fetch.replied = (start // BLOCK_BYTES * BLOCK_BYTES, start + length)
                 if pid and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
                 self.state.jobs.appendleft(functools.partial(self.backend.store, group, member, fetch))
@@ -735,10 +735,10 @@ class Reader:
         bounce = self.state.pool.bounce()
         done = 0
         while done < size:
-            first = (offset + done) // PAGE * PAGE
+            first = (offset + done) // BLOCK_BYTES * BLOCK_BYTES
             skip = offset + done - first
             length = min(size - done, BOUNCE_BYTES - skip)
-            count = backing.read_into(bounce.address, -(-(skip + length) // PAGE) * PAGE, first) - skip
+            count = backing.read_into(bounce.address, -(-(skip + length) // BLOCK_BYTES) * BLOCK_BYTES, first) - skip
             if count <= 0:
                 break
             count = min(count, length)

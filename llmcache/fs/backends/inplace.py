@@ -39,8 +39,9 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
 from llmcache.mountinfo import mounts
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
@@ -374,7 +375,7 @@ class InPlaceBackend:
         if file is None or file.mapping is None:
             return False
         offset, length = mixture.pages_of(number)
-        return syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // PAGE
+        return syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
         """Lock held."""
@@ -412,7 +413,7 @@ class InPlaceBackend:
         """A reader is at an extent that it, or another, has read before. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = group.offset_of(member, extent)
-            if syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // PAGE // 2:
+            if syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
                 self._demand(group, member, extent)  # the kernel has reclaimed it
                 return

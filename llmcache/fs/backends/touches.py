@@ -17,6 +17,7 @@ from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint,
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.mountpoint import fstype_of
+from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.layout.tensors import SliceRun
@@ -26,7 +27,6 @@ PLACES = 1 << 19  # extents of all files together, as in the program
 QUIET_NS = 20_000_000
 GATHER_NS = 1_000_000  # hits are told together so often at most
 MISS, FAULT = 1, 2
-_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 _RING_BYTES = 1 << 20
 _PROGRAMS = ("read_pages", "fault_page", "map_around", "fault", "fault_in_call")
 _FRAME = struct.Struct("<IIQIIII")
@@ -79,7 +79,7 @@ def _load() -> BpfObject:
     """Has the kernel verify the programs, which takes nearly all of the time that it takes to begin. EnvironmentProblem."""
     try:
         programs = BpfObject(OBJECT)
-        programs.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, _PAGE_BYTES.bit_length() - 1, 0))
+        programs.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
         programs.load([*_PROGRAMS, "begin"])
     except LoadFailure as failure:
         raise _refused(failure) from failure
@@ -140,7 +140,7 @@ class Touches:
         for number, run in enumerate(runs):
             packed = _RUN.pack(run.first_byte, run.slice_bytes, run.count, run.first)
             self._object.put("runs", struct.pack("<I", first_run + number), packed)
-        pages = extent_bytes // _PAGE_BYTES
+        pages = extent_bytes // PAGE_BYTES
         watched = _WATCHED.pack(file, first, count, pages, step, first_run, len(runs))
         self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, SINGLE, TOUCHED
+from llmcache.fs.engine.group import ABSENT, LOADING, SINGLE, TOUCHED
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import BufferFetch
@@ -63,7 +64,7 @@ class Mixture:
         for ranges in map(self.ranges, range(layout.count)):
             # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
             offset, length = ranges[0] if ranges else (0, 0)
-            self.probes.append((offset + length // 2) // PAGE * PAGE)
+            self.probes.append((offset + length // 2) // BLOCK_BYTES * BLOCK_BYTES)
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
@@ -100,17 +101,20 @@ class Mixture:
 
     def own(self, expert: int) -> list[tuple[int, int]]:
         """The same, without pages that are another's in part."""
-        whole = ((-(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE) for start, size in self.layout.ranges(expert))
+        whole = (
+            (-(-start // BLOCK_BYTES) * BLOCK_BYTES, (start + size) // BLOCK_BYTES * BLOCK_BYTES)
+            for start, size in self.layout.ranges(expert)
+        )
         return [(offset, length) for offset, length in (self._pages(*part) for part in whole) if length]
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
         size, base = self.group.extent_bytes, self.member.base
-        start = start // PAGE * PAGE
+        start = start // BLOCK_BYTES * BLOCK_BYTES
         if self.group.state(base + start // size) != SINGLE:
             start = (start // size + 1) * size
         if end % size and self.group.state(base + end // size) != SINGLE:
             end = end // size * size
-        return start, max(0, -(-end // PAGE) * PAGE - start)
+        return start, max(0, -(-end // BLOCK_BYTES) * BLOCK_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
         """The number of the slice that a byte is in; None for one that is no expert's, or in the loop."""
@@ -130,8 +134,8 @@ class Mixture:
             at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
             while at < len(layout.starts) and layout.starts[at] < last:
                 if self.states[layout.expert_of[at]] == ABSENT:
-                    low = -(-max(first, layout.starts[at]) // PAGE) * PAGE
-                    high = min(last, layout.starts[at] + layout.sizes[at]) // PAGE * PAGE
+                    low = -(-max(first, layout.starts[at]) // BLOCK_BYTES) * BLOCK_BYTES
+                    high = min(last, layout.starts[at] + layout.sizes[at]) // BLOCK_BYTES * BLOCK_BYTES
                     offset, length = self._pages(low, high) if low < high else (low, 0)
                     found += [(offset, length)] if length else []
                 at += 1

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
 
-PAGE = 4096
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 """SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
 absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""

@@ -19,11 +19,12 @@ from llmcache.cache.models import first_guess
 from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTES, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import DataError
 from llmcache.fs.backends.base import MemoryRegion
-from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
+from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import SUFFIX
 from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, Region, shard_name
 from llmcache.fs.vfs.source import matches
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend
@@ -263,14 +264,14 @@ class Grouping:
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
     """The layout that the file's header shows; None for no model, or for a header that cannot be used. OSError."""
-    region = MemoryRegion(HEADER_READ_BYTES + PAGE)
+    region = MemoryRegion(HEADER_READ_BYTES + BLOCK_BYTES)
 
     def read(offset: int, size: int) -> bytes:
         parts = []
         while size > 0:
-            first = offset // PAGE * PAGE
+            first = offset // BLOCK_BYTES * BLOCK_BYTES
             skip = offset - first
-            length = min(HEADER_READ_BYTES, -(-(skip + size) // PAGE) * PAGE)
+            length = min(HEADER_READ_BYTES, -(-(skip + size) // BLOCK_BYTES) * BLOCK_BYTES)
             count = backing.read_into(region.address, length, first)
             part = ctypes.string_at(region.address + skip, max(0, min(count - skip, size)))
             if not part:

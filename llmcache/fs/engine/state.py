@@ -34,7 +34,7 @@ from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.steering import HIT, MISS, Steering
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.experts import MixtureCache
-from llmcache.fs.engine.group import PAGE, Fetch, Group, Member
+from llmcache.fs.engine.group import Fetch, Group, Member
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class CacheState:
         if not group.alive or group.member_of(extent).node is None:
             return  # what comes in before the node is known is dropped when it is
         before = group.charge[extent]
-        after = min(group.extent_bytes, before + -(-length // PAGE) * PAGE)
+        after = min(group.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
         group.charge[extent] = after
         self.resident_bytes += after - before
         if self.used_bytes > self.room_bytes:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
+from llmcache.units import BLOCK_BYTES
 
-BLOCK = 4096
 _REMEMBERED = 65536
 # Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
 _TICK_NS = 50_000_000
@@ -110,7 +110,7 @@ class Backing:
         """Fill memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
         done = 0
         direct = self.direct_fd
-        if direct is not None and not self._dirty and (address | size | offset) % BLOCK == 0:
+        if direct is not None and not self._dirty and (address | size | offset) % BLOCK_BYTES == 0:
             done = self._read_direct(direct, address, size, offset)
         if done < size:
             done += self._read_buffered(address + done, size - done, offset + done)
@@ -127,7 +127,7 @@ class Backing:
                     return done
                 raise
             done += count
-            if count == 0 or done % BLOCK:
+            if count == 0 or done % BLOCK_BYTES:
                 break
         return done
 
@@ -139,8 +139,8 @@ class Backing:
                 break
             done += count
         if done and not self._dirty:
-            start = offset // BLOCK * BLOCK
-            length = (offset + done + BLOCK - 1) // BLOCK * BLOCK - start
+            start = offset // BLOCK_BYTES * BLOCK_BYTES
+            length = (offset + done + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES - start
             with contextlib.suppress(OSError):  # advice only: some file systems know none
                 os.posix_fadvise(self.fd, start, length, os.POSIX_FADV_DONTNEED)
         return done
