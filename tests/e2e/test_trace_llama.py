@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from llmcache.cache.classify import SAME_PASSES
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 
 pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
@@ -65,8 +66,10 @@ def classified(trace: Path) -> dict[str, Any]:
 def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:
     assert run.classes["lost_events"] == 0
     assert run.classes["totals"]["loop_bytes"] == pytest.approx(run.loop_bytes, rel=0.02)
-    assert sum(row["bytes"] for row in run.loops) > 0.75 * run.loop_bytes
-    assert run.loops[0]["passes"] >= TOKENS
+    main, *parts = run.loops
+    kept = sum(part["bytes"] for part in parts if part["passes"] < (1 - SAME_PASSES) * main["passes"])
+    assert main["bytes"] + kept > 0.75 * run.loop_bytes, "what is walked over equally often is one loop"
+    assert main["passes"] >= TOKENS
 
 
 def test_the_period_is_the_time_of_a_token(run: Run) -> None:

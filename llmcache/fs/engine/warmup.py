@@ -114,8 +114,6 @@ class Warmer:
                 with self.state.lock:
                     pieces = self._planned(groups)
                 bringer = Bringer(self.state, self.engine.backend, self.engine.holder, pieces)
-                if not bringer.left:
-                    return
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return
@@ -275,7 +273,7 @@ class Bringer:
         for thread in threads:
             thread.start()
         try:
-            while True:
+            while self.total_bytes:  # of nothing there is no progress to tell
                 tell({"done_bytes": self.done_bytes, "total_bytes": self.total_bytes})
                 if not any(thread.is_alive() for thread in threads):
                     break
