@@ -67,8 +67,8 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
         _attach(programs)
     except EnvironmentProblem as problem:
         return problem.message
-    programs.detach()
     if keep:
+        programs.detach()
         Touches.loaded = programs
     else:
         programs.close()

@@ -1,7 +1,8 @@
 """The k best of many scores, without a sort: a bound from a sample, one pass that keeps what is above, then digits.
 
-Assigning a slice of one array to another's, np.sort and np.searchsorted take seconds to compile, for what loops say as well;
-so for users' first call. The compiled loops of this file call nothing outside it but `bits_of`.
+Assigning an array to a slice of another, np.sort and np.searchsorted take seconds to compile, which is what a user's first
+token would wait for: `copy`, `sort` and `first_from` are there for all compiled loops. Those of this file call nothing
+outside it but `bits_of`.
 """
 
 from __future__ import annotations
@@ -216,8 +217,7 @@ def _bound(scores, k):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
     """Returns the `k`-th largest of the first `count` keys, and how many equal to it belong to the `k`: digit by digit."""
-    for i in range(count):
-        rest[i] = keys[i]
+    copy(keys[:count], rest)
     left, found = k, np.uint32(0)
     for shift, values in _DIGITS:
         counts = np.zeros(2048, np.int32)
@@ -235,6 +235,13 @@ def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
             kept += ((key >> np.uint32(shift)) & np.uint32(values - 1)) == digit
         count = kept
     return found, left
+
+
+@njit(nogil=True, cache=True)
+def copy(row, to):  # type: ignore[no-untyped-def]
+    """Copies `row` [n] to the first places of `to`, for compiled loops."""
+    for i in range(row.size):
+        to[i] = row[i]
 
 
 @njit(nogil=True, cache=True)

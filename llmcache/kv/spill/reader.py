@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.kernels.threads import processors, run_all
-from llmcache.kv.kernels.top import first_from, sort
+from llmcache.kv.kernels.top import copy, first_from, sort
 from llmcache.kv.spill.checksum import checksums, first_other
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
@@ -622,9 +622,7 @@ def _place(parts, begins, slots, geometry, address, apart, out):  # type: ignore
 @numba.njit(nogil=True, cache=True)
 def _take(memory, places, out):  # type: ignore[no-untyped-def]
     for i in range(places.size):
-        row = memory[places[i] : places[i] + out.shape[1]]
-        for j in range(out.shape[1]):
-            out[i, j] = row[j]
+        copy(memory[places[i] : places[i] + out.shape[1]], out[i])
 
 
 def thread_memory(size_bytes: int) -> Bytes:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import Job, processors, run_all
-from llmcache.kv.kernels.top import first_from, sort
+from llmcache.kv.kernels.top import copy, first_from, sort
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers.config import Arrays
 
@@ -337,12 +337,6 @@ def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy(row, to):  # type: ignore[no-untyped-def]
-    for j in range(row.size):
-        to[j] = row[j]
-
-
-@numba.njit(nogil=True, cache=True)
 def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # type: ignore[no-untyped-def]
     missing = again = 0
     for b in range(positions.shape[0]):
@@ -354,6 +348,7 @@ def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # 
                 if page < 0:
                     missing += 1
                     continue
+                # Not by `copy`: a view for each row takes longer here.
                 for j in range(keys.shape[3]):
                     keys[b, head, i, j] = own_keys[page, head, token, j]
                 for j in range(values.shape[3]):
@@ -384,7 +379,7 @@ def rows_at(wanted, positions, table, tokens):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True)
 def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
     for n in range(len(where)):
-        _copy(rows[n], out[where[n, 0], where[n, 1], where[n, 2]])
+        copy(rows[n], out[where[n, 0], where[n, 1], where[n, 2]])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -428,8 +423,8 @@ def _copy_repeated(positions, keys, values):  # type: ignore[no-untyped-def]
             while last > 0 and of_head[last] == of_head[last - 1]:
                 last -= 1
             for i in range(last + 1, of_head.size):
-                _copy(keys[b, head, last], keys[b, head, i])
-                _copy(values[b, head, last], values[b, head, i])
+                copy(keys[b, head, last], keys[b, head, i])
+                copy(values[b, head, last], values[b, head, i])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -459,8 +454,8 @@ def _turn_rows(  # type: ignore[no-untyped-def]
                     j += 1
                 if j < count and mine[j] == of_head[i] and index[b, of_head[i] // tokens] < 0:
                     last[j] = clock
-                    _copy(own_keys[b, head, places[j]], keys[b, head, i])
-                    _copy(own_values[b, head, places[j]], values[b, head, i])
+                    copy(own_keys[b, head, places[j]], keys[b, head, i])
+                    copy(own_values[b, head, places[j]], values[b, head, i])
             coming = fresh.sum()
             if coming == 0:
                 continue
@@ -477,8 +472,8 @@ def _turn_rows(  # type: ignore[no-untyped-def]
                     coming -= 1
                     slot, to = free[coming], j + 1 + coming
                     mine[to], places[to], last[to] = of_head[i], slot, clock
-                    _copy(keys[b, head, i], own_keys[b, head, slot])
-                    _copy(values[b, head, i], own_values[b, head, slot])
+                    copy(keys[b, head, i], own_keys[b, head, slot])
+                    copy(values[b, head, i], own_values[b, head, slot])
 
 
 @numba.njit(nogil=True, cache=True)

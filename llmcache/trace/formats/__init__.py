@@ -24,7 +24,7 @@ FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
     """Returns a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
 
-    UsageError for an ending that is unknown; DataError for contents that are wrong, or no rows.
+    UsageError for a suffix that is unknown; DataError for contents that are wrong, or no rows.
     """
     path = Path(path)
     reader = TraceReader(path) if _suffix(path) == PARQUET else _imported(path)
@@ -37,7 +37,7 @@ def open_trace(path: str | os.PathLike[str]) -> TraceReader:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> int:
     """Write the trace in `source` to `target`, and return the number of rows.
 
-    UsageError for an ending that is unknown or cannot be written, or if `target` exists and `force` is not set;
+    UsageError for a suffix that is unknown or cannot be written, or if `target` exists and `force` is not set;
     DataError for contents that are wrong, or a trace without rows. Nothing is left of a conversion that fails.
     """
     source, target = Path(source), Path(target)
@@ -63,7 +63,7 @@ def _imported(path: Path) -> TraceReader:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the ending of `path` in lower case; UsageError for one that no format has."""
+    """Returns the suffix of `path` in lower case; UsageError for one that no format has."""
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
         known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")
