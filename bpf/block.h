@@ -54,6 +54,9 @@ int BPF_PROG(submitted, struct bio *bio)
 	struct record request = {};
 	struct file_key file;
 
+	/* Its last request was not seen to end: some kernels show BPF nothing of an interrupt of a protected process. */
+	if (!bpf_map_delete_elem(&requests, &key))
+		lose(LOST_REQUESTS, 1);
 	if (operation > WRITE || !size)
 		return 0;
 	if (match_file(&request, bio)) {

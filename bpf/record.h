@@ -54,8 +54,8 @@ struct {
 	__uint(max_entries, 16 << 20);
 } ring SEC(".maps");
 
-/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests, a
- * mapping by huge pages of which the file could not be found. */
+/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests (or one
+ * the end of which was not seen), a mapping by huge pages of which the file could not be found. */
 enum { LOST_RING, LOST_THREADS, LOST_FILES, LOST_REQUESTS, LOST_HUGE, LOSSES };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

@@ -94,8 +94,13 @@ def test_stores_through_a_mapping_are_writes(record: Record, file: Path) -> None
     assert set(stores["flags"]) == {STORED}
 
 
-def test_block_requests_name_the_file_and_take_time(record: Record) -> None:
-    found = record("pread", block=True)
+def test_block_requests_name_the_file_and_take_time(record: Record, file: Path) -> None:
+    # The kernel of some virtual machines runs no BPF program in interrupts of process 1, so an end may go unseen.
+    for _ in range(4):
+        drop(file)
+        found = record("pread", block=True)
+        if set(TOUCHED) <= set(found.blocks(BLOCK)):
+            break
     requests = found.kind(BLOCK)
     assert set(TOUCHED) <= set(found.blocks(BLOCK)), found
     assert set(requests["flags"]) == {MATCHED}
