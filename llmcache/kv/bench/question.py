@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench import synthetic
 from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
@@ -19,7 +21,6 @@ from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
 from llmcache.kv.planning.latency import SYSTEMS, System, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape, read_config
 from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
-from llmcache.kv.planning.profile import cache_directory
 from llmcache.kv.policies import POLICIES
 from llmcache.kv.tasks.recall import RECALL_MODEL
 from llmcache.kv.workload import StreamSpec
@@ -248,7 +249,7 @@ def model_of(name: str | None) -> Path:
         return RECALL_MODEL
     if name not in TASK_MODELS:
         return Path(name)
-    path = cache_directory() / "models" / TASK_MODELS[name]
+    path = user_cache_path("llmcache") / "models" / TASK_MODELS[name]
     if not path.exists():
         raise EnvironmentProblem(f"--model: {path} is not there", "tools/test fetches it, or give a model's path")
     unpacked = path.with_suffix("")  # by tools/test as well: transformers takes 10 to 30 s to read the file

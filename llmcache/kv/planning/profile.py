@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from platformdirs import user_cache_path
 
 from llmcache.arrays import Uint64s
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -142,12 +143,6 @@ class KnownProfile:
     file: Path | None
 
 
-def cache_directory() -> Path:
-    """Where this package keeps what it may lose: below $XDG_CACHE_HOME, else ~/.cache."""
-    told = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(told) if told.startswith("/") else Path.home() / ".cache") / "llmcache"
-
-
 def key_of(directory: str | Path) -> ProfileKey:
     """Returns what a profile of `directory` is valid for; UsageError if it is no directory."""
     where = Path(directory)
@@ -166,7 +161,7 @@ def profile_of(
     """
     key, begin = key_of(directory), time.monotonic()
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
-    file = cache_directory() / "kv-profile" / f"{digest[:24]}.json"
+    file = user_cache_path("llmcache") / "kv-profile" / f"{digest[:24]}.json"
     # Not there or damaged: it is measured again.
     with contextlib.suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
         profile = MachineProfile.from_json(json.loads(file.read_bytes()))
