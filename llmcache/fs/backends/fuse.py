@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -516,6 +517,19 @@ WAIT_S = 5.0
 STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end too, while the rest is being stored
 
 
+@dataclass(slots=True)
+class Rest:
+    """What is still to be answered of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`."""
+
+    group: Group
+    member: Member
+    backing: Backing
+    address: int
+    offset: int
+    size: int
+    pid: int
+
+
 class Reader:
     """Serves reads of all files, and has the engine told when a pass over a group has ended."""
 
@@ -536,71 +550,49 @@ class Reader:
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
             return self.uncached(backing, address, size, offset, pid)
-        group, member = owner
-        done, wanted = 0, None
-        if member.mixture is not None:
+        rest, wanted = Rest(*owner, backing, address, offset, size, pid), None
+        if rest.member.mixture is not None:
             with self.state.lock:
-                wanted = self.backend.slices.wanted(member.mixture, offset, size)
-        while done < size:
-            part = None
-            if member.mixture is not None:
-                part = self._slice(group, member, backing, address + done, offset + done, size - done, wanted, pid)
-            if part is not None:
-                length, count = part
-            else:
-                index, start = divmod(offset + done, group.extent_bytes)
-                length = min(size - done, group.extent_bytes - start)
-                count = self._segment(group, member, backing, address + done, member.base + index, start, length, pid)
-            done += count
+                wanted = self.backend.slices.wanted(rest.member.mixture, offset, size)
+        while rest.size:
+            part = None if rest.member.mixture is None else self._slice(rest, wanted)
+            length, count = self._segment(rest) if part is None else part
+            rest.address, rest.offset, rest.size = rest.address + count, rest.offset + count, rest.size - count
             if count < length:  # shrunk behind the mount
                 break
+        done = size - rest.size
         if pid:
             with self.state.lock:
                 self.state.counters.requested_bytes += done
         return done
 
-    def _slice(
-        self,
-        group: Group,
-        member: Member,
-        backing: Backing,
-        address: int,
-        offset: int,
-        size: int,
-        wanted: int | None,
-        pid: int,
-    ) -> tuple[int, int] | None:
-        """Answers the first part of a request if it is for a slice; returns the bytes of that, and those that were read."""
+    def _slice(self, rest: Rest, wanted: int | None) -> tuple[int, int] | None:
+        """Answers the first part of `rest` if it is for a slice; returns the bytes of that, and those that were read."""
+        group, member, offset = rest.group, rest.member, rest.offset
         with self.state.lock:
             mixture = member.mixture
             number = None if mixture is None else mixture.slice_at(offset)
             if mixture is None or number is None:
                 return None
-            group.last_ns, group.last_pid = time.monotonic_ns(), pid or group.last_pid
-            length = min(size, mixture.end_of(number) - offset)
-            fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, pid)
+            group.last_ns, group.last_pid = time.monotonic_ns(), rest.pid or group.last_pid
+            length = min(rest.size, mixture.end_of(number) - offset)
+            fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, rest.pid)
             expert = mixture.layout.expert_of[number]
             page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= BLOCK_BYTES else None
         if fetch is None and page is not None:
-            ctypes.memmove(address, page, length)
+            ctypes.memmove(rest.address, page, length)
             return length, length
         if fetch is None:
-            return length, self.direct(backing, address, length, offset)
+            return length, self.direct(rest.backing, rest.address, length, offset)
         start = offset - fetch.offset
         length = min(length, fetch.length - start)
-        return length, self._answer(group, member, backing, fetch, mine, address, start, length, pid)
+        return length, self._answer(rest, fetch, mine, start, length)
 
-    def _segment(
-        self,
-        group: Group,
-        member: Member,
-        backing: Backing,
-        address: int,
-        extent: int,
-        start: int,
-        length: int,
-        pid: int,
-    ) -> int:
+    def _segment(self, rest: Rest) -> tuple[int, int]:
+        """Answers the first part of `rest`, up to the end of its extent; returns as `_slice`."""
+        group, member, pid = rest.group, rest.member, rest.pid
+        index, start = divmod(rest.offset, group.extent_bytes)
+        extent, length = member.base + index, min(rest.size, group.extent_bytes - start)
         trip: Tripwire | None = None
         fetch: BufferFetch | None = None
         with self.state.lock:
@@ -622,13 +614,13 @@ class Reader:
             if trip is None and fetch is None:
                 self._stray(group, extent, length)
                 if state == SINGLE and group.alive:
-                    self.state.references.pages(group, member, group.offset_of(member, extent) + start, length, READ, pid)
+                    self.state.references.pages(group, member, rest.offset, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
-            ctypes.memmove(address, trip.page, length)
-            return length
+            ctypes.memmove(rest.address, trip.page, length)
+            return length, length
         if fetch is not None:
-            return self._answer(group, member, backing, fetch, state != LOADING, address, start, length, pid)
-        return self.direct(backing, address, length, group.offset_of(member, extent) + start)
+            return length, self._answer(rest, fetch, state != LOADING, start, length)
+        return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
     def _note(self, group: Group, extent: int, state: int) -> None:
         if state == SINGLE:
@@ -667,22 +659,11 @@ class Reader:
             group.strays.pop(extent, None)
             group.strays[extent] = time.monotonic_ns()
 
-    def _answer(
-        self,
-        group: Group,
-        member: Member,
-        backing: Backing,
-        fetch: BufferFetch,
-        mine: bool,
-        address: int,
-        start: int,
-        length: int,
-        pid: int,
-    ) -> int:
-        """Answers from a fetch: one that is this thread's to load, and has its rest stored then, or another's."""
+    def _answer(self, rest: Rest, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
+        """Answers `length` bytes from `start` of a fetch: this thread's to load, with its rest stored then, or another's."""
         waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
         if mine:
-            self.backend.load(group, member, fetch)
+            self.backend.load(rest.group, rest.member, fetch)
         else:
             while not fetch.done.wait(WAIT_S):
                 if not self.state.running:
@@ -690,21 +671,21 @@ class Reader:
         waited_ns = time.monotonic_ns() - began_ns
         usable = fetch.error is None and (mine or not fetch.stale)
         if usable:
-            copy(address, fetch.region, start, length)
+            copy(rest.address, fetch.region, start, length)
         with self.state.lock:
             if not mine:
-                if pid:
+                if rest.pid:
                     self._judge(fetch, waited, waited_ns)
                 self.state.finish(fetch)
             else:
                 if usable:
                     fetch.replied = (start // BLOCK_BYTES * BLOCK_BYTES, start + length)
-                if pid and not fetch.held:
+                if rest.pid and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
-                self.state.jobs.appendleft(functools.partial(self.backend.store, group, member, fetch))
+                self.state.jobs.appendleft(functools.partial(self.backend.store, rest.group, rest.member, fetch))
                 self.state.work.notify()
         if not usable:
-            return self.direct(backing, address, length, fetch.offset + start)
+            return self.direct(rest.backing, rest.address, length, fetch.offset + start)
         if mine and fetch.load is not None:
             fetch.stored.wait(STORE_WAIT_S)
         return length
