@@ -108,17 +108,24 @@ static __always_inline bool goes_on(struct thread *thread, struct record *next)
 	return last == thread->request_last && next->first > thread->request_first && same_call(thread, next);
 }
 
-/* The inode of the file open as `fd`, and its position; NULL for anything else. */
-static struct inode *open_file(u32 fd, s64 *position)
+/* The file open as `fd`, or NULL. */
+static struct file *open_file(u32 fd)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
 	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
 	struct file **slots = BPF_CORE_READ(table, fd), *file = NULL;
 
-	if (fd >= BPF_CORE_READ(table, max_fds) || bpf_probe_read_kernel(&file, sizeof(file), &slots[fd]) || !file)
+	if (fd >= BPF_CORE_READ(table, max_fds) || bpf_probe_read_kernel(&file, sizeof(file), &slots[fd]))
 		return NULL;
-	*position = BPF_CORE_READ(file, f_pos);
-	return BPF_CORE_READ(file, f_inode);
+	return file;
+}
+
+/* The place that a call, one of `calls`, gives; -1: where the file's position is (preadv2 and pwritev2 may say so). */
+static __always_inline s64 given_place(const volatile s32 *calls, struct pt_regs *regs)
+{
+	s64 number = call_number(regs);
+
+	return number == calls[1] || number == calls[3] || number == calls[4] ? (s64)call_argument(regs, 3) : -1;
 }
 
 /* The first page that the current call asks for, `first` where that is not known.
@@ -128,17 +135,18 @@ static struct inode *open_file(u32 fd, s64 *position)
 static __always_inline u64 asked_from(struct inode *inode, u64 first)
 {
 	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
-	s64 number = call_number(regs), position = 0, offset;
+	struct file *file;
+	s64 position;
 	u64 page;
 
-	if (!is_call(config.read_calls, number) || open_file(call_argument(regs, 0), &position) != inode)
+	if (!is_call(config.read_calls, call_number(regs)))
 		return first;
-	if (number == config.read_calls[1] || number == config.read_calls[3] || number == config.read_calls[4]) {
-		offset = call_argument(regs, 3);
-		/* preadv2 with -1 goes on where the last call ended. */
-		if (offset >= 0)
-			position = offset;
-	}
+	file = open_file(call_argument(regs, 0));
+	if (!file || BPF_CORE_READ(file, f_inode) != inode)
+		return first;
+	position = given_place(config.read_calls, regs);
+	if (position < 0)
+		position = BPF_CORE_READ(file, f_pos);
 	page = (u64)position >> (12 + config.page_blocks_log2);
 	return position >= 0 && page < first ? page : first;
 }

@@ -79,18 +79,14 @@ int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned
 SEC("tp_btf/sys_exit")
 int BPF_PROG(read_call_returned, struct pt_regs *regs, long result)
 {
-	s64 number, position = 0;
-	struct inode *inode;
+	struct file *file;
+	s64 place;
 
-	if (result <= 0)
+	if (result <= 0 || !is_call(config.read_calls, call_number(regs)) || !this_thread())
 		return 0;
-	number = call_number(regs);
-	if (!is_call(config.read_calls, number) || !this_thread())
+	file = open_file(call_argument(regs, 0));
+	if (!file)
 		return 0;
-	inode = open_file(call_argument(regs, 0), &position);
-	if (number == config.read_calls[1] || number == config.read_calls[3] || number == config.read_calls[4])
-		position = call_argument(regs, 3);
-	else
-		position -= result;
-	return take_bytes(inode, position, result, READ);
+	place = given_place(config.read_calls, regs);
+	return take_bytes(BPF_CORE_READ(file, f_inode), place < 0 ? BPF_CORE_READ(file, f_pos) - result : place, result, READ);
 }

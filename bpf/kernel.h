@@ -32,7 +32,7 @@ struct folio___memdesc { struct flags_word flags; };		/* >= 6.18 */
 struct folio___sized { unsigned int _nr_pages; };		/* >= 6.15 */
 struct folio___named { unsigned int _folio_nr_pages; };
 struct page { unsigned long compound_head; };
-struct file { struct inode *f_inode; struct address_space *f_mapping; s64 f_pos; };
+struct file { struct inode *f_inode; struct address_space *f_mapping; s64 f_pos; unsigned int f_flags; };
 struct kiocb { struct file *ki_filp; s64 ki_pos; };
 struct iov_iter { bool data_source; unsigned long count; };
 struct vm_area_struct { unsigned long vm_start, vm_pgoff; struct file *vm_file; };
@@ -56,7 +56,7 @@ struct task_struct {
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };
-struct pt_regs___x86 { unsigned long r10, di, orig_ax; };
+struct pt_regs___x86 { unsigned long r9, r10, di, orig_ax; };
 struct pt_regs___arm64 { u64 regs[31]; u64 orig_x0; s32 syscallno; };
 
 struct block_device { u32 bd_dev; };
@@ -179,17 +179,18 @@ static __always_inline s64 call_number(struct pt_regs *regs)
 	return BPF_CORE_READ((struct pt_regs___arm64 *)regs, syscallno);
 }
 
+/* The first argument of a system call, its fourth or its sixth. */
 static __always_inline u64 call_argument(struct pt_regs *regs, int number)
 {
 	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax)) {
 		struct pt_regs___x86 *x86 = (void *)regs;
 
-		return number == 0 ? BPF_CORE_READ(x86, di) : BPF_CORE_READ(x86, r10);
+		return number == 0 ? BPF_CORE_READ(x86, di) : number == 3 ? BPF_CORE_READ(x86, r10) : BPF_CORE_READ(x86, r9);
 	}
 	struct pt_regs___arm64 *arm = (void *)regs;
 
 	/* The result overwrites the first argument's register. */
-	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : BPF_CORE_READ(arm, regs[3]);
+	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : number == 3 ? BPF_CORE_READ(arm, regs[3]) : BPF_CORE_READ(arm, regs[5]);
 }
 
 #endif

@@ -5,6 +5,7 @@
 #include "accesses.h"
 
 enum { WRITEV = 2, WRITE_FIXED = 5, WRITE_PLAIN = 23 };	/* operations of io_uring */
+enum { RWF_APPEND = 0x10, RWF_NOAPPEND = 0x20, O_APPEND = 02000 };
 
 /* Not sendfile, which reads as well. */
 static __always_inline bool is_writing(s64 number)
@@ -51,24 +52,34 @@ static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, 
 	return 0;
 }
 
-/* At the end of a call the result says how much was done, and where: O_APPEND and short writes are right. */
+/* Whether a call writes at the end of the file, whatever place it gives. */
+static __always_inline bool appends(struct file *file, struct pt_regs *regs)
+{
+	u32 flags = call_number(regs) == config.write_calls[4] ? call_argument(regs, 5) : 0;
+
+	return flags & RWF_APPEND || (BPF_CORE_READ(file, f_flags) & O_APPEND && !(flags & RWF_NOAPPEND));
+}
+
+/* At the end of a call the result says how much was done, and so where: short writes are right. */
 SEC("tp_btf/sys_exit")
 int BPF_PROG(wrote, struct pt_regs *regs, long result)
 {
-	s64 number, position = 0;
 	struct inode *inode;
+	struct file *file;
+	s64 place;
 
-	if (result <= 0)
+	if (result <= 0 || !is_call(config.write_calls, call_number(regs)) || !this_thread())
 		return 0;
-	number = call_number(regs);
-	if (!is_call(config.write_calls, number) || !this_thread())
+	file = open_file(call_argument(regs, 0));
+	if (!file)
 		return 0;
-	inode = open_file(call_argument(regs, 0), &position);
-	if (number == config.write_calls[1] || number == config.write_calls[3] || number == config.write_calls[4])
-		position = call_argument(regs, 3);
-	else
-		position -= result;
-	return take_bytes(inode, position, result, WRITE);
+	inode = BPF_CORE_READ(file, f_inode);
+	place = given_place(config.write_calls, regs);
+	if (place < 0)
+		place = BPF_CORE_READ(file, f_pos) - result;
+	else if (appends(file, regs))
+		place = BPF_CORE_READ(inode, i_size) - result;
+	return take_bytes(inode, place, result, WRITE);
 }
 
 static __always_inline int ring_wrote(void *req, s32 result)

@@ -101,6 +101,12 @@ static void one_writev(int i)
 static void one_pwritev(int i) { need(pwritev(fd, halves(), 2, place(i)) == BLOCK, "pwritev"); }
 static void one_pwritev2(int i) { need(pwritev2(fd, halves(), 2, place(i), 0) == BLOCK, "pwritev2"); }
 
+static void one_pwritev2_at_position(int i)
+{
+	need(lseek(fd, place(i), SEEK_SET) >= 0, "lseek");
+	need(pwritev2(fd, halves(), 2, -1, 0) == BLOCK, "pwritev2");
+}
+
 static volatile char *mapped(int protection)
 {
 	static char *memory;
@@ -209,11 +215,15 @@ static void by_child(void)
 	need(status == 0, "child");
 }
 
-static void by_appending(void)
+static ssize_t append(void) { return write(fd, buffer, BLOCK); }
+static ssize_t append_with_place(void) { return pwrite(fd, buffer, BLOCK, 0); }
+static ssize_t append_with_flag(void) { return pwritev2(fd, halves(), 2, 0, 0x10 /* RWF_APPEND */); }
+
+static void by_appending(int flags, ssize_t (*one)(void))
 {
-	reopen(O_WRONLY | O_APPEND);
+	reopen(O_WRONLY | flags);
 	for (int i = 0; i < REQUESTS; i++)
-		need(write(fd, buffer, BLOCK) == BLOCK, "write");
+		need(one() == BLOCK, "write");
 }
 
 /* The whole file, 256 KiB at a time. */
@@ -263,7 +273,7 @@ static void do_it(const char *way)
 		{ "read", one_read }, { "pread", one_pread }, { "readv", one_readv }, { "preadv", one_preadv },
 		{ "preadv2", one_preadv2 }, { "sendfile", one_sendfile }, { "splice", one_splice }, { "mmap", one_load },
 		{ "write", one_write }, { "pwrite", one_pwrite }, { "writev", one_writev }, { "pwritev", one_pwritev },
-		{ "pwritev2", one_pwritev2 },
+		{ "pwritev2", one_pwritev2 }, { "pwritev2-at-position", one_pwritev2_at_position },
 	};
 
 	for (unsigned i = 0; i < sizeof(simple) / sizeof(simple[0]); i++)
@@ -292,7 +302,11 @@ static void do_it(const char *way)
 	else if (!strcmp(way, "fork"))
 		by_child();
 	else if (!strcmp(way, "append"))
-		by_appending();
+		by_appending(O_APPEND, append);
+	else if (!strcmp(way, "append-with-place"))
+		by_appending(O_APPEND, append_with_place);
+	else if (!strcmp(way, "append-with-flag"))
+		by_appending(0, append_with_flag);
 	else if (!strcmp(way, "often"))
 		often();
 	else if (!strcmp(way, "scan"))

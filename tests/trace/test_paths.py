@@ -16,7 +16,8 @@ pytestmark = pytest.mark.bpf
 Record = Callable[..., Recording]
 
 BUFFERED = ["read", "pread", "readv", "preadv", "preadv2", "sendfile", "splice", "uring", "uring-async", "uring-sqpoll"]
-WRITES = ["write", "pwrite", "writev", "pwritev", "pwritev2", "uring-write", "direct-write"]
+WRITES = ["write", "pwrite", "writev", "pwritev", "pwritev2", "pwritev2-at-position", "uring-write", "direct-write"]
+APPENDS = ["append", "append-with-place", "append-with-flag"]
 
 
 @pytest.mark.parametrize("way", [*BUFFERED, "threads", "fork"])
@@ -79,8 +80,9 @@ def test_writes_that_are_not_wanted_are_not_recorded(way: str, record: Record) -
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_appended_pages_are_no_fills(writes: bool, record: Record) -> None:
-    found = record("append", writes=writes)
+@pytest.mark.parametrize("way", APPENDS)
+def test_appended_pages_are_no_fills(way: str, writes: bool, record: Record) -> None:
+    found = record(way, writes=writes)
     assert not len(found.kind(FILL)), found
     assert found.blocks() == (list(range(BLOCKS, BLOCKS + 23)) if writes else [])
 
