@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
 from llmcache.kv.csd.profile import ModelledClock
-from llmcache.kv.csd.wire import decode, encode
+from llmcache.kv.csd.wire import decode, encode, receive
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.forked_device import FORKED
@@ -205,6 +207,15 @@ def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
         file.truncate(0, 100)
     with pytest.raises(DataError, match="pages by layer"):
         device.restart()
+
+
+def test_an_end_amid_a_message_is_an_end() -> None:
+    ours, theirs = Pipe()
+    with theirs:
+        with ours:
+            os.write(ours.fileno(), struct.pack("!i", 100) + b"half of it")
+        with pytest.raises(EOFError):
+            receive(theirs)
 
 
 def test_the_device_ends_with_its_host(make: Make) -> None:

@@ -32,6 +32,7 @@ from llmcache.kv.csd.wire import (
     Data,
     Shared,
     encode,
+    receive,
     shares,
 )
 from llmcache.kv.kernels import score_pages
@@ -61,7 +62,7 @@ class Device:
         """Does what the host commands until it ends."""
         try:
             while True:
-                command, arguments = self._end.recv()
+                command, arguments = receive(self._end)
                 self._end.send(self._done(COMMANDS[command], arguments))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             if self._file is not None:

@@ -33,6 +33,7 @@ from llmcache.kv.csd.wire import (
     ScoreBlock,
     Shared,
     decode,
+    receive,
     shares,
 )
 from llmcache.kv.spill import KvPages, KvShape, Recovery
@@ -224,8 +225,8 @@ class EmulatedCsd:
         try:
             if not pipe.poll(ANSWER_S):
                 raise self._dead(silent=True)
-            found: Data | dict[str, Any] | Exception = pipe.recv()
-        except (EOFError, ConnectionResetError):
+            found: Data | dict[str, Any] | Exception = receive(pipe)
+        except EOFError:
             raise self._dead() from None
         if isinstance(found, Exception):
             self._running, self._amid = None, False

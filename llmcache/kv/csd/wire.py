@@ -20,7 +20,8 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -55,6 +56,14 @@ class Data(NamedTuple):
     head: int = 0
     base: int = 0
     tokens: int = 0
+
+
+def receive(pipe: Connection) -> Any:
+    """Returns what the other end has sent; EOFError if it has ended, before a message or amid one."""
+    try:
+        return pipe.recv()
+    except OSError as error:  # half a message, or a reset
+        raise EOFError(str(error)) from error
 
 
 @dataclass(frozen=True)
