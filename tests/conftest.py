@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from platformdirs import user_cache_path
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -38,7 +39,7 @@ def examples(count: int) -> int:
     return max(1, count // 2) if settings().derandomize else count
 
 
-MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+MODELS = user_cache_path("llmcache") / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
 

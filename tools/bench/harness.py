@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
+from platformdirs import user_cache_path
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -35,7 +36,7 @@ from . import machine
 from .results import Bar, Document, bars_table, exit_code, rounded, with_bars, write
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+MODELS = user_cache_path("llmcache") / "models"
 """Where models are kept between runs."""
 
 
