@@ -115,7 +115,9 @@ def test_weights_of_softmax_are_added_up() -> None:
         logits = 0.125 * np.concatenate(sides, axis=2).astype(np.float64)
         powers = np.exp(logits - logits.max(axis=2, keepdims=True))
         wanted = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
-        assert np.allclose(weights(sides[0], sides[1], 0.125), wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
+        found, sums = weights(sides[0], sides[1], 0.125)
+        assert np.allclose(found, wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
+        assert np.allclose(sums, logits.max(axis=2) + np.log(powers.sum(axis=2)), rtol=1e-6)
         each = (powers / powers.sum(axis=2, keepdims=True))[..., :inside]
         assert np.allclose(sides[0], each, rtol=3e-6 * max(1, spread), atol=1e-30), "those of each query"
         chosen = np.array([[0, inside // 2, inside - 1, inside - 1], [0, 0, 0, 0]])  # what comes again counts once

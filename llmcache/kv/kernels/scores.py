@@ -309,15 +309,16 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
     return out
 
 
-def weights(inside: Floats, around: Floats, scale: float) -> Floats:
+def weights(inside: Floats, around: Floats, scale: float) -> tuple[Floats, Floats]:
     """Returns the weights [kv_heads, n] of softmax over products, `inside` [kv_heads, queries of each, n] and `around`
     [.., m] together, times `scale`, added up over the queries; those of `inside`, which becomes the weights of each query.
+    And of each query the logarithm of the sum of all exponentials [kv_heads, queries of each].
 
     Exponentials are those of `single_power`, to a relative error of 2e-7.
     """
-    out = np.empty((inside.shape[0], inside.shape[2]), np.float32)
-    _add_weights(inside, around, out, np.float32(scale / math.log(2)))
-    return out
+    out, sums = np.empty((inside.shape[0], inside.shape[2]), np.float32), np.empty(inside.shape[:2], np.float32)
+    _add_weights(inside, around, out, sums, np.float32(scale / math.log(2)))
+    return out, sums
 
 
 def left_out(inside: Floats, chosen: Int64s) -> Floats:
@@ -355,7 +356,7 @@ def single_power(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
-def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
+def _add_weights(inside, around, out, sums, scale):  # type: ignore[no-untyped-def]
     for head in range(inside.shape[0]):
         for q in range(inside.shape[1]):
             row, beside, into, most = inside[head, q], around[head, q], out[head], np.float32(-np.inf)
@@ -369,6 +370,7 @@ def _add_weights(inside, around, out, scale):  # type: ignore[no-untyped-def]
                 total += row[i]
             for i in range(beside.size):
                 total += single_power((beside[i] - most) * scale)
+            sums[head, q] = most * scale * np.float32(math.log(2)) + math.log(total)
             share = np.float32(1) / total
             for i in range(row.size):
                 row[i] *= share

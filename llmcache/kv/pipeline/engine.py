@@ -157,9 +157,12 @@ class KvEngine:
             part.release()
         return Gathered(keys, values, wanted)
 
-    def unseen(self, layer: int) -> tuple[Floats, Floats] | None:
-        """Returns what stands for what `step` left out of `layer`, until it has `attended`; see `KvPolicy.unseen`."""
-        return self.policy.unseen(layer, self._chosen[layer])
+    def unseen(self, layer: int, queries: Floats, keys: Rows) -> tuple[Floats, Floats] | None:
+        """Returns what stands for what `step` of these `queries` and `keys` left out of `layer`, until it has `attended`.
+
+        See `KvPolicy.unseen`.
+        """
+        return self.policy.unseen(layer, self._chosen[layer], queries, keys)
 
     def attended(self, layer: int, weights: Floats | None = None) -> None:
         """Tells the policy that `layer` has attended, so that it updates tables and pools; not waited for.

@@ -202,9 +202,11 @@ class KvPolicy(ABC):
         ascending positions, as `KvStore.gather` gives them; None unless `needs_weights`.
         """
 
-    def unseen(self, layer: int, selection: Selection) -> tuple[Floats, Floats] | None:
+    def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
         """Returns what stands for the tokens that were not chosen: its share [batch, heads] of the attention of each query
         head, and its values [batch, kv_heads, value_dim], float32. None: nothing does.
+
+        `queries` [batch, heads, dim] float32 and `keys` [batch, kv_heads, 1, dim] are the newest token's.
         """
         return None
 

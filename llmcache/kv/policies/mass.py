@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import SCORERS, ExactScorer, PageIndexes, Scorer, ScorerSettings, ValueSums
@@ -42,14 +44,15 @@ class Mass(IndexedPolicy):
     of them is chosen (see `sink_tokens`, `window_tokens`).
 
     What is not chosen is not left out: softmax over what is chosen alone would give all of its weight to that. Half of the
-    weight goes to the mean of the values instead. With all of it a model loses more than with nothing: what has weight but
-    is not chosen is not like the mean of everything either.
+    weight goes to the mean of the values instead, of what the newest token leaves them: one that looks at itself needs no
+    others. With all of it a model loses more than with nothing: what has weight but is not chosen is not like the mean of
+    everything either.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
     a group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget. Differs
     from the first: single tokens are chosen, by their own keys, not blocks by compressed ones. Differs from the second: what
     is not chosen is not lost, each step chooses anew, and a head has twice its even share at most. Softmax is without the
-    newest token, which no choice is about, and without a cap on logits, where a model has one. The mean of the values:
+    newest token, which comes after the choice, and without a cap on logits, where a model has one. The mean of the values:
     Ribar et al., SparQ Attention, 2024, section 3, algorithm 1. Differs from it: half of what falls elsewhere, not all.
     """
 
@@ -69,7 +72,7 @@ class Mass(IndexedPolicy):
         if self.settings.mean_share:
             self._feeds(self.values)
         self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
-        self._missed: dict[int, Floats] = {}  # [heads] of each sequence of which some tokens were chosen
+        self._missed: dict[int, tuple[Floats, Floats]] = {}  # [heads] of each sequence of which some tokens were chosen
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest mass, or what the anchor chose."""
@@ -82,26 +85,29 @@ class Mass(IndexedPolicy):
         found = super().choose(layer, queries, tokens)
         if not self._missed:
             return found
-        missed = np.zeros(queries.shape[:2], np.float32)
-        for sequence, of_heads in self._missed.items():
-            missed[sequence] = of_heads
-        return Selection(found.positions, missed)
+        missed, sums = np.zeros((2, *queries.shape[:2]), np.float32)
+        for sequence, (of_heads, sums_of_heads) in self._missed.items():
+            missed[sequence], sums[sequence] = of_heads, sums_of_heads
+        return Selection(found.positions, missed, sums)
 
-    def unseen(self, layer: int, selection: Selection) -> tuple[Floats, Floats] | None:
+    def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
         """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
-        if selection.missed is None:
+        if selection.missed is None or selection.sums is None:
             return None
+        grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
+        newest = np.matmul(grouped, widened(keys).swapaxes(2, 3)).reshape(queries.shape[:2])
+        share = selection.missed / (1 + np.exp(newest * np.float32(self.scale) - selection.sums))
         none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
         means = np.stack([none if sums is None else sums.mean for sums in self.values.found[layer]])
-        return np.float32(self.settings.mean_share) * selection.missed, means
+        return np.float32(self.settings.mean_share) * share, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         inside = scorer.products(queries)
-        mass = weights(inside, self._pinned[sequence], self.scale)
+        mass, sums = weights(inside, self._pinned[sequence], self.scale)
         shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
         chosen = (top_shared if shared else top)(mass, count, self.store.config.threads)
         if self.settings.mean_share:
-            self._missed[sequence] = left_out(inside, chosen).reshape(-1)
+            self._missed[sequence] = left_out(inside, chosen).reshape(-1), sums.reshape(-1)
         return chosen + scorer.first

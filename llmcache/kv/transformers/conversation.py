@@ -315,11 +315,12 @@ class Conversation:
 
     def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
         queries = as_array(call.query[:, :, 0].float().contiguous())
-        gathered = engine.step(layer, queries, as_array(call.key), as_array(call.value))
+        newest = as_array(call.key)
+        gathered = engine.step(layer, queries, newest, as_array(call.value))
         keys, values = _tensors(gathered, call)
         mask = cut_mask(call.mask, gathered.positions, call.query)
         output = call.run(keys, values, mask)
-        unseen = engine.unseen(layer)
+        unseen = engine.unseen(layer, queries, newest)
         engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
         gathered.release()
         return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
