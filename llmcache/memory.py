@@ -64,18 +64,21 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
     return [memory for memory in found if memory is not None]
 
 
-_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_V1_FILES = ("memory.usage_in_bytes", "memory.limit_in_bytes")
 
 
 @functools.lru_cache(maxsize=8)
-def _groups(lines: bytes, root: Path) -> tuple[tuple[str, str, str], ...]:
-    """(directory, file of the limit, file of what is used) of the groups that /proc/self/cgroup tells of."""
-    found: dict[Path, tuple[str, str]] = {}
+def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
+    """(directory, file of what is used, file of its limit) of the groups that /proc/self/cgroup tells of.
+
+    Version 2 has two limits: above memory.high (systemd's MemoryHigh) a group is slowed down until it has given back enough.
+    """
+    found: dict[Path, tuple[str, ...]] = {}
     for line in lines.decode(errors="surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-            files = ("memory.max", "memory.current")
+            files: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
         elif "memory" in controllers.split(","):
             bases = [root / "sys/fs/cgroup/memory"]
             files = _V1_FILES
@@ -99,15 +102,16 @@ def cgroup_version(root: Path = Path("/")) -> int | None:
     return 2 if "" in lines and (root / "sys/fs/cgroup/cgroup.controllers").exists() else None
 
 
-def _limit_of(group: str, limit_file: str, usage_file: str) -> Memory | None:
+def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
     try:
-        text = read(f"{group}/{limit_file}").strip()
-        if text == b"max" or int(text) >= UNLIMITED:
+        told = [read(f"{group}/{file}").strip() for file in limit_files]
+        limit = min(UNLIMITED if text == b"max" else int(text) for text in told)
+        if limit >= UNLIMITED:
             return None
-        limit, usage = int(text), int(read(f"{group}/{usage_file}"))
+        usage = int(read(f"{group}/{usage_file}"))
         stat = read(f"{group}/memory.stat")
         # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
-        of_all = "total_" if limit_file == _V1_FILES[0] else ""
+        of_all = "total_" if usage_file == _V1_FILES[0] else ""
         cache = sum(_number(stat, f"{of_all}{name}") for name in ("inactive_file", "active_file"))
     except (OSError, ValueError):
         return None  # no such controller here, or a group that is ending

@@ -48,9 +48,9 @@ def v1_group(root: Path, path: str, limit: int, usage: int, stat: dict[str, int]
     _group(root / "sys/fs/cgroup/memory" / path, stat, {"limit_in_bytes": str(limit), "usage_in_bytes": str(usage)})
 
 
-def v2_group(root: Path, path: str, limit: str, usage: int, stat: dict[str, int]) -> None:
+def v2_group(root: Path, path: str, limit: str, usage: int, stat: dict[str, int], high: str = "max") -> None:
     """A cgroup of version 2."""
-    _group(root / "sys/fs/cgroup" / path, stat, {"max": limit, "current": str(usage)})
+    _group(root / "sys/fs/cgroup" / path, stat, {"max": limit, "high": high, "current": str(usage)})
 
 
 def _group(directory: Path, stat: dict[str, int], values: dict[str, str]) -> None:
@@ -93,6 +93,14 @@ CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
             (v2_group, "slice/unit/leaf", "max", GIB, {"inactive_file": 0}),
         ],
         {4 * GIB: GIB, 2 * GIB: GIB + 300 * MIB},
+    ),
+    "version 2 slows down above what is high": (
+        "0::/unit/leaf\n",
+        [
+            (v2_group, "unit", str(4 * GIB), 3 * GIB, {"inactive_file": 0}, str(3 * GIB)),
+            (v2_group, "unit/leaf", "max", GIB, {"active_file": 100 * MIB}, str(2 * GIB)),
+        ],
+        {3 * GIB: 0, 2 * GIB: GIB + 100 * MIB},
     ),
     "hybrid reads both hierarchies": (
         "9:memory:/old\n1:name=systemd:/new\n0::/new\n",

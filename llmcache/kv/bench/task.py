@@ -38,6 +38,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "oracle-product": ("oracle", "Oracle, largest product", {"by": "product"}),
     "icecache-dci": ("icecache", "IceCache, always the tree", {"scorer": "dci"}),
     "icecache-exact": ("icecache", "IceCache, always exact", {"scorer": "exact"}),
+    "icecache-packed": ("icecache", "IceCache, two bits a number", {"scorer": "packed"}),
     "icecache-pages": ("icecache", "IceCache, whole pages", {"scorer": "dci", "whole_pages": True}),
     "icecache-reuse": ("icecache", "IceCache (reuse)", {"full_layers": 2, "anchor_every": 3}),
 }
