@@ -96,10 +96,10 @@ class Mass(IndexedPolicy):
             return None
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         newest = np.matmul(grouped, widened(keys).swapaxes(2, 3)).reshape(queries.shape[:2])
-        share = selection.missed / (1 + np.exp(newest * np.float32(self.scale) - selection.sums))
+        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - selection.sums))  # by the newest
         none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
         means = np.stack([none if sums is None else sums.mean for sums in self.values.found[layer]])
-        return np.float32(self.settings.mean_share) * share, means
+        return np.float32(self.settings.mean_share) * left * selection.missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
