@@ -69,7 +69,7 @@ _V1_FILES = ("memory.usage_in_bytes", "memory.limit_in_bytes")
 
 @functools.lru_cache(maxsize=8)
 def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
-    """(directory, file of what is used, file of its limit) of the groups that /proc/self/cgroup tells of.
+    """(directory, file of what is used, files of limits) of the groups that /proc/self/cgroup tells of.
 
     Version 2 has two limits: above memory.high (systemd's MemoryHigh) a group is slowed down until it has given back enough.
     """

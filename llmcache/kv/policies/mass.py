@@ -88,18 +88,19 @@ class Mass(IndexedPolicy):
         missed, sums = np.zeros((2, *queries.shape[:2]), np.float32)
         for sequence, (of_heads, sums_of_heads) in self._missed.items():
             missed[sequence], sums[sequence] = of_heads, sums_of_heads
-        return Selection(found.positions, missed, sums)
+        return Selection(found.positions, (missed, sums))
 
     def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
         """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
-        if selection.missed is None or selection.sums is None:
+        if selection.missed is None:
             return None
+        missed, sums = selection.missed
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         newest = np.matmul(grouped, widened(keys).swapaxes(2, 3)).reshape(queries.shape[:2])
-        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - selection.sums))  # by the newest
+        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - sums))  # by the newest
         none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
-        means = np.stack([none if sums is None else sums.mean for sums in self.values.found[layer]])
-        return np.float32(self.settings.mean_share) * left * selection.missed, means
+        means = np.stack([none if known is None else known.mean for known in self.values.found[layer]])
+        return np.float32(self.settings.mean_share) * left * missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""

@@ -85,14 +85,12 @@ class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0.
 
     A head of which fewer are chosen than of others has its last one again and again (`repeated`): it is attended to once.
-    `missed` float32 [batch, heads]: the share of each query head's attention that falls on others of the middle, the newest
-    token not counted, as the policy estimates it, if it does; `sums`: the logarithm of the sum of exponentials that it is a
-    share of.
+    `missed`, if the policy estimates it: the share of each query head's attention that falls on others of the middle, the
+    newest token not counted, and the logarithm of the sum of exponentials that it is a share of; float32 [batch, heads].
     """
 
     positions: Int64s
-    missed: Floats | None = None
-    sums: Floats | None = None
+    missed: tuple[Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
