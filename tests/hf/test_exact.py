@@ -116,7 +116,7 @@ def test_sequences_are_cut_repeated_and_chosen(tmp_path: Path) -> None:
         with torch.no_grad():
             ids = prompt(90, 0)["input_ids"]
             model(input_ids=ids, past_key_values=cache)
-            cache.crop(-25)
+            cache.crop(torch.tensor(-25))  # as some versions of transformers do
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0, 1]))
             cache.reorder_cache(torch.tensor([1, 1, 2]))

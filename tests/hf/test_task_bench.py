@@ -111,7 +111,7 @@ def test_the_watch_sees_what_attention_would() -> None:
     with torch.no_grad():
         weights = plain(input_ids=torch.from_numpy(ids), output_attentions=True).attentions[0][:, :, -1].numpy()
     model = subject().model
-    with SpillCache(model.config, "window", token_budget=128, threads=2) as cache:
+    with SpillCache(model.config, "window", token_budget=128, threads=2, full_tokens=0) as cache:
         feed(model, cache, ids[:, :-1])
         seen, middle = watch(cache), cache.store.middle
         feed(model, cache, ids[:, -1:])

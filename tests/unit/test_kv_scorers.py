@@ -119,10 +119,11 @@ def test_packed_keys_take_two_bits_a_number() -> None:
 
 
 def test_keys_are_rounded_to_half_a_step_and_keys_of_nothing_stay_so() -> None:
-    nothing, line = np.zeros(DIM), np.linspace(-3, 3, DIM)
-    numbers, scales = rounded(np.stack([nothing, line]).astype(np.float32))
+    nothing, line = np.zeros((5000, DIM)), np.linspace(-3, 3, 5000)[:, None] * np.linspace(-1, 1, DIM)  # several blocks
+    numbers, scales = rounded(np.stack([nothing, line]).astype(np.float32), threads=2)
     assert not numbers[0].any() and (scales > 0).all()
-    assert np.abs(numbers[1] * scales[1] - line).max() <= 0.5001 * scales[1] and abs(numbers[1]).max() == 127
+    assert (np.abs(numbers[1] * scales[1, :, None] - line) <= 0.5001 * scales[1, :, None]).all()
+    assert (abs(numbers[1]).max(axis=1) == 127).all()
 
 
 def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:

@@ -2,7 +2,8 @@
 
 SmolLM2-135M-Instruct and Gemma 3 270M in float32, through transformers, on texts of the machine's documentation and tasks
 like RULER's. With --kvpress also the loss that methods of kvpress have which keep as many tokens of the prompt, with a
-transformers of their own.
+transformers of their own. On a GPU, where there is one, times and memory alone, of SmolLM2 and of a Llama of 8 B weights,
+drawn by chance.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ DISK_BPS = 500_000_000
 FAR = 32768
 SAID, AFTER = 8, 16
 """Tokens before a kill and after it."""
+GPU_CONTEXTS, GPU_BUDGET = {"smollm2": 8000, "llama-8b": 131_072}, 2048
+LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
+}  # fmt: skip
 BARS = {
     **{f"loss.{budget}": ("<=", 0.0) for budget in BUDGETS},
     **{f"rivals.{budget}": ("<=", 0.0) for budget in PRESS_BUDGETS},
     **{f"tasks.{budget}": (">=", share) for budget, share in zip(BUDGETS, (0.97, 0.98, 0.99), strict=True)},
     "time": ("<=", 1.05), "time.long": ("<", 1.0), "file": ("<=", 1.5), "bytes": ("<=", 1.5), "memory.small": ("<=", 0.05),
-    "memory": ("<=", 1.0), "exact": (">=", 1.0), "restored": (">=", 1.0),
+    "memory": ("<=", 1.0), "exact": (">=", 1.0), "restored": (">=", 1.0), "gpu": ("<=", 1.05),
 }  # fmt: skip
 
 
@@ -318,6 +324,86 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
     }
 
 
+def _gpu_models(scope: BenchScope) -> Iterator[tuple[str, Any]]:
+    """SmolLM2, and in bfloat16 a model of the shape of Llama 3 8B."""
+    import torch
+
+    from llmcache.kv.bench.subject import Subject, random_model
+
+    yield "smollm2", Subject(model_of("smollm2")).model
+    if not scope.quick:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("cuda"):
+                model = random_model(LLAMA_8B)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield "llama-8b", model
+
+
+def _gpu_caches(model: Any, threads: int) -> list[dict[str, Callable[[], Any]]]:
+    """What makes each of the caches that are compared; those of a group take turns."""
+    from transformers import DynamicCache
+
+    from llmcache.kv.bench.subject import stock
+    from llmcache.kv.transformers import SpillCache
+
+    chosen: dict[str, Any] = {"token_budget": GPU_BUDGET, "full_tokens": 0, "threads": threads}
+    return [
+        {"DynamicCache": lambda: stock(model), "SpillCache": lambda: SpillCache(model.config)},
+        {"DynamicCache, offloaded": lambda: DynamicCache(config=model.config, offloading=True)},
+        {f"SpillCache, {GPU_BUDGET:,} chosen": lambda: SpillCache(model.config, **chosen)},
+    ]
+
+
+def _gpu_rows(model: Any, group: dict[str, Callable[[], Any]], context: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Times and memory of some caches. Their contexts differ a little, as cuDNN plans for each length once in a process."""
+    import torch
+
+    from llmcache.kv.bench.subject import Run
+
+    allocated, random = torch.cuda.memory_allocated, np.random.default_rng(0)
+    torch.cuda.empty_cache()
+    runs, kept = [Run(model, make()) for make in group.values()], []
+    try:
+        for place, run in enumerate(runs):
+            before = allocated()
+            run.read(random.integers(0, model.config.vocab_size, (1, context + 4 * place * steps)))
+            run.step()
+            kept.append(allocated() - before)
+        take_turns(runs, steps)
+        for kind, run, kept_bytes in zip(group, runs, kept, strict=True):
+            speed, before = run.speed(), allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run.step()
+            gpu_bytes = kept_bytes + torch.cuda.max_memory_allocated() - before
+            yield {"cache": kind, "prompt_ns": speed.prefill_ns, "token_ns": speed.tpot_ns, "gpu_bytes": gpu_bytes}
+    finally:
+        for run in runs:
+            if callable(close := getattr(run.cache, "close", None)):
+                close()
+
+
+def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
+    """A token on a GPU with caches of transformers and with a SpillCache; EnvironmentProblem: torch sees no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem("--only gpu: torch sees no GPU", "run it where there is one")
+    rows: list[dict[str, Any]] = []
+    for name, model in _gpu_models(scope):
+        context = scope.lengths((GPU_CONTEXTS[name],))[0]
+        for group in _gpu_caches(model, scope.threads):
+            for row in _gpu_rows(model, group, context, 4 if scope.quick else 48):
+                rows.append({"model": name, "context": context, **row})
+    full, own = ([row["token_ns"] for row in rows if row["cache"] == kind] for kind in ("DynamicCache", "SpillCache"))
+    lengths = " and ".join(f"{context:,}" for context in dict.fromkeys(row["context"] for row in rows))
+    what = f"time of a token on a GPU, of DynamicCache's, default settings, most of {lengths} tokens"
+    device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "processors": os.cpu_count()}
+    figure = max(one / other for one, other in zip(own, full, strict=True))
+    return {"gpu": {"what": what, "figure": figure, "rows": rows, "device": device}}
+
+
 # The same, whatever happens
 
 
@@ -392,6 +478,7 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 PARTS: dict[str, Callable[[BenchScope], dict[str, dict[str, Any]]]] = {
     "loss": loss, "tasks": tasks, "time": time, "file": file, "memory": memory, "exact": exact, "restored": restored,
+    "gpu": gpu,
 }  # fmt: skip
 
 
@@ -416,7 +503,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     torch.set_num_threads(args.threads)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
-        for part in args.only or PARTS:
+        for part in args.only or [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]:
             limited = Cgroup("kvmodels", directory=args.dir, read_bps=DISK_BPS)
             with limited if part == "file" else contextlib.nullcontext() as group:
                 if group is not None:
@@ -441,6 +528,15 @@ def table(told: dict[str, Any]) -> str:
             rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
     head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
     tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    if "gpu" in parts:
+        found = parts["gpu"]
+        head = [found["device"]["gpu"], "cache", "prompt, s", "a token, ms", "its memory on the GPU, GB"]
+        lines: list[list[str]] = []
+        for one in found["rows"]:
+            figures = one["prompt_ns"] / 1e9, one["token_ns"] / 1e6, one["gpu_bytes"] / 1e9
+            forms = "{:.1f}", "{:.0f}", "{:.2f}"
+            lines.append([f"{one['model']}, {one['context']:,}", one["cache"], *map(str.format, forms, figures)])
+        tables.append(markdown(head, lines, texts=(0, 1)))
     answers: dict[tuple[str, str], list[list[int]]] = {}
     for run in runs.get("tasks", ()):
         full, *others = run["rows"]

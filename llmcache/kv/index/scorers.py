@@ -36,6 +36,8 @@ MEAN_TOKENS = 512
 """Of `PackedScorer`: so many that come together have a mean of their own; it takes less than a byte of each key."""
 STEPS = 127
 """Of `RoundedScorer`: steps from nothing to the largest number of a key."""
+ROUNDED = 1 << 17
+"""Numbers that are rounded at a time: as float32 they stay in the processor's cache."""
 QUERIES = 16
 """Sets of queries that a trial asks."""
 WIDER = (1, 2, 4)
@@ -294,7 +296,7 @@ class RoundedScorer(ExactScorer):
         self._keep(self.shape.head_dim, np.int8, np.float32)
 
     def _add(self, keys: NDArray[Any]) -> None:
-        self._append(*rounded(keys))
+        self._append(*rounded(keys, self.settings.threads))
 
 
 class PackedScorer(ExactScorer):
@@ -712,11 +714,22 @@ def _joined(pages: NDArray[Any]) -> NDArray[Any]:
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
-def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:
-    """Returns finite keys [..., dim] (float32, float16, bits of bfloat16) as int8, and their scales [...], above 0."""
-    wide = widened(keys)
-    scales: Floats = np.maximum(np.abs(wide).max(axis=-1), np.finfo(np.float32).tiny * STEPS) / np.float32(STEPS)
-    return np.rint(wide / scales[..., None]).astype(np.int8), scales
+def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.int8], Floats]:
+    """Returns finite keys [heads, tokens, dim] (float32, float16, bits of bfloat16) as int8, and their scales [heads,
+    tokens], above 0.
+    """
+    numbers, scales = np.empty(keys.shape, np.int8), np.empty(keys.shape[:2], np.float32)
+    least = np.finfo(np.float32).tiny * STEPS
+
+    def round_some(head: int, some: slice) -> None:
+        wide = widened(keys[head, some])
+        scales[head, some] = np.maximum(np.abs(wide).max(axis=-1), least) / np.float32(STEPS)
+        numbers[head, some] = np.rint(wide / scales[head, some, None])
+
+    size = max(1, ROUNDED // keys.shape[2])  # as many numbers as stay in the processor's cache
+    starts = range(0, keys.shape[1], size)
+    run_all([partial(round_some, head, slice(at, at + size)) for head in range(len(keys)) for at in starts], threads)
+    return numbers, scales
 
 
 @functools.cache

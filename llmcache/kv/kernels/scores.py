@@ -35,6 +35,8 @@ JOB_BYTES = 1 << 19
 """Keys that are worth a thread's while: below it, handing them over takes as long as scoring them."""
 FEW_BYTES = 4 * JOB_BYTES
 """Keys that the caller scores itself."""
+FEW_WEIGHTS = 1 << 20
+"""Weights of all queries that the caller makes itself."""
 
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
 """Where a loop finds keys, its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
@@ -309,7 +311,7 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
     return out
 
 
-def weights(inside: Floats, around: Floats, scale: float) -> tuple[Floats, Floats]:
+def weights(inside: Floats, around: Floats, scale: float, threads: int | None = None) -> tuple[Floats, Floats]:
     """Returns the weights [kv_heads, n] of softmax over products, `inside` [kv_heads, queries of each, n] and `around`
     [.., m] together, times `scale`, added up over the queries; those of `inside`, which becomes the weights of each query.
     And of each query the logarithm of the sum of all exponentials [kv_heads, queries of each].
@@ -317,30 +319,32 @@ def weights(inside: Floats, around: Floats, scale: float) -> tuple[Floats, Float
     Exponentials are those of `single_power`, to a relative error of 2e-7.
     """
     out, sums = np.empty((inside.shape[0], inside.shape[2]), np.float32), np.empty(inside.shape[:2], np.float32)
-    _add_weights(inside, around, out, sums, np.float32(scale / math.log(2)))
+    factor = np.float32(scale / math.log(2))
+    jobs = [partial(_add_weights, *head, factor) for head in zip(inside, around, out, sums, strict=True)]
+    run_all(jobs, 1 if inside.size <= FEW_WEIGHTS else threads)
     return out, sums
 
 
-def left_out(inside: Floats, chosen: Int64s) -> Floats:
+def left_out(inside: Floats, chosen: Int64s, threads: int | None = None) -> Floats:
     """Returns how much of the weights `inside` [kv_heads, queries of each, n] of each query is not of its head's `chosen`
     [kv_heads, k], ascending, of which one that comes again counts once; [kv_heads, queries of each].
     """
     out = np.empty(inside.shape[:2], np.float32)
-    _leave_out(inside, chosen, out)
+    jobs = [partial(_leave_out, *head) for head in zip(inside, chosen, out, strict=True)]
+    run_all(jobs, 1 if inside.size <= FEW_WEIGHTS else threads)
     return out
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
 def _leave_out(inside, chosen, out):  # type: ignore[no-untyped-def]
-    for head in range(inside.shape[0]):
-        for q in range(inside.shape[1]):
-            row, left = inside[head, q], np.float32(0)
-            for i in range(row.size):
-                left += row[i]
-            for i in range(chosen.shape[1]):
-                if i == 0 or chosen[head, i] != chosen[head, i - 1]:
-                    left -= row[chosen[head, i]]
-            out[head, q] = max(np.float32(0), left)
+    for q in range(inside.shape[0]):
+        row, left = inside[q], np.float32(0)
+        for i in range(row.size):
+            left += row[i]
+        for i in range(chosen.size):
+            if i == 0 or chosen[i] != chosen[i - 1]:
+                left -= row[chosen[i]]
+        out[q] = max(np.float32(0), left)
 
 
 @numba.njit(inline="always")
@@ -356,25 +360,24 @@ def single_power(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
-def _add_weights(inside, around, out, sums, scale):  # type: ignore[no-untyped-def]
-    for head in range(inside.shape[0]):
-        for q in range(inside.shape[1]):
-            row, beside, into, most = inside[head, q], around[head, q], out[head], np.float32(-np.inf)
-            for i in range(row.size):
-                most = max(most, row[i])
-            for i in range(beside.size):
-                most = max(most, beside[i])
-            total = np.float32(0)
-            for i in range(row.size):
-                row[i] = single_power((row[i] - most) * scale)
-                total += row[i]
-            for i in range(beside.size):
-                total += single_power((beside[i] - most) * scale)
-            sums[head, q] = most * scale * np.float32(math.log(2)) + math.log(total)
-            share = np.float32(1) / total
-            for i in range(row.size):
-                row[i] *= share
-                into[i] = row[i] if q == 0 else into[i] + row[i]
+def _add_weights(inside, around, into, sums, scale):  # type: ignore[no-untyped-def]
+    for q in range(inside.shape[0]):
+        row, beside, most = inside[q], around[q], np.float32(-np.inf)
+        for i in range(row.size):
+            most = max(most, row[i])
+        for i in range(beside.size):
+            most = max(most, beside[i])
+        total = np.float32(0)
+        for i in range(row.size):
+            row[i] = single_power((row[i] - most) * scale)
+            total += row[i]
+        for i in range(beside.size):
+            total += single_power((beside[i] - most) * scale)
+        sums[q] = most * scale * np.float32(math.log(2)) + math.log(total)
+        share = np.float32(1) / total
+        for i in range(row.size):
+            row[i] *= share
+            into[i] = row[i] if q == 0 else into[i] + row[i]
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:

@@ -146,7 +146,7 @@ class KvPolicy(ABC):
     title: ClassVar[str]
     """What tables and plots call it."""
     needs_weights: ClassVar[bool] = False
-    """True if `attended` needs the weights of attention."""
+    """True if `attended` needs the weights of attention, and `prefilled` the queries of a prompt."""
     ssd: ClassVar[str] = "file"
     """Which ssd tier it is meant for: "file", read by the host; or "csd", the *emulated* device."""
     ahead: ClassVar[bool] = False
@@ -190,7 +190,7 @@ class KvPolicy(ABC):
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note
         """Takes note of a prefill that `layer` has appended, or a part of it; `KvStore.commit` has not followed yet.
 
-        `queries` [batch, heads, rows, dim] float32, from position `start` on.
+        `queries` [batch, heads, rows, dim] float32, from position `start` on; no rows unless `needs_weights`.
         """
 
     def attended(  # noqa: B027 - not all take note

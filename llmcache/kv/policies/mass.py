@@ -106,9 +106,10 @@ class Mass(IndexedPolicy):
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         inside = scorer.products(queries)
-        mass, sums = weights(inside, self._pinned[sequence], self.scale)
+        threads = self.store.config.threads
+        mass, sums = weights(inside, self._pinned[sequence], self.scale, threads)
         shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
-        chosen = (top_shared if shared else top)(mass, count, self.store.config.threads)
+        chosen = (top_shared if shared else top)(mass, count, threads)
         if self.settings.mean_share:
-            self._missed[sequence] = left_out(inside, chosen).reshape(-1), sums.reshape(-1)
+            self._missed[sequence] = left_out(inside, chosen, threads).reshape(-1), sums.reshape(-1)
         return chosen + scorer.first

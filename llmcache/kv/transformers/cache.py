@@ -155,7 +155,7 @@ class SpillCache(Cache):
 
         0 does what transformers of the version at hand means by it: nothing from 5.0 on, before that everything goes.
         """
-        length = self.conversation.length
+        length, tokens = self.conversation.length, int(tokens)  # 5.17 gives a tensor
         if not length:
             return
         # A sliding layer may refuse: nothing has changed then.

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError, UsageError
@@ -45,6 +46,8 @@ UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
 MEMORY_SHARE = 0.25
 """Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
+GPU_SHARE = 0.5
+"""Of a GPU's free memory, that short contexts may take: its weights are there already, and prompts need the rest."""
 RECENT_BUDGETS = 2
 """Of the rows that were read lately so many token budgets stay in memory, for the next tokens attend to much the same."""
 
@@ -112,18 +115,18 @@ class SpillSettings:
             return self.full_tokens
         if self.policy.needs_weights or self.gpu_pages is not None:
             return 0
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps what was freed
+            free_bytes = torch.cuda.mem_get_info(device)[0] + unused
+            return int(GPU_SHARE * free_bytes) // (batch * shape.layers * shape.token_bytes)
         if self.cpu_pages is not None:
             return self.cpu_pages * shape.page_tokens
-        return free_tokens(shape, batch, device) if self.path is not None or device.type == "cuda" else NEVER
+        return free_tokens(shape, batch) if self.path is not None else NEVER
 
 
-def free_tokens(shape: KvShape, batch: int, device: torch.device | None = None) -> int:
-    """Returns how many tokens of each sequence fit `MEMORY_SHARE` of the memory to be had, `device`'s if it is a gpu."""
-    if device is not None and device.type == "cuda":
-        free_bytes = int(torch.cuda.mem_get_info(device)[0])
-    else:
-        free_bytes = tightest().available_bytes
-    return int(MEMORY_SHARE * free_bytes) // (batch * shape.layers * shape.token_bytes)
+def free_tokens(shape: KvShape, batch: int) -> int:
+    """Returns how many tokens of each sequence fit `MEMORY_SHARE` of the memory to be had."""
+    return int(MEMORY_SHARE * tightest().available_bytes) // (batch * shape.layers * shape.token_bytes)
 
 
 def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
@@ -161,6 +164,13 @@ class Call:
     def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
         """Returns what transformers makes of other keys, values and mask."""
         return self.stock(self.module, self.query, key, value, mask, **self.options)
+
+    def run_chosen(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
+        """As `run`, of keys whose number differs from layer to layer: cuDNN plans for each number, some 20 ms a layer."""
+        if self.query.device.type != "cuda":
+            return self.run(key, value, mask)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return self.run(key, value, mask)
 
 
 class Conversation:
@@ -308,9 +318,8 @@ class Conversation:
         output = call.run(keys, values, call.mask)
         if before is not None:
             before.release()
-        takes_note = type(engine.policy).prefilled is not KvPolicy.prefilled
-        queries = as_array(call.query.float()) if takes_note else None
-        engine.prefill(layer, queries, as_array(call.key), as_array(call.value))
+        asked = call.query if engine.policy.needs_weights else call.query[:, :, :0]
+        engine.prefill(layer, as_array(asked.float()), as_array(call.key), as_array(call.value))
         return output
 
     def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
@@ -319,7 +328,8 @@ class Conversation:
         gathered = engine.step(layer, queries, newest, as_array(call.value))
         keys, values = _tensors(gathered, call)
         mask = cut_mask(call.mask, gathered.positions, call.query)
-        output = call.run(keys, values, mask)
+        run = call.run if keys.shape[2] > self.length else call.run_chosen
+        output = run(keys, values, mask)
         unseen = engine.unseen(layer, queries, newest)
         engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
         gathered.release()
@@ -363,7 +373,8 @@ class Conversation:
         app, exact = settings.lookahead, settings.exact
         self.engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
-        self._is_measured = settings.full_tokens is not None
+        # A GPU attends to all that fits its memory faster than the host chooses.
+        self._is_measured = settings.full_tokens is not None or call.key.device.type == "cuda"
         if self._stays_full(call):
             dense, store = DenseLayers(self.layers), self.store
             if store.length:  # what a file had that was restored
