@@ -6,7 +6,8 @@ length below which choosing is slower, and no better: it differs by model, machi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,12 +55,11 @@ class DenseLayers:
         """Adds keys and values of new tokens; returns all of them, which must not be kept."""
         news, first = (key, value), self._lengths[layer]
         end = first + key.shape[2]
-        # Beside autograd and inference mode: nothing flows back through them, and they outlive the mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with _apart():
             if not self._sides[layer] or end > self._sides[layer][0].shape[2]:
                 self._grow(layer, end + self.ROOM, news)
             for side, new in zip(self._sides[layer], news, strict=True):
-                side[:, :, first:end] = new
+                side.narrow(2, first, end - first).copy_(new)
         self._lengths[layer] = end
         return news if first == 0 else self.rows(layer, 0)
 
@@ -72,8 +72,8 @@ class DenseLayers:
     def rows(self, layer: int, start: int) -> Sides:
         """Returns the keys and values of a layer from token `start` on, not copied."""
         keys, values = self._sides[layer]
-        rows = slice(start, self._lengths[layer])
-        return keys[:, :, rows], values[:, :, rows]
+        count = self._lengths[layer] - start
+        return keys.narrow(2, start, count), values.narrow(2, start, count)
 
     def commit(self, ids: Int64s, positions: Int64s) -> None:
         """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens."""
@@ -89,10 +89,20 @@ class DenseLayers:
 
     def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _apart():
             for layer, sides in enumerate(self._sides):
                 self._sides[layer] = [side[torch.from_numpy(index).to(side.device)] for side in sides]
         self.ids, self.positions = self.ids[index], self.positions[index]
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Beside autograd and inference mode: nothing flows back through what is kept, and it outlives the mode."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def crossing(dense_s: Sequence[float], chosen_s: Sequence[float]) -> int:
