@@ -10,7 +10,7 @@ from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.base import BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
-from llmcache.fs.engine.experts import Mixture
+from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES, Mixture
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
@@ -227,3 +227,26 @@ def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> 
     assert [(offset, length, charged) for _, offset, length, charged in around] == [(12 * MIB - reach, reach, 0)]
     assert victim[3] == 4 * MIB
     assert [debt[3] for debt in cache.victims()] == [], "it is dropped once"
+
+
+def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next() -> None:
+    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1)
+    start, tail = mixture.layout.starts[3], 7 * BLOCK_BYTES
+
+    def own(offset: int, size: int, now_ns: int = NOW) -> bool:
+        return mixture.reads_on(3, start + offset, size, now_ns)
+
+    assert not own(0, WINDOW_BYTES), "nothing comes in before it"
+    mixture.states[2] = LOADING
+    assert own(0, tail) and own(tail, WINDOW_BYTES), "the rest of a window, and the next"
+    assert not own(tail + WINDOW_BYTES, WINDOW_BYTES), "who goes on from there is a program"
+    assert own(tail, WINDOW_BYTES) and own(0, tail) and not own(0, tail), "in any order, but once"
+    assert not own(0, WINDOW_BYTES // 2), "around a fault"
+    assert own(0, tail) and own(0, tail, NOW + 10**9), "and once again with the next token"
+    assert not mixture.reads_on(0, mixture.layout.starts[0], tail, NOW)
+    mixture.states[2], mixture.came_ns[2] = TOUCHED, 2 * NOW
+    assert own(0, tail, 2 * NOW + COMING_NS // 2) and not own(tail, WINDOW_BYTES, 2 * NOW + 2 * COMING_NS), (
+        "it came long ago"
+    )
+    mixture.sweeping = True
+    assert not own(0, tail, 2 * NOW + 1), "a prompt reads all"

@@ -361,6 +361,8 @@ class SliceReader:
         first = mixture.slice_at(offset)
         if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
             return first
+        if mixture.reads_on(first, offset, size, time.monotonic_ns()):
+            return None
         end = mixture.end_of(first) // BLOCK_BYTES * BLOCK_BYTES
         return first if offset + size < end - BLOCK_BYTES else mixture.slice_at(end) if offset + size > end else None
 

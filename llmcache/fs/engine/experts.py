@@ -38,6 +38,8 @@ UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that
 AHEAD = 4  # experts that are brought ahead of a prompt
 STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
 STRAYS_MAX = 1024
+WINDOW_BYTES = 128 << 10  # by which the kernel reads ahead over FUSE
+COMING_NS, AGAIN_NS = 10_000_000, 100_000_000  # after a slice has come; after what the kernel has read of itself
 AHEAD_REACHES = 4  # a fault near the end of a slice has the kernel read on by up to twice what it reads around one
 
 
@@ -54,7 +56,9 @@ class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
 
     `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
-    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, and `pages`: that page of each.
+    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, and `pages`: that page of each;
+    `came_ns`: when an expert that is there had arrived, and `read_on`: slices that the kernel read of itself: when, from
+    which offset and up to which.
     """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
@@ -74,6 +78,8 @@ class Mixture:
         self.trips: set[int] = set()
         self.pages: dict[int, bytes] = {}
         self.refaults: dict[int, int] = {}
+        self.came_ns: dict[int, int] = {}
+        self.read_on: dict[int, tuple[int, int, int]] = {}
 
     @property
     def kept(self) -> list[int]:
@@ -122,6 +128,21 @@ class Mixture:
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
         return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
+
+    def reads_on(self, number: int, offset: int, size: int, now_ns: int) -> bool:
+        """True if a request at the beginning of a slice is the kernel's own: behind a slice that comes in it reads ahead, a
+        window beyond its end too. Around a program's fault it reads half of one, and what it has read it asks for once.
+        """
+        before = self.layout.expert_of[number - 1] if number else number
+        coming = self.states[before] == LOADING or now_ns - self.came_ns.get(before, 0) < COMING_NS
+        begins = offset - self.layout.starts[number] < min(WINDOW_BYTES, self.layout.sizes[number] // 2)
+        since_ns, first, end = self.read_on.pop(number, (0, offset, offset))
+        if now_ns - since_ns > AGAIN_NS:
+            first = end = offset
+        if not number or self.sweeping or not coming or not begins or size == WINDOW_BYTES // 2 or first <= offset < end:
+            return False
+        self.read_on[number] = now_ns, min(first, offset), max(end, offset + size)
+        return True
 
     def neighbours(self, number: int, reach: int) -> list[tuple[int, int]]:
         """(offset, bytes) of what the kernel reads around faults on a slice, of experts that are not there: `reach` bytes
@@ -240,6 +261,7 @@ class MixtureCache:
         mixture.states[expert] = TOUCHED if done else ABSENT
         if done:
             self.hot.keep(mixture.first + expert)
+            mixture.came_ns[expert] = time.monotonic_ns()
             self.used_bytes += mixture.sizes[expert]
             self.state.resident_bytes += mixture.sizes[expert]
         if self.excess_bytes > 0:
@@ -296,4 +318,5 @@ class MixtureCache:
         mixture.pages.pop(expert, None)
         mixture.fresh.discard(expert)
         mixture.refaults.pop(expert, None)
+        mixture.came_ns.pop(expert, None)
         self.used_bytes -= mixture.sizes[expert]
