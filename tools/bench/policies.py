@@ -95,9 +95,9 @@ def bars(told: Document) -> list[Bar]:
     value, what = ratios[least][OURS] - ratios[least]["lru"], f"the trace that gains least: {_words(least)}, more than LRU"
     found.append(Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
     if rows := told.get("mixtures"):
-        ours, known = ([_way(row, policy) for row in rows] for policy in (OURS, "known"))
-        most = f"by known popularities {min(known):.2f} to {max(known):.2f}"
-        what = f"experts of generated mixtures: least share of the way from LRU to Belady; {most}"
+        ours, learned, known = ([_way(row, policy) for row in rows] for policy in (OURS, "learned", "known"))
+        most = f"learned at best {min(learned):.2f} to {max(learned):.2f}, known {min(known):.2f} to {max(known):.2f}"
+        what = f"experts of generated mixtures: least share of the way from LRU to Belady; popularities {most}"
         found.append(Bar("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
     return found
 
@@ -118,12 +118,12 @@ def table(told: Document) -> str:
     by_room: dict[int, list[dict[str, float]]] = {}
     for row in told["mixtures"]:
         by_room.setdefault(row["percent"], []).append(row["misses"])
-    deciders = ("llmcache", "known", "belady")
+    deciders = ("llmcache", "learned", "known", "belady")
     means = {
         percent: [statistics.fmean(missed[name] / missed["lru"] for missed in found) for name in deciders]
         for percent, found in by_room.items()
     }
-    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities known", "belady"]
+    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities learned at best", "known", "belady"]
     return f"{table}\n" + markdown(
         head, [[f"{percent} %", *map("{:.2f}".format, found)] for percent, found in means.items()]
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,13 +109,18 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
 def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
     """Uses of a token, after the first `warmup`, that miss among `room` whole experts, by who decides what leaves.
 
-    `known`: whose chance to be used by the next token is least leaves, by the very popularities of that moment. No policy
-    that has to learn them from uses can be expected to miss less; `belady` knows the uses themselves.
+    `known`: whose chance to be used by the next token is least leaves, by the very popularities of that moment. `learned`:
+    the same, but popularities are learned from the uses so far, by who knows how they are generated; no policy can be
+    expected to miss less. `belady` knows the uses themselves.
     """
     uses, count = keys(routing)
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
-    hits |= {"llmcache": _hot(routing, uses, room), "known": _known(routing, ranks, habits, room)}
+    chances = _chances(habits, ranks.shape[2], routing.shape[2])
+    learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
+    hits["llmcache"] = _hot(routing, uses, room)
+    hits["known"] = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
+    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
     tokens = len(routing)
     return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
 
@@ -131,19 +137,48 @@ def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int
     return hits
 
 
-def _known(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int) -> NDArray[np.int64]:
-    tokens, layers, used = routing.shape
-    experts = ranks.shape[2]
+def _chances(habits: Habits, experts: int, used: int) -> NDArray[np.float64]:
+    """How likely a token uses the most popular expert of a layer, the second, and so on, if none stays."""
     wishes = habits.popularities(experts) + np.random.default_rng(0).gumbel(size=(4096, experts))
     drawn = np.argpartition(-wishes, used)[:, :used]
-    chance = np.bincount(drawn.ravel(), minlength=experts) / len(drawn)
+    return np.bincount(drawn.ravel(), minlength=experts) / len(drawn)
+
+
+class _Learner:
+    """How popular experts are, by Bayes' rule: of each the probability of every rank [layer, expert, rank]."""
+
+    def __init__(self, habits: Habits, chances: NDArray[np.float64], layers: int, experts: int) -> None:
+        self.habits, self.chances = habits, chances
+        self.ranks = np.full((layers, experts, experts), 1 / experts)
+        self.before = [np.zeros(0, np.int64)] * layers
+
+    def told(self, layer: int, now: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Takes note of the experts that a token uses; returns how likely each is used by the next, if none stays."""
+        moved, stay = self.habits.drift / 4, self.habits.stay
+        ranks = (1 - moved) * self.ranks[layer] + moved / len(self.chances)
+        likely = np.tile(self.chances, (len(ranks), 1))
+        likely[self.before[layer]] = stay + (1 - stay) * self.chances
+        likely[np.delete(np.arange(len(ranks)), now)] *= -1
+        likely[likely <= 0] += 1  # of those that are not used that they are not
+        ranks *= likely
+        self.ranks[layer], self.before[layer] = ranks / ranks.sum(1, keepdims=True), now
+        found: NDArray[np.float64] = self.ranks[layer] @ self.chances
+        return found
+
+
+def _by_chance(
+    routing: Routing, habits: Habits, room: int, chance_of: Callable[[int, int], NDArray[np.float64]]
+) -> NDArray[np.int64]:
+    """Hits where whoever is used next with the least chance leaves: `chance_of(token, layer)`, after that token."""
+    tokens, layers, used = routing.shape
+    experts = int(routing.max()) + 1
     kept, chances = np.zeros((layers, experts), bool), np.zeros((layers, experts))
     hits = np.empty((tokens, layers, used), np.int64)
     for token, layer in np.ndindex(tokens, layers):
         now = routing[token, layer]
         hits[token, layer] = kept[layer, now]
         kept[layer, now] = True
-        chances[layer] = chance[ranks[token, layer]]
+        chances[layer] = chance_of(token, layer)
         chances[layer, now] = habits.stay + (1 - habits.stay) * chances[layer, now]
         if (excess := int(kept.sum()) - room) > 0:
             spared = chances[layer, now]
