@@ -158,9 +158,8 @@ class _Learner:
         ranks = (1 - moved) * self.ranks[layer] + moved / len(self.chances)
         likely = np.tile(self.chances, (len(ranks), 1))
         likely[self.before[layer]] = stay + (1 - stay) * self.chances
-        likely[np.delete(np.arange(len(ranks)), now)] *= -1
-        likely[likely <= 0] += 1  # of those that are not used that they are not
-        ranks *= likely
+        is_used = np.isin(np.arange(len(ranks)), now)[:, None]
+        ranks *= np.where(is_used, likely, 1 - likely)
         self.ranks[layer], self.before[layer] = ranks / ranks.sum(1, keepdims=True), now
         found: NDArray[np.float64] = self.ranks[layer] @ self.chances
         return found

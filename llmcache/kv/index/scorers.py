@@ -726,7 +726,7 @@ def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.
         scales[head, some] = np.maximum(np.abs(wide).max(axis=-1), least) / np.float32(STEPS)
         numbers[head, some] = np.rint(wide / scales[head, some, None])
 
-    size = max(1, ROUNDED // keys.shape[2])  # as many numbers as stay in the processor's cache
+    size = max(1, ROUNDED // keys.shape[2])
     starts = range(0, keys.shape[1], size)
     run_all([partial(round_some, head, slice(at, at + size)) for head in range(len(keys)) for at in starts], threads)
     return numbers, scales
