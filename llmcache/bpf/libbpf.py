@@ -35,7 +35,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_program__attach_iter": (_pointer, [_pointer, _pointer]),
     "bpf_program__fd": (_int, [_pointer]),
     "bpf_prog_test_run_opts": (_int, [_int, _pointer]),
-    "bpf_prog_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
     "bpf_obj_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
     "bpf_link__fd": (_int, [_pointer]),
     "bpf_link__destroy": (_int, [_pointer]),
@@ -48,20 +47,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_map_delete_elem": (_int, [_int, _pointer]),
     "libbpf_find_vmlinux_btf_id": (_int, [_text, _int]),
 }
-_OPTIONAL = {"bpf_prog_get_info_by_fd"}  # since libbpf 1.2; before, bpf_obj_get_info_by_fd does the same
 
 _PRINT = ctypes.CFUNCTYPE(_int, _int, _text, _pointer)
 _libc = ctypes.CDLL(None)
 
 
 class LoadFailure(Exception):
-    """The kernel or libbpf refused an object; `program` names the program at fault, if one is, `log` says why."""
+    """The kernel or libbpf refused an object; `program` names the program at fault, if one is."""
 
-    def __init__(self, number: int, program: str | None, log: str) -> None:
+    def __init__(self, number: int, program: str | None) -> None:
         super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
         self.number = number
         self.program = program
-        self.log = log
 
 
 class _TestRun(ctypes.Structure):
@@ -118,8 +115,6 @@ def library() -> Any:
     except OSError as error:
         raise EnvironmentProblem(f"libbpf 1 cannot be loaded: {error}", APT_HINT) from error
     for name, (result, arguments) in _FUNCTIONS.items():
-        if name in _OPTIONAL and not hasattr(lib, name):
-            continue
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     lib.libbpf_set_print.restype, lib.libbpf_set_print.argtypes = _pointer, [_PRINT]
@@ -154,12 +149,7 @@ class BpfObject:
 
     @staticmethod
     def _failure(number: int) -> LoadFailure:
-        return LoadFailure(abs(number), _log.program, "\n".join(_log.lines))
-
-    @property
-    def programs(self) -> Collection[str]:
-        """Names of all programs in the object."""
-        return self._programs.keys()
+        return LoadFailure(abs(number), _log.program)
 
     def configure(self, suffix: str, value: bytes) -> None:
         """Set the constants in the section whose name ends with `suffix`, before loading."""
@@ -175,11 +165,10 @@ class BpfObject:
 
     def attach(self, program: str) -> None:
         """Let `program` run from now on; LoadFailure if the kernel refuses."""
-        _log.lines.clear()
         ctypes.set_errno(0)
         link = self._lib.bpf_program__attach(self._programs[program])
         if not link:
-            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
         self._links.append(link)
 
     def program_fd(self, program: str) -> int:
@@ -202,7 +191,7 @@ class BpfObject:
         """Run an iterator program over all its objects; returns what it wrote."""
         link = self._lib.bpf_program__attach_iter(self._programs[program], None)
         if not link:
-            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
         try:
             fd = self._check(self._lib.bpf_iter_create(self._lib.bpf_link__fd(link)))
             with open(fd, "rb") as output:
@@ -228,8 +217,7 @@ class BpfObject:
         """How often the kernel left `program` out because it was running on that CPU already."""
         info = (ctypes.c_uint64 * 40)()  # struct bpf_prog_info; recursion_misses is its 27th word
         size = ctypes.c_uint32(ctypes.sizeof(info))
-        ask = getattr(self._lib, "bpf_prog_get_info_by_fd", None) or self._lib.bpf_obj_get_info_by_fd
-        self._check(ask(self.program_fd(program), info, ctypes.byref(size)))
+        self._check(self._lib.bpf_obj_get_info_by_fd(self.program_fd(program), info, ctypes.byref(size)))
         return int(info[26]) if size.value >= 27 * 8 else 0
 
     def detach(self) -> None:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -218,13 +218,13 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         mixtures.note(batch)
         layers.note(batch)
         for run in runs(batch):
-            detector.note_many(*run)
+            detector.note(*run)
     if last is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
     rows: list[Classification] = []
-    for number, write, trail in detector.trails():
-        file = files[cast(int, number)]
+    for (number, write), trail in detector.trails.items():
+        file = files[number]
         named, slices = models(file), mixtures.slices(file.id)
         classes = _fitting(classes_of(trail, detector.now), file)
         rows += [_row(file, write, each, accesses, named, slices) for each in classes]
@@ -316,7 +316,7 @@ def _row(
         period_ns=None if period is None else period.ns,
         period_blocks=None if period is None else period.blocks,
         regularity=found.regularity,
-        active=found.active if found.kind == LOOP else None,
+        active=found.active,
         order=found.order,
         stride_blocks=found.stride,
         tensors=tuple(tensor.name for tensor in _inside(named, pieces)),

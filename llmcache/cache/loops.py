@@ -1,9 +1,9 @@
 """What the passes over a loop space prove: that it loops, in which order, with which period, and where its readers are.
 
-A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order or as a
-model header's guess. A `PassRecorder` writes down the extents in the order in which they are touched; when an extent
-comes round again the pass is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen
-(pinned ones cause no request) stay behind the extent that preceded them before.
+A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order. A
+`PassRecorder` writes down the extents in the order in which they are touched; when an extent comes round again the pass
+is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen (pinned ones cause no request)
+stay behind the extent that preceded them before.
 
 One finder for all who watch extents being touched: the mount's groups (clock in nanoseconds, every touch of a reader) and
 the deterministic core in `steering` (clock in references). The classifier of traces (`detector`) has runs, and tells more;
@@ -173,21 +173,14 @@ class PassRecorder:
 
 
 class LoopOrder:
-    """A permutation of the extents 0..count-1: `rank_of[extent]` and `extent_at[rank]`."""
+    """A permutation of the extents 0..count-1, in file order at first: `rank_of[extent]` and `extent_at[rank]`."""
 
-    def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
-        self.extent_at = array("I", range(count) if first_guess is None else first_guess)
-        if first_guess is not None and sorted(self.extent_at) != list(range(count)):
-            raise ValueError(f"first_guess is not a permutation of {count} extents")
+    def __init__(self, count: int) -> None:
+        self.extent_at = array("I", range(count))
         self.rank_of = self.extent_at[:]
-        self._index()
 
     def __len__(self) -> int:
         return len(self.extent_at)
-
-    def _index(self) -> None:
-        for rank, extent in enumerate(self.extent_at):
-            self.rank_of[extent] = rank
 
     def extend(self, count: int) -> None:
         """Adds extents at the end, so that there are `count`."""
@@ -209,7 +202,7 @@ class LoopOrder:
         old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):
             self.extent_at[rank] = old[old_rank]
-        self._index()
+            self.rank_of[old[old_rank]] = rank
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
@@ -244,8 +237,8 @@ class Lesson(NamedTuple):
 class LoopLearner:
     """Order, class and period of `count` extents; `looping` by a header's guess or an observed second pass."""
 
-    def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
-        self.order = LoopOrder(count, first_guess)
+    def __init__(self, count: int) -> None:
+        self.order = LoopOrder(count)
         self.looping = False
         self.guessed = False
         self.guess = array("I")  # extents in the order a decoder computes, from the headers

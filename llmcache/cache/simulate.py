@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -73,11 +73,8 @@ class PlacedRuns:
         return len(self.first)
 
 
-class Cell(Protocol):
-    """Something that a trace is replayed through."""
-
-    def feed(self, part: PlacedRuns) -> None:
-        """Takes the next rows."""
+Feed = Callable[[PlacedRuns], None]
+"""Takes the next rows: of something that a trace is replayed through."""
 
 
 class PolicyCell:
@@ -90,7 +87,7 @@ class PolicyCell:
         self.read_hits = 0
 
     def feed(self, part: PlacedRuns) -> None:
-        """See `Cell.feed`."""
+        """Takes the next rows."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
@@ -98,19 +95,8 @@ class PolicyCell:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
 
-class CurveCell:
-    """The LRU curve of all sizes."""
-
-    def __init__(self, blocks: int) -> None:
-        self.distances = StackDistances(blocks)
-
-    def feed(self, part: PlacedRuns) -> None:
-        """See `Cell.feed`."""
-        self.distances.feed(part.first, part.count, part.reads)
-
-
 def state_bytes(value: object, depth: int = 4) -> int:
-    """Bytes of the arrays of a cell, of what it has, and of their tuples."""
+    """Bytes of the arrays of `value`, of what it has, and of their tuples."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
@@ -149,8 +135,8 @@ def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
 
 def replay(
     parts: Iterator[PlacedRuns],
-    online: Sequence[Cell],
-    offline: Sequence[Cell],
+    online: Sequence[Feed],
+    offline: Sequence[Feed],
     pool: Executor,
     stop: Stop,
     advance: Callable[[int], None],
@@ -162,10 +148,10 @@ def replay(
     """
     seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
 
-    def feed(cell: Cell, part: PlacedRuns) -> None:
+    def timed(feed: Feed, part: PlacedRuns) -> None:
         start = time.perf_counter()
-        cell.feed(part)
-        seconds[cell] = time.perf_counter() - start
+        feed(part)
+        seconds[feed] = time.perf_counter() - start
 
     kept: list[PlacedRuns] = []
     waiting: list[Future[None]] = []
@@ -174,7 +160,7 @@ def replay(
         _finish(waiting, stop)
         advance(rows * len(online))
         slowest_first = sorted(online, key=seconds.__getitem__, reverse=True)
-        waiting, rows = [pool.submit(feed, cell, part) for cell in slowest_first], len(part)
+        waiting, rows = [pool.submit(timed, feed, part) for feed in slowest_first], len(part)
         if offline:
             kept.append(part)
     _finish(waiting, stop)
@@ -182,7 +168,7 @@ def replay(
     if offline and kept:
         whole = joined(kept)
         kept.clear()
-        for future in [pool.submit(cell.feed, whole) for cell in offline]:
+        for future in [pool.submit(feed, whole) for feed in offline]:
             _finish([future], stop)
             advance(len(whole))
 
@@ -232,22 +218,24 @@ class TraceRun:
         sizes = resolved(plan.sizes, space.footprint)
         # First references stall whatever the cache: LRU of everything misses nothing else.
         cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
-        curve = CurveCell(space.blocks) if plan.curves else None
-        firsts: list[Cell] = [cell for cell in (cold, curve) if cell is not None]
+        distances = StackDistances(space.blocks) if plan.curves else None
+        firsts = [] if cold is None else [cold.feed]
+        if distances is not None:
+            firsts.append(lambda part: distances.feed(part.first, part.count, part.reads))
         self._in_all = self._rows * (len(firsts) + len(plan.policies) * len(sizes))
         todo = [(policy, size) for policy in plan.policies for size in sizes]
         results: list[Result] = []
         summary = None
         while summary is None or todo:
-            cells = self._next_cells(todo, space, sum(map(state_bytes, firsts)))
-            online = [cell for _, cell in cells if not cell.policy.offline]
-            offline = [cell for _, cell in cells if cell.policy.offline]
+            cells = self._next_cells(todo, space, state_bytes((cold, distances)) if firsts else 0)
+            online = [cell.feed for _, cell in cells if not cell.policy.offline]
+            offline = [cell.feed for _, cell in cells if cell.policy.offline]
             parts = parts_of(self.source.batches(BATCH_ROWS), space)
             replay(parts, [*firsts, *online], offline, self.pool, self.stop, self._advance)
             summary = summary or self._summary(space, cold)
             results += [Result.of(summary, plan.model, cell, size) for size, cell in cells]
             firsts = []
-        curves = () if curve is None else (TraceCurve(self.name, curve.distances.curve()),)
+        curves = () if distances is None else (TraceCurve(self.name, distances.curve()),)
         return Simulation(plan.model, plan.period_ns, (summary,), tuple(results), curves)
 
     def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:

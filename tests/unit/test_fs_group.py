@@ -28,7 +28,7 @@ def held(state: CacheState) -> int:
 
 def test_members_share_one_numbering() -> None:
     members = [Member("/a", 2 * MIB + 1, 0, 3), Member("/b", 5, 3, 1)]
-    group = Group("shards", members, MIB, None)
+    group = Group("shards", members, MIB)
     assert [group.member_of(extent).path for extent in range(4)] == ["/a", "/a", "/a", "/b"]
     assert [group.offset_of(group.member_of(extent), extent) for extent in range(4)] == [0, MIB, 2 * MIB, 0]
     assert [group.length_of(group.member_of(extent), extent) for extent in range(4)] == [MIB, MIB, 1, 5]
