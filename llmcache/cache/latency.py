@@ -20,7 +20,6 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Uint64s
 from llmcache.cache.sizing import PAPER
-from llmcache.errors import DataError
 
 NS = 1e-9
 
@@ -115,12 +114,3 @@ class StallMeter:
         worst_bytes = self._worst * PAPER.block_bytes
         each = zip(self._bandwidths, self._stalled, self._stall_s, strict=True)
         return [Stalls(bw, self._slices, stalled, stall_s, worst_bytes) for bw, stalled, stall_s in each]
-
-
-def check_times(first_ns: int, last_ns: int) -> None:
-    """DataError for a trace whose rows all have one time: nothing can be said of what it needs within T."""
-    if last_ns <= first_ns:
-        raise DataError(
-            "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
-            "leave --t out, or take a trace that was recorded with times",
-        )

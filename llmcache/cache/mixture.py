@@ -109,17 +109,13 @@ def _chances(experts: int, used: int) -> list[tuple[float, float]]:
 class MixtureBytes:
     """A mixture's bytes: `dense_bytes` that each token reads, and `expert_bytes` of all experts.
 
-    Of the `experts` of a layer a token uses `used`; the layers count as alike. ValueError where that cannot be.
+    Of the `experts` of a layer a token uses `used`, 1 or more; the layers count as alike.
     """
 
     dense_bytes: int
     expert_bytes: int
     experts: int
     used: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.used <= self.experts or self.dense_bytes < 0 or self.expert_bytes < 1:
-            raise ValueError(f"sizes above 0 are needed, and 1 to {self.experts} used experts: {self}")
 
     @property
     def total_bytes(self) -> int:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.latency import FetchModel, StallMeter, check_times
+from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
 from llmcache.cache.policies import policy_class
@@ -213,8 +213,11 @@ class TraceRun:
                 f"leave {seers[0]} out of --policy",
             )
         space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
-        if plan.period_ns is not None and self._rows > 1:
-            check_times(self._first_ns, self._last_ns)
+        if plan.period_ns is not None and self._rows > 1 and self._last_ns <= self._first_ns:
+            raise DataError(
+                "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
+                "leave --t out, or take a trace that was recorded with times",
+            )
         sizes = resolved(plan.sizes, space.footprint)
         # First references stall whatever the cache: LRU of everything misses nothing else.
         cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
@@ -284,7 +287,7 @@ class TraceRun:
 
 
 ModelsOf = Callable[[Sequence[TraceFile]], Models]
-Source = str | Path | Trace | TraceReader
+Source = str | Path | Trace
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
 SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
@@ -305,7 +308,7 @@ def simulate(
 ) -> list[Result]:
     """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
-    `source` is a path in any format, a `Trace` or an open `TraceReader`.
+    `source` is a path in any format, or a `Trace`.
     """
     plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
     return list(simulate_all([source], plan).results)
@@ -326,8 +329,9 @@ def simulate_all(
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
-    if len({*map(_name, sources)}) < len(sources):
-        raise ValueError(f"sources: two have one name: {', '.join(map(_name, sources))}")
+    names = ["trace" if isinstance(source, Trace) else str(source) for source in sources]
+    if len({*names}) < len(names):
+        raise ValueError(f"sources: two have one name: {', '.join(names)}")
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = Stop()
@@ -338,14 +342,14 @@ def simulate_all(
         drivers = at_end.enter_context(ThreadPoolExecutor(at_once))
         at_end.callback(setattr, stop, "is_set", True)
 
-        def one(source: Source) -> Simulation:
+        def one(source: Source, name: str) -> Simulation:
             if stop.is_set:
                 raise Interrupted
-            with _opened(source) as trace:
+            with nullcontext(source) if isinstance(source, Trace) else open_trace(source) as trace:
                 memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
-                return TraceRun(plan, _name(source), trace, models(trace.files), pool, stop, progress, memory_bytes).run()
+                return TraceRun(plan, name, trace, models(trace.files), pool, stop, progress, memory_bytes).run()
 
-        futures = [drivers.submit(one, source) for source in sources]
+        futures = [drivers.submit(one, *each) for each in zip(sources, names, strict=True)]
         done, left = set[Future[Simulation]](), set(futures)
         while left and all(future.exception() is None for future in done):
             done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)
@@ -381,19 +385,3 @@ def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if came:
             raise KeyboardInterrupt
-
-
-def _name(source: Source) -> str:
-    """What a trace is called in the results."""
-    if isinstance(source, Trace):
-        return "trace"
-    return str(source.path if isinstance(source, TraceReader) else source)
-
-
-@contextmanager
-def _opened(source: Source) -> Iterator[Trace | TraceReader]:
-    if isinstance(source, str | Path):
-        with open_trace(source) as reader:
-            yield reader
-    else:
-        yield source
