@@ -201,7 +201,7 @@ def _at_once(loops: Iterable[Classification]) -> int:
     return most
 
 
-N = TypeVar("N", bound=Named)
+N = TypeVar("N", Named, Slice)
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:

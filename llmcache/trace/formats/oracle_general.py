@@ -16,11 +16,21 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Records, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import LAST_BLOCK, BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter, readable
+from llmcache.trace.record import (
+    GAP,
+    LAST_BLOCK,
+    BlockSpace,
+    Provenance,
+    Trace,
+    TraceFile,
+    TraceReader,
+    TraceWriter,
+    largest,
+    readable,
+)
 from llmcache.units import BLOCK_BYTES
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
-GAP = 16
 NEVER = -1
 _BATCH_ROWS = 1 << 18
 _SECOND_NS = 10**9
@@ -35,7 +45,7 @@ def read(path: Path, writer: TraceWriter) -> None:
     for row, records in _batches(path):
         _check(records, row, after_s)
         after_s = int(records["time"][-1])
-        waiting.append(_largest(records["object"], _in_blocks(records["size"])))
+        waiting.append(largest(records["object"], _in_blocks(records["size"])))
         # Merging costs what is known already: only when as much has come.
         if sum(len(ids) for ids, _ in waiting) > max(_BATCH_ROWS, len(known[0])):
             known, waiting = _merged([known, *waiting]), []
@@ -60,15 +70,7 @@ def read(path: Path, writer: TraceWriter) -> None:
 
 
 def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
-    return _largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _largest(ids: Uint64s, sizes: Uint64s) -> tuple[Uint64s, Uint64s]:
-    """Returns each id once, ascending, and the largest of its sizes."""
-    distinct, index = np.unique(ids, return_inverse=True)
-    largest = np.zeros(len(distinct), np.uint64)
-    np.maximum.at(largest, index, sizes)
-    return distinct, largest
+    return largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
