@@ -20,7 +20,7 @@ OBJECTS = Path(__file__).parent / "objects"
 APT_HINT = "install libbpf: sudo apt install libbpf1"
 _RAW_TRACEPOINT = 23  # BPF_TRACE_RAW_TP: how a program of section tp_btf/ is attached
 _WARNING = 0
-_FAILED_PROGRAM = re.compile(r"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
+_FAILED_PROGRAM = re.compile(rb"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
 
 _pointer, _text, _int, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -62,7 +62,7 @@ class LoadFailure(Exception):
 
 
 class _TestRun(ctypes.Structure):
-    """struct bpf_test_run_opts."""
+    """struct bpf_test_run_opts, as far as it is used: `sz` says how far it goes."""
 
     _fields_ = (
         ("sz", _size),
@@ -75,33 +75,23 @@ class _TestRun(ctypes.Structure):
         ("ctx_size_in", ctypes.c_uint32),
         ("ctx_size_out", ctypes.c_uint32),
         ("retval", ctypes.c_uint32),
-        ("repeat", _int),
-        ("duration", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("cpu", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
     )
 
 
 class _Log:
-    """libbpf's messages of one operation; only warnings, which is where it names what failed."""
+    """`program`: the one that libbpf's warnings in the last operation say has failed."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.program: str | None = None
         self.callback = _PRINT(self._take)  # libbpf keeps the pointer: the object must live as long
 
     def _take(self, level: int, form: bytes, arguments: int) -> int:
         if level == _WARNING:
             buffer = ctypes.create_string_buffer(1 << 16)
             _libc.vsnprintf(buffer, _size(len(buffer)), _text(form), _pointer(arguments))
-            self.lines.append(buffer.value.decode(errors="replace").rstrip())
+            if self.program is None and (found := _FAILED_PROGRAM.search(buffer.value)):
+                self.program = found[1].decode()
         return 0
-
-    @property
-    def program(self) -> str | None:
-        """The program that the messages say has failed."""
-        found = _FAILED_PROGRAM.search("\n".join(self.lines))
-        return found[1] if found else None
 
 
 _log = _Log()
@@ -133,7 +123,7 @@ class BpfObject:
     def __init__(self, path: Path) -> None:
         self._lib = library()
         self._links: list[int] = []
-        _log.lines.clear()
+        _log.program = None
         self._object: int | None = self._lib.bpf_object__open_file(os.fsencode(path), None)
         if not self._object:
             raise self._failure(ctypes.get_errno() or errno.EINVAL)
@@ -151,16 +141,16 @@ class BpfObject:
     def _failure(number: int) -> LoadFailure:
         return LoadFailure(abs(number), _log.program)
 
-    def configure(self, suffix: str, value: bytes) -> None:
-        """Set the constants in the section whose name ends with `suffix`, before loading."""
-        found = next(item for name, item in self._maps.items() if name.endswith(suffix))
+    def configure(self, value: bytes) -> None:
+        """Set the constants, before loading."""
+        found = next(item for name, item in self._maps.items() if name.endswith(".rodata"))
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
         """Have the kernel verify `programs`, and only those; LoadFailure if it refuses one."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
-        _log.lines.clear()
+        _log.program = None
         self._check(self._lib.bpf_object__load(self._object))
 
     def attach(self, program: str) -> None:

@@ -117,7 +117,7 @@ class LockedLoop:
 
 @dataclass(frozen=True)
 class TraceClasses:
-    """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
+    """The classes of one trace, largest share first, and how much of what it is. `duration_ns`: from first to last row.
 
     `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows; `mixtures`:
     of the models of which experts were used.
@@ -125,13 +125,12 @@ class TraceClasses:
 
     rows: tuple[Classification, ...]
     accesses: int
-    begin_ns: int
-    end_ns: int
+    duration_ns: int
     tier: str
     lost_events: int
-    layers: tuple[Layer, ...] = ()
-    locked: tuple[LockedLoop, ...] = ()
-    mixtures: tuple[MixtureUses, ...] = ()
+    layers: tuple[Layer, ...]
+    locked: tuple[LockedLoop, ...]
+    mixtures: tuple[MixtureUses, ...]
 
     @property
     def totals(self) -> ClassTotals:
@@ -167,7 +166,7 @@ class TraceClasses:
             "tier": self.tier,
             "lost_events": self.lost_events,
             "accesses": self.accesses,
-            "duration_s": (self.end_ns - self.begin_ns) / 1e9,
+            "duration_s": self.duration_ns / 1e9,
             "block_bytes": BLOCK_BYTES,
             "totals": dict(vars(self.totals)),
             "size_command": self.size_command,
@@ -232,8 +231,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
     return TraceClasses(
         rows=tuple(rows),
         accesses=accesses,
-        begin_ns=begin_ns,
-        end_ns=int(last.t_ns[-1]),
+        duration_ns=int(last.t_ns[-1]) - begin_ns,
         tier=last.provenance.tier,
         lost_events=last.provenance.lost_events,
         layers=layers.found(),

@@ -42,8 +42,7 @@ class Place:
     """What became of blocks first .. end - 1 of a file, of which `blocks` were accessed, `accesses` times in all.
 
     `passes` is how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
-    `regularity`: part of the intervals that were about the period. `stride` and `width`: runs of `width` blocks in this
-    distance; 0 for all blocks.
+    `regularity`: part of the intervals that were about the period. `stride`: distance of its runs; 0 for all blocks.
     """
 
     kind: Class
@@ -59,7 +58,6 @@ class Place:
     regularity: float = 0.0
     descending: bool = False
     stride: int = 0
-    width: int = 0
     scattered: bool = False  # accessed without order
     rhythms: tuple[Period, ...] = ()  # all intervals that keep coming, shortest first; the period is the most frequent
 
@@ -509,7 +507,7 @@ class Trail:
             for region in sweeps.regions:
                 place = region.place()
                 first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
-                yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride, width=width)
+                yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride)
         yield from scattered
 
 

@@ -122,16 +122,13 @@ PROOF = 8  # so much of a pass has to be made again, inverted, before what was r
 
 @dataclass(frozen=True)
 class Pass:
-    """One completed pass: extents in the order of their first touch, and when it ran, by the clock of its recorder."""
+    """One completed pass: extents in the order of their first touch.
+
+    `duration`: from the first touch to the touch that began the next pass, by the clock of its recorder.
+    """
 
     extents: Sequence[int]
-    started: int
-    ended: int
-
-    @property
-    def duration(self) -> int:
-        """From the first touch to the touch that began the next pass."""
-        return self.ended - self.started
+    duration: int
 
 
 class PassRecorder:
@@ -164,7 +161,7 @@ class PassRecorder:
             return None
         if len(self._extents) - (place - 1) < max(self._least, len(self._extents) // 2):
             return None
-        done = Pass(self._extents, self._started, now)
+        done = Pass(self._extents, now - self._started)
         self._extents = array("I", (extent,))
         self._places = array("I", bytes(self._places.itemsize * len(self._places)))
         self._places[extent] = 1

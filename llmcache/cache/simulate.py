@@ -30,7 +30,7 @@ import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.latency import FetchModel, StallMeter
+from llmcache.cache.latency import StallMeter
 from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
 from llmcache.cache.policies import policy_class
@@ -298,20 +298,12 @@ def no_models(_files: Sequence[TraceFile]) -> Models:
     return UNKNOWN
 
 
-def simulate(
-    source: Source,
-    policies: Sequence[str],
-    cache_sizes_bytes: Sequence[CacheSize],
-    model: FetchModel | None = None,
-    *,
-    period_ns: int | None = None,
-) -> list[Result]:
+def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
     """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
     `source` is a path in any format, or a `Trace`.
     """
-    plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
-    return list(simulate_all([source], plan).results)
+    return list(simulate_all([source], Plan(tuple(policies), tuple(cache_sizes_bytes))).results)
 
 
 def simulate_all(
