@@ -524,10 +524,8 @@ class Detector:
     def note(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
         """Takes requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
 
-        The first came at `t_ns`, the last at `until_ns`. Times must ascend. ValueError for a run without blocks.
+        The first came at `t_ns`, the last at `until_ns`. Times must ascend.
         """
-        if count < 1 or first < 0:
-            raise ValueError(f"not a run of blocks: first {first}, count {count}")
         trail = self.trails.get((file, write))
         if trail is None:
             trail = self.trails[file, write] = Trail()

@@ -316,14 +316,11 @@ def simulate_all(
 ) -> Simulation:
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` looks at those of a file table. ValueError for two traces of one name: rows could not be told apart.
+    `models` looks at those of a file table. Rows are told apart by the names of their traces: one `Trace` at most.
     """
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
-    names = ["trace" if isinstance(source, Trace) else str(source) for source in sources]
-    if len({*names}) < len(names):
-        raise ValueError(f"sources: two have one name: {', '.join(names)}")
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = Stop()
@@ -334,14 +331,15 @@ def simulate_all(
         drivers = at_end.enter_context(ThreadPoolExecutor(at_once))
         at_end.callback(setattr, stop, "is_set", True)
 
-        def one(source: Source, name: str) -> Simulation:
+        def one(source: Source) -> Simulation:
             if stop.is_set:
                 raise Interrupted
             with nullcontext(source) if isinstance(source, Trace) else open_trace(source) as trace:
                 memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
+                name = "trace" if isinstance(source, Trace) else str(source)
                 return TraceRun(plan, name, trace, models(trace.files), pool, stop, progress, memory_bytes).run()
 
-        futures = [drivers.submit(one, *each) for each in zip(sources, names, strict=True)]
+        futures = [drivers.submit(one, source) for source in sources]
         done, left = set[Future[Simulation]](), set(futures)
         while left and all(future.exception() is None for future in done):
             done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)

@@ -430,8 +430,6 @@ class TraceReader:
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
         """Yields the rows in order, at most `rows` at a time, in constant memory; DataError at the first wrong row."""
-        if rows < 1:
-            raise ValueError(f"rows: {rows}, at least 1 is needed")
         row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
         source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
         while True:

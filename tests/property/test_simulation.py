@@ -77,8 +77,6 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     assert both.traces == apart[0].traces + apart[1].traces
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
-    with pytest.raises(ValueError, match="two have one name: trace, trace"):
-        simulate_all([trace_of(loop(50, 4, 7)), trace_of(loop(90, 2, 1))], plan)
     loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
     assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4), "Belady sees the whole trace"
 

@@ -130,12 +130,6 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
     assert sum(place.blocks for place in loops(detector)) >= 990
 
 
-@pytest.mark.parametrize("run", [(0, 0), (-1, 3), (5, -2)])
-def test_a_run_without_blocks_is_refused(run: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="first"):
-        note(Detector(), 0, 0, *run)
-
-
 def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
     """Python lines executed for each of the next `accesses`: what O(1) means here, whatever the machine."""
     lines = 0
