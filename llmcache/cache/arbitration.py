@@ -58,7 +58,7 @@ class Settled:
     unpinned: list[int]
 
 
-def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0, least_bytes: int = MIN_WINDOW_BYTES) -> int:
+def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int) -> int:
     """Returns the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
     wanted = min(MAX_WINDOW_BYTES, max(least_bytes, int(WINDOW_SHARE * streamed)))

@@ -317,7 +317,7 @@ class CursorTable:
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
         self.count = count
-        self.reach = max(1, min(reach, max(1, count // 3)))
+        self.reach = max(1, min(reach, count // 3))
         self.near = self.reach
         self.step = 4  # ranks that a reader advances at most from one miss to the next
         self.loops = loops

@@ -80,7 +80,7 @@ Feed = Callable[[PlacedRuns], None]
 class PolicyCell:
     """A policy at one size, and what it has counted so far, in blocks."""
 
-    def __init__(self, policy: Policy, meter: StallMeter | None = None) -> None:
+    def __init__(self, policy: Policy, meter: StallMeter | None) -> None:
         self.policy = policy
         self.meter = meter
         self.hits = 0

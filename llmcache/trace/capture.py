@@ -412,12 +412,9 @@ class _Capture:
 
 def say(text: str) -> None:
     """Print `text` on stderr, in lines under 80 columns; a terminal that is gone does not end a recording."""
-    text = printable(text)
     with suppress(OSError, ValueError):
-        lines = (
-            [text] if len(text) <= _WIDTH else textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-        )
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        print(shown, file=sys.stderr, flush=True)
 
 
 @contextmanager

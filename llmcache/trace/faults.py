@@ -453,14 +453,12 @@ class FaultSource(Source):
                 self._strace = Strace(scope, self.paths)
             else:
                 self.remarks.append("not recorded: reads and writes by call (strace is not installed)")
-        except PermissionError as error:
+        except BaseException as error:
             self._close()
-            raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
-        except OSError as error:
-            self._close()
-            raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
-        except BaseException:
-            self._close()
+            if isinstance(error, PermissionError):
+                raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
+            if isinstance(error, OSError):
+                raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
             raise
 
     def _attach(self, scope: Scope) -> None:
