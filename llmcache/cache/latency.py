@@ -85,7 +85,7 @@ class StallMeter:
             return
         if self._start_ns < 0:
             self._start_ns = int(t_ns[0])
-        slices = ((t_ns - np.uint64(self._start_ns)) // np.uint64(self._period_ns)).astype(np.int64)
+        slices = ((t_ns - self._start_ns) // self._period_ns).astype(np.int64)
         begins = np.flatnonzero(np.concatenate(([True], slices[1:] != slices[:-1])))
         sums = np.add.reduceat(missed, begins)
         numbers = slices[begins]

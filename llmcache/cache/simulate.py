@@ -293,11 +293,6 @@ MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that
 SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
 
 
-def no_models(_files: Sequence[TraceFile]) -> Models:
-    """Nothing is known of models."""
-    return UNKNOWN
-
-
 def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
     """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
@@ -312,11 +307,12 @@ def simulate_all(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
-    models: ModelsOf = no_models,
+    models: ModelsOf | None = None,
 ) -> Simulation:
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` looks at those of a file table. Rows are told apart by the names of their traces: one `Trace` at most.
+    `models` looks at those of a file table; without it nothing is known of them. Rows are told apart by the names of their
+    traces: one `Trace` at most.
     """
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
@@ -337,7 +333,8 @@ def simulate_all(
             with nullcontext(source) if isinstance(source, Trace) else open_trace(source) as trace:
                 memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
                 name = "trace" if isinstance(source, Trace) else str(source)
-                return TraceRun(plan, name, trace, models(trace.files), pool, stop, progress, memory_bytes).run()
+                known = UNKNOWN if models is None else models(trace.files)
+                return TraceRun(plan, name, trace, known, pool, stop, progress, memory_bytes).run()
 
         futures = [drivers.submit(one, source) for source in sources]
         done, left = set[Future[Simulation]](), set(futures)

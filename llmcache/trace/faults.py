@@ -203,7 +203,7 @@ class AddressSpace:
         low, high, dev, inode, block = self._table
         at = np.maximum(np.searchsorted(low, address, "right").astype(np.int64) - 1, 0)
         inside = (low[at] <= address) & (address < high[at])
-        blocks = block[at] + (address - low[at]) // np.uint64(BLOCK_BYTES)
+        blocks = block[at] + (address - low[at]) // BLOCK_BYTES
         return dev[at], np.where(inside, inode[at], np.uint64(0)), blocks
 
 

@@ -50,7 +50,7 @@ def read(path: Path, writer: TraceWriter) -> None:
         if sum(len(ids) for ids, _ in waiting) > max(_BATCH_ROWS, len(known[0])):
             known, waiting = _merged([known, *waiting]), []
     ids, sizes = _merged([known, *waiting])
-    gaps = np.minimum(np.diff(ids) - np.uint64(1), np.uint64(GAP))
+    gaps = np.minimum(np.diff(ids) - 1, GAP)
     starts = np.concatenate(([0], np.cumsum(sizes[:-1] + gaps))).astype(np.uint64)
     blocks = int(starts[-1] + sizes[-1]) if len(ids) else 0
     if blocks >= LAST_BLOCK:
@@ -58,7 +58,7 @@ def read(path: Path, writer: TraceWriter) -> None:
     for _, records in _batches(path):
         writer.append(
             {
-                "t_ns": records["time"].astype(np.uint64) * np.uint64(_SECOND_NS),
+                "t_ns": records["time"].astype(np.uint64) * _SECOND_NS,
                 "file": 0,
                 "first": starts[np.searchsorted(ids, records["object"])],
                 "count": _in_blocks(records["size"]),
@@ -75,10 +75,7 @@ def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
     """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
-    blocks: Uint64s = np.maximum(
-        (sizes.astype(np.uint64) + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES), np.uint64(1)
-    )
-    return blocks
+    return np.maximum((sizes.astype(np.uint64) + BLOCK_BYTES - 1) // BLOCK_BYTES, 1)
 
 
 def _batches(path: Path) -> Iterator[tuple[int, Records]]:
@@ -133,7 +130,7 @@ def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]
 
 def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
     """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
-    seconds = (batch.t_ns // np.uint64(_SECOND_NS)).astype(np.int64)
+    seconds = (batch.t_ns // _SECOND_NS).astype(np.int64)
     if len(seconds) and int(seconds[-1]) >> 32:
         raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
     count = batch.count.astype(np.int64)
