@@ -39,7 +39,7 @@ class Summary:
     footprint_bytes: int
     tier: str
     lost_events: int
-    cold_stalls: tuple[Stalls, ...] = ()
+    cold_stalls: tuple[Stalls, ...]
     """With --t: the stalls of first references alone, which no cache of any size avoids (modelled)."""
 
 
@@ -71,7 +71,7 @@ class Result:
     bw: int  # bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`
     latency_s: float
     latencies: tuple[FetchLatency, ...]
-    stalls: tuple[Stalls, ...] = ()  # one for each bandwidth, if T was given
+    stalls: tuple[Stalls, ...]  # one for each bandwidth, if T was given
 
     @classmethod
     def of(cls, summary: Summary, model: FetchModel, cell: PolicyCell, cache_bytes: int) -> Result:
@@ -120,7 +120,7 @@ class Simulation:
     period_ns: int | None
     traces: tuple[Summary, ...]
     results: tuple[Result, ...]
-    curves: tuple[TraceCurve, ...] = ()
+    curves: tuple[TraceCurve, ...]
 
     def document(self) -> dict[str, Any]:
         """Returns everything as JSON-ready values."""
