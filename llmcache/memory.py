@@ -84,13 +84,10 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
             files = _V1_FILES
         else:
             continue
+        own = Path(path.lstrip("/"))
         for base in bases:
-            group = base / path.lstrip("/")
-            while True:
-                found.setdefault(group, files)
-                if group in (base, base.parent):
-                    break
-                group = group.parent
+            for part in (own, *own.parents):
+                found.setdefault(base / part, files)
     return tuple((str(group), *files) for group, files in found.items())
 
 
@@ -126,16 +123,6 @@ def read(path: str | Path) -> bytes:
         return os.read(fd, 1 << 16)
     finally:
         os.close(fd)
-
-
-def pairs(path: Path) -> dict[str, int]:
-    """Returns the numbers of a file of lines "key value"; what follows them (units) is left out."""
-    found = {}
-    for line in path.read_text().splitlines():
-        fields = line.replace(":", " ").split()
-        if len(fields) >= 2:
-            found[fields[0]] = int(fields[1])
-    return found
 
 
 def _number(told: bytes, name: str) -> int:

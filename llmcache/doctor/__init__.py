@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -94,27 +93,13 @@ def show(diagnosis: Diagnosis, as_json: bool) -> None:
         print(json.dumps(diagnosis.document(), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for line in _lines(diagnosis):
-        console.print(line)
-
-
-def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
     for area, checks in groupby(diagnosis.findings, lambda check: check.area):
-        yield Text(area, "bold")
+        console.print(Text(area, "bold"))
         for check in checks:
-            yield from _check(check)
-    yield Text(summary(diagnosis))
-
-
-def _check(check: Check) -> Iterator[Text]:
-    word, style = _STYLES[check.status]
-    yield Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}")
-    if check.remedy is not None:
-        yield Text(f"  {'':<8}{'':<18}> {check.remedy}")
-
-
-def summary(diagnosis: Diagnosis) -> str:
-    """One line: whether a mount is possible, and how much is less than it could be."""
+            word, style = _STYLES[check.status]
+            console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}"))
+            if check.remedy is not None:
+                console.print(Text(f"{'':<28}> {check.remedy}"))
     failed, limited = diagnosis.count(FAILED), diagnosis.count(LIMITED)
     verdict = f"a mount is not possible: {failed} failed" if failed else "a mount is possible"
-    return f"{verdict}; {limited} limited" if limited else verdict
+    console.print(Text(f"{verdict}; {limited} limited" if limited else verdict))

@@ -8,7 +8,6 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 
 AREA = "trace"
-_BEST = next(iter(SOURCES))
 
 
 def examine() -> list[Check]:
@@ -45,19 +44,17 @@ def _tracepoints() -> Check:
 
 
 def _tier() -> Check:
-    reasons: dict[str, str] = {}
+    tier, reasons = None, dict[str, str]()
     for name, source in SOURCES.items():
-        reason = source.probe()
-        if reason is None:
-            return _chosen(name, reasons)
+        if (reason := source.probe()) is None:
+            tier = name
+            break
         reasons[name] = reason
-    said = "none works: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return Check(AREA, "tier", LIMITED, said, "run as root", {"tier": None, "passed_over": reasons})
-
-
-def _chosen(name: str, reasons: dict[str, str]) -> Check:
-    facts = {"tier": name, "passed_over": reasons}
-    if name == _BEST:
-        return Check(AREA, "tier", OK, f"{name}, the best", facts=facts)
-    said = f"{name}, because " + "; ".join(f"{better}: {reason}" for better, reason in reasons.items())
-    return Check(AREA, "tier", LIMITED, said, f"for {_BEST}: root, Linux 6.12 with BTF, and libbpf 1", facts)
+    facts = {"tier": tier, "passed_over": reasons}
+    passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if tier is None:
+        return Check(AREA, "tier", LIMITED, f"none works: {passed_over}", "run as root", facts)
+    if not reasons:
+        return Check(AREA, "tier", OK, f"{tier}, the best", facts=facts)
+    remedy = f"for {next(iter(SOURCES))}: root, Linux 6.12 with BTF, and libbpf 1"
+    return Check(AREA, "tier", LIMITED, f"{tier}, because {passed_over}", remedy, facts)

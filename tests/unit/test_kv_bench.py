@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.synthetic import Accelerator, PolicySession, Setup, Variant, variants_of
+from llmcache.kv.bench.synthetic import Accelerator, PolicySession, Setup, variants_of
 from llmcache.kv.pipeline import Span, Timeline
+from llmcache.kv.planning.latency import Variant
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.workload import StreamSpec
 from llmcache.report import kv_bench

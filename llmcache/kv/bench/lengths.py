@@ -6,13 +6,13 @@ whole context, and no tree finds it. For choosing and fetching that is the worst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.kv.bench.results import STOCK, KvMemory, Speed
-from llmcache.kv.bench.synthetic import per_step, workplace
+from llmcache.kv.bench.synthetic import Progress, per_step, workplace
 from llmcache.kv.bench.task import Candidate, TaskSetup, in_turns
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def measure(
     directory: Path,
     steps: int = 12,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> list[LengthRow]:
     """Returns a row for each cache at each of `lengths`; caches take turns, step by step.
 

@@ -5,7 +5,7 @@ Every error names its option.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from platformdirs import user_cache_path
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench import synthetic
 from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
-from llmcache.kv.bench.synthetic import DESIGNS, Accelerator, Setup, Variant, variants_of
+from llmcache.kv.bench.synthetic import Accelerator, Progress, Setup, variants_of
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.csd import PROFILES
 from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
-from llmcache.kv.planning.latency import SYSTEMS, System, hillinfer, latency
+from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, System, Variant, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape, read_config
 from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
 from llmcache.kv.policies import POLICIES
@@ -37,8 +37,6 @@ BETAS = tuple(2.0**power for power in range(-4, 8))
 """Of a modelled sweep."""
 TASK_MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 """Models that `tools/test` fetches, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
 
 def _system(variant: Variant) -> System:
     if variant.policy == "hillinfer":
-        return hillinfer(variant.hie, variant.bkp, variant.app)
+        return hillinfer(*variant.without)
     if variant.policy not in SYSTEMS:
         known = f"with --profile paper there are: {', '.join(SYSTEMS)}"
         raise UsageError(f"--policy: '{variant.policy}' has no latency model", known)

@@ -32,9 +32,8 @@ from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.baselines import all_products, softmax
-from llmcache.kv.tasks import Chain, Questions
 from llmcache.kv.tasks.english import Document
-from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
+from llmcache.kv.tasks.recall import VOCABULARY, Chain, Probe, Questions, probe_of
 from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
@@ -160,7 +159,7 @@ def said(model: Any, cache: Any, asked: Probe | Chain | Document) -> Any:
     return follow(model, cache, asked) if isinstance(asked, Document) else ask(model, cache, asked)
 
 
-def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> Flags:
+def answer(model: Any, cache: Any, task: Questions | Chain) -> Flags:
     """Returns which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
     feed(model, cache, task.ids)
     return ask(model, cache, probe_of(task) if isinstance(task, Questions) else task)
@@ -275,7 +274,7 @@ class Run:
 
     def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
         self._model, self.cache, self._timeline = model, cache, timeline
-        self._begin_ns = self._prefill_ns = self._second_ns = 0
+        self._prefill_ns = self._second_ns = 0
         self._steps_ns: list[int] = []
         self._before = Traffic()
 

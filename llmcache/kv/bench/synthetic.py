@@ -30,14 +30,13 @@ from llmcache.kv.csd import PROFILES, CsdProfile, Report
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.planning.hardware import Hardware
+from llmcache.kv.planning.latency import DESIGNS, Variant
 from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from llmcache.units import format_duration, format_size
 
-DESIGNS = ("hie", "bkp", "app")
-"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 """Betas of a sweep, as multiples of the one that is expected to be best."""
 SPARE_SHARE = 0.5
@@ -89,30 +88,6 @@ def fixed(duration_ns: int) -> Accelerator:
     return Accelerator(f"emulated: {format_duration(duration_ns)} a layer, as given", lambda tokens: duration_ns)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A policy and, for HillInfer, which of its designs it has."""
-
-    policy: str
-    hie: bool = True
-    bkp: bool = True
-    app: bool = True
-
-    @property
-    def without(self) -> tuple[str, ...]:
-        """The designs that are left out."""
-        return tuple(part for part in DESIGNS if not getattr(self, part))
-
-    @property
-    def name(self) -> str:
-        """As it is given: policy, and "no-" and its name for each design that is left out."""
-        return "-no-".join([self.policy, *self.without])
-
-    def titled(self, title: str) -> str:
-        """Returns the title of the policy with what is left out of it."""
-        return title + (f" without {', '.join(part.upper() for part in self.without)}" if self.without else "")
-
-
 def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
     """Returns the variants in `text`, names joined by commas; `without`: designs that no HillInfer has.
 
@@ -125,7 +100,7 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
             known = ", ".join(f"hillinfer-no-{part}" for part in DESIGNS)
             raise UsageError(f"--policy: there is no '{name}'", f"what can be left out: {known}")
         gone = {*left_out, *(without if policy == "hillinfer" else ())}
-        variant = Variant(policy, *(part not in gone for part in DESIGNS))
+        variant = Variant(policy, tuple(part for part in DESIGNS if part in gone))
         if variant in found:
             raise UsageError(f"--policy: '{name}' is there twice", "name each once")
         found.append(variant)
@@ -231,7 +206,7 @@ class PolicySession:
             self.store = KvStore(config)
             stack.callback(self.store.discard)
             self.policy = kind(self.store, settings, self.timeline)
-            app = variant.app and kind.ahead
+            app = "app" not in variant.without and kind.ahead
             engine = KvEngine(self.store, self.policy, app=app, exact=setup.exact, timeline=self.timeline)
             self.engine = stack.enter_context(engine)
             self._open = stack.pop_all()

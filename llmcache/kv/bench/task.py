@@ -19,17 +19,15 @@ import numpy as np
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
-from llmcache.kv.bench.synthetic import per_step, workplace
+from llmcache.kv.bench.synthetic import Progress, per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.english import Document, documents, texts
-from llmcache.kv.tasks.recall import TASKS, Probe, symbols
+from llmcache.kv.tasks.recall import TASKS, Chain, Probe, chain, symbols
 
 if TYPE_CHECKING:
     from llmcache.kv.bench.subject import Run, Subject
 
-Progress = Callable[[str], None]
 Result = TypeVar("Result")
 Asked = Probe | Chain | Document
 

@@ -92,14 +92,14 @@ class Hardware:
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
         """Returns it with memory of other sizes (None: as it is), which then are given. Without a GPU the host computes."""
+        given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
+        told: dict[str, Sourced] = {
+            name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None
+        }
         if gpu_bytes == 0 and self.has_gpu:
             memory, flops = self.origins["host_bytes_per_s"], _PROCESSORS[self.name]
-            speed = (self.host_bytes_per_s, memory.kind, memory.text)
-            none = (0, ASSUMED, "there is no GPU")
-            host = {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": flops, "gpu_reserved_bytes": none}
-            return self.with_numbers(gpu_bytes=none, **host).with_sizes(gpu_bytes, host_bytes)
-        given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
-        told = {name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None}
+            speed, none = (self.host_bytes_per_s, memory.kind, memory.text), (0, ASSUMED, "there is no GPU")
+            told |= {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": flops, "gpu_reserved_bytes": none}
         return self.with_numbers(**told)
 
     def with_gpu(self, gpu_bytes: int, like: Hardware) -> Hardware:
