@@ -117,7 +117,7 @@ def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, po
     setup = Setup(StreamSpec(1, 2, 4, 16, 512), Accelerator(), tmp_path, steps=1)
     with PolicySession(setup, Variant(policy)) as session:
         session.prefill()
-        (path,) = tmp_path.glob("*.kv")
+        (path,) = tmp_path.rglob("*.kv")
         with SpillReader.open(path, setup.spec.shape) as file:
             assert file.interleaved == interleaved
 

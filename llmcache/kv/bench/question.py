@@ -116,9 +116,7 @@ def _measured(options: BenchOptions, variants: list[Variant], progress: Progress
             raise UsageError("--beta: --sweep-beta tries several", "give one of the two")
         return synthetic.sweep(setup, variants[0], progress)
     if options.beta == "auto":
-        with synthetic.workplace(setup.directory) as directory:
-            marks = synthetic.marks_of(replace(setup, directory=directory), Variant("hillinfer"), progress)
-        setup = replace(setup, beta=marks.expected)
+        setup = replace(setup, beta=synthetic.marks_of(setup, Variant("hillinfer"), progress).expected)
     return synthetic.compare(setup, variants, progress)
 
 
