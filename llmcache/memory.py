@@ -141,9 +141,9 @@ def tightest(root: Path = Path("/")) -> Memory:
     return min(places(root), key=lambda memory: memory.spare_bytes)
 
 
-def total_bytes(root: Path = Path("/")) -> int:
+def total_bytes() -> int:
     """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
-    return min(memory.total_bytes for memory in places(root))
+    return min(memory.total_bytes for memory in places())
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:

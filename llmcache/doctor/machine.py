@@ -21,9 +21,9 @@ STEER_STREAMS = 1_300_000_000
 """Bytes per second that mode steer streams on two processors, *measured*; mode inplace is bound by storage."""
 
 
-def examine(directory: str | None, root: Path = Path("/")) -> list[Check]:
+def examine(directory: str | None) -> list[Check]:
     """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
-    return [_system(), _storage(directory), *_read_ahead(directory, root), _gpu(root)]
+    return [_system(), _storage(directory), *_read_ahead(directory), _gpu()]
 
 
 def _system() -> Check:
@@ -47,11 +47,9 @@ def _storage(directory: str | None) -> Check:
     return Check(AREA, "storage", OK, said, facts=facts)
 
 
-def _read_ahead(directory: str | None, root: Path) -> list[Check]:
+def _read_ahead(directory: str | None) -> list[Check]:
     """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
-    if directory is None:
-        return []
-    path = read_ahead_file(directory, root)
+    path = None if directory is None else read_ahead_file(directory)
     if path is None:
         return []
     kib = int(path.read_text())
@@ -61,9 +59,9 @@ def _read_ahead(directory: str | None, root: Path) -> list[Check]:
     return [Check(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 
-def _gpu(root: Path) -> Check:
-    cards = _nvidia(root)
-    if not cards and (root / "dev/kfd").exists():
+def _gpu() -> Check:
+    cards = _nvidia()
+    if not cards and os.path.exists("/dev/kfd"):
         cards = ["an AMD GPU (/dev/kfd)"]
     if not cards:
         remedy = "only the gpu tier of llmcache.kv.transformers needs one"
@@ -76,9 +74,9 @@ def _gpu(root: Path) -> Check:
     return Check(AREA, "GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
 
 
-def _nvidia(root: Path) -> list[str]:
+def _nvidia() -> list[str]:
     models = []
-    for card in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+    for card in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = card.read_text().splitlines()
         models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return models

@@ -18,7 +18,7 @@ from llmcache.kv.bench.synthetic import Accelerator, Progress, Setup, variants_o
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.csd import PROFILES
 from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
-from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, System, Variant, hillinfer, latency
+from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, Variant, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape, read_config
 from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
 from llmcache.kv.policies import POLICIES
@@ -182,21 +182,21 @@ def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
         m0 = found.host_kv / (kv_bytes - found.host_kv) if found.host_kv < kv_bytes else None
         marks = Marks(hardware.score_bytes_per_s, hardware.device_bytes_per_s, m0)
         places = [by_beta(kv_bytes, beta) for beta in sorted({beta if m0 is None else min(beta, m0) for beta in BETAS})]
-    rows = []
-    for one in (latency(system, hardware, model, workload, at) for system in systems for at in places):
-        rows.append(
-            Row(
-                policy=one.system.name,
-                title=one.system.title,
-                token_ns=one.token_ns,
-                stages_ns={**one.stages, "update": 0.0},  # moves between the pools are not modelled
-                exposed_ns=one.exposed_ns,
-                idle_share=one.idle_share,
-                moved_bytes=dict(one.moved),
-                beta=one.places.beta if one.places.ssd else None,
-            )
-        )
+    rows = (_row(latency(system, hardware, model, workload, at)) for system in systems for at in places)
     return Bench(MODELLED, {"machine": hardware.title, "model": model.name, **asdict(workload)}, tuple(rows), marks)
+
+
+def _row(one: Latency) -> Row:
+    return Row(
+        policy=one.system.name,
+        title=one.system.title,
+        token_ns=one.token_ns,
+        stages_ns={**one.stages, "update": 0.0},  # moves between the pools are not modelled
+        exposed_ns=one.exposed_ns,
+        idle_share=one.idle_share,
+        moved_bytes=dict(one.moved),
+        beta=one.places.beta if one.places.ssd else None,
+    )
 
 
 def _system(variant: Variant) -> System:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -159,7 +159,7 @@ class Setup:
     def conditions(self) -> dict[str, Any]:
         """Returns what was set, in base units, for tables and JSON."""
         return {
-            "stream": self.spec.to_json(),
+            "stream": {"synthetic": True, **asdict(self.spec)},
             "context": self.spec.context,
             "batch": self.spec.batch,
             "layers": self.spec.layers,
