@@ -231,7 +231,6 @@ class Prompt:
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
-        self._model, self._ids = model, ids
         recorder = _Recorder()
         self._layers = spilled_layers(model.config, lambda count, alone: recorder)
         feed(model, Cache(layers=self._layers), ids)
@@ -248,7 +247,7 @@ class Prompt:
         heads, kv_heads, dim = text.num_attention_heads, text.num_key_value_heads, text.head_dim
         random = torch.Generator().manual_seed(0)
         none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
-        made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
+        made._calls = []
         made._layers = spilled_layers(model.config, lambda count, alone: _Recorder())
         for _ in range(text.num_hidden_layers):
             drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))

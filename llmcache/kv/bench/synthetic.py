@@ -387,14 +387,12 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
 def workplace(directory: Path) -> Iterator[Path]:
     """Yields a fresh directory below `directory`, which is removed at the end."""
     try:
-        made = Path(tempfile.mkdtemp(prefix="llmcache-bench-", dir=directory))
+        made = tempfile.TemporaryDirectory(prefix="llmcache-bench-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
         hint = "give a directory that can be written to"
         raise EnvironmentProblem(f"--path: {directory}: {error.strerror}", hint) from error
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with made as name:
+        yield Path(name)
 
 
 def check_space(setup: Setup, files: int) -> None:

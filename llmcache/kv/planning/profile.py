@@ -202,7 +202,6 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
     host, storage = profile.host, profile.storage
     measured = f"on this machine, storage of {profile.directory}"
     emulated = f"with an emulated device on the storage of {profile.directory}"
-    reserved = TYPICAL_PC.origins["host_reserved_bytes"]
     machine = Hardware.of(
         "measured",
         "this machine",
@@ -213,7 +212,7 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
         gpu_reserved_bytes=(0, MEASURED, measured),
         host_bytes=(profile.host_bytes, MEASURED, measured),
         host_bytes_per_s=(host.memory_bytes_per_s, MEASURED, measured),
-        host_reserved_bytes=(TYPICAL_PC.host_reserved_bytes, reserved.kind, reserved.text),
+        host_reserved_bytes=(TYPICAL_PC.host_reserved_bytes, *TYPICAL_PC.origins["host_reserved_bytes"]),
         score_bytes_per_s=(host.score_bytes_per_s, MEASURED, measured),
         ssd_bytes_per_s=(storage.sequential_bytes_per_s, MEASURED, measured),
         ssd_requests_per_s=(storage.random_bytes_per_s / storage.page_bytes, MEASURED, measured),
