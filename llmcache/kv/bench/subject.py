@@ -285,10 +285,10 @@ class Run:
         self.step()
         self._second_ns = time.perf_counter_ns() - begin_ns
 
-    def take(self, given: Prompt, token: int = 0) -> None:
-        """Takes what a prompt left, and goes on with `token`: for times of steps alone, the prompt's is not measured."""
+    def take(self, given: Prompt) -> None:
+        """Takes what a prompt left, and goes on with any token: for times of steps alone, the prompt's is not measured."""
         given.give(self.cache)
-        self._next = np.array([token])
+        self._next = np.array([0])
 
     def begin(self) -> None:
         """Forgets the steps so far: they were to warm up."""

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import psutil
 
 from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -35,6 +34,7 @@ from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
+from llmcache.memory import machine_memory
 from llmcache.units import format_duration, format_size
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
@@ -362,7 +362,7 @@ def speeds(session: PolicySession) -> tuple[float, float]:
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
     """Rows in the order of `todo`: all in turns, or one after the other where memory is too small."""
-    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * psutil.virtual_memory().available:
+    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
     return rows, ("policies ran one after the other: their pools together would not fit in memory",)
