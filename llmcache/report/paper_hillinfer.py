@@ -232,7 +232,7 @@ PART_CONTEXT = 8192
 WHOLE = "+ Design 1 and 2 (APP)"
 PARTS: dict[str, System] = {
     "prefetch-based": SYSTEMS["prefetch"],
-    "+ Design 1 (HIE, BKP)": hillinfer(app=False),
+    "+ Design 1 (HIE, BKP)": hillinfer("app"),
     WHOLE: hillinfer(),
 }
 """The bars of figure 11a."""
