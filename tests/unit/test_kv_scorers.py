@@ -69,7 +69,7 @@ def test_every_scorer_gives_as_many_as_it_is_asked_for(name: str, dtype: str) ->
         found = scorer.top(np.repeat(asked[0], 2, axis=0), k)
         assert found.dtype == np.int64 and found.shape == (HEADS, min(k, 320))
         assert (np.diff(found, axis=1) > 0).all() and found.min() >= 48 and found.max() < 48 + 320
-    assert len(scorer) == 320 and scorer.size_bytes > 0 and scorer.touched > 0
+    assert len(scorer) == 320 and scorer.size_bytes > 0
     assert scorer.why.startswith("exact" if name == "auto" else name)
 
 
