@@ -505,7 +505,7 @@ class DciScorer(Scorer):
         out = np.empty((len(self.indexes), k), np.int64)
 
         def choose(head: int) -> None:
-            out[head] = np.sort(choice(self.indexes[head], nearest(self.indexes[head], grouped[head], k)))
+            out[head] = np.sort(choice(self.indexes[head], self.indexes[head].query(grouped[head], k)))
 
         run_all([partial(choose, head) for head in range(len(self.indexes))], self.settings.threads)
         return out
@@ -743,17 +743,6 @@ def recall_of(found: Int64s, wanted: Int64s) -> float:
     """Returns the share of `wanted` [kv_heads, k] that is in `found` [kv_heads, n]."""
     hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, wanted, strict=True))
     return hits / max(1, wanted.size)
-
-
-def nearest(index: DciIndex, queries: Floats, k: int) -> list[Nearest]:
-    """Returns at least `k` keys for each query, as long as the tree has them: looks wider until it has found them."""
-    knobs, size = index.settings, len(index)
-    view, visit = knobs.field_of_view, knobs.visited(size, k)
-    while True:
-        found = index.query(queries, k, view, visit)
-        if min(len(one.tokens) for one in found) >= min(k, size):
-            return found
-        view, visit = 2 * view, 2 * visit
 
 
 def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
