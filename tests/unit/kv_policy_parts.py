@@ -18,6 +18,7 @@ from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig, repeated
+from tests.unit.kv_parts import carried
 
 Array = NDArray[Any]
 PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
@@ -58,10 +59,7 @@ class Case:
 
     def stored(self, layer: int, positions: range) -> list[Array]:
         """What a store is given: keys and values in its type."""
-        rows = [self.side(layer, positions, side) for side in (0, 1)]
-        if self.dtype == "bfloat16":
-            return [(side.view(np.uint32) >> 16).astype(np.uint16) for side in rows]
-        return [side.astype(self.shape.numpy_dtype) for side in rows]
+        return [carried(self.side(layer, positions, side), self.dtype) for side in (0, 1)]
 
     def queries(self, layer: int, step: int) -> Array:
         """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""

@@ -21,6 +21,7 @@ from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.kernels.top import first_from, sort
 from tests.conftest import examples
+from tests.unit.kv_parts import carried
 
 Floats = NDArray[np.float32]
 
@@ -46,12 +47,6 @@ def test_every_half_is_widened_exactly_in_both_ways() -> None:
 def whole(shape: tuple[int, ...], seed: int) -> Floats:
     """Return small whole numbers: all products and sums of them are exact."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
-
-
-def carried(values: Floats, dtype: str) -> NDArray[Any]:
-    if dtype == "bfloat16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(dtype)
 
 
 def plain(queries: Floats, keys: Floats, combine: str) -> Floats:

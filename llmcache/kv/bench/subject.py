@@ -213,7 +213,7 @@ class _Recorder(Conversation):
         self.calls: list[Call] = []
 
     length = 0
-    looks_ahead = False
+    engine_ahead = None
 
     def expect(self, layer: int) -> None:
         return

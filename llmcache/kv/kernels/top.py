@@ -105,9 +105,7 @@ class RunningTop:
 class _Scratch(threading.local):
     """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
 
-    def __init__(self) -> None:
-        self.keys, self.rest = (np.empty(1, np.uint32) for _ in range(2))
-        self.places = np.empty(1, np.int32)
+    places = np.empty(0, np.int32)
 
     def fit(self, size: int) -> None:
         """Makes it large enough for rows of `size`, if it is not."""

@@ -161,9 +161,9 @@ def look_ahead(behind: Any) -> Hook:
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         layers, index = getattr(options.get("past_key_values"), "layers", []), behind.self_attn.layer_idx
         spilled = layers[index] if index < len(layers) else None
-        if not isinstance(spilled, SpillLayer) or not spilled.conversation.looks_ahead:
+        if not isinstance(spilled, SpillLayer):
             return
-        engine = spilled.conversation.engine
+        engine = spilled.conversation.engine_ahead
         hidden = options.get("hidden_states", arguments[0] if arguments else None)
         rotation = options.get("position_embeddings")
         if engine is None or hidden is None or rotation is None or hidden.shape[1] != 1:

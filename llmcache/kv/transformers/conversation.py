@@ -212,9 +212,9 @@ class Conversation:
         return self.store.ids if self._dense is None else self._dense.ids
 
     @property
-    def looks_ahead(self) -> bool:
-        """True if layers are evaluated before their queries are there."""
-        return self.settings.lookahead and self.length > 0 and self.engine is not None and self._dense is None
+    def engine_ahead(self) -> KvEngine | None:
+        """The engine, if layers are evaluated before their queries are there."""
+        return self.engine if self.settings.lookahead and self.length > 0 and self._dense is None else None
 
     @property
     def memory_bytes(self) -> int:
@@ -246,7 +246,7 @@ class Conversation:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
         engine = self.engine or self._begin(call)
-        self._check(engine, layer, call)
+        self._check(layer, call)
         if not self._done:
             self._note_padding(engine.policy, call.mask)
             if self._dense is not None and not self._stays_full(call):
@@ -286,9 +286,9 @@ class Conversation:
                 engine.prefill(layer, none, *map(as_array, dense.rows(layer, start)))
         engine.finish_step(dense.ids[:, store.length :], dense.positions[:, store.length :])
 
-    def _check(self, engine: KvEngine, layer: int, call: Call) -> None:
+    def _check(self, layer: int, call: Call) -> None:
         if (self._dense or self.store).layer_length(layer) > self.length:
-            self._take_back(engine)
+            self._take_back()
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
@@ -299,13 +299,13 @@ class Conversation:
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
             raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
 
-    def _take_back(self, engine: KvEngine | None) -> None:
+    def _take_back(self) -> None:
         """Takes a step back that an error has broken off; DataError where that cannot be done."""
         if not self.alone:
             hint = "its sliding layers cannot go back: reset() the cache and begin anew"
             raise DataError("cache: the model stopped in the middle of a step before", hint)
         self._done = set()
-        self._cut(engine, self.length)
+        self._cut(self.length)
 
     def _attend_all(self, engine: KvEngine, layer: int, call: Call) -> Output:
         keys, values, before = call.key, call.value, None
@@ -415,7 +415,7 @@ class Conversation:
         if self.engine is not None:
             self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
-            self._take_back(self.engine)
+            self._take_back()
         if self.engine is not None:
             self._hand_over(self.engine)
         try:
@@ -446,17 +446,17 @@ class Conversation:
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens`."""
         if self._store is not None and tokens < self.length:
-            self._cut(self.engine, tokens)
+            self._cut(tokens)
 
-    def _cut(self, engine: KvEngine | None, tokens: int) -> None:
-        if engine is not None:
-            engine.rest()
+    def _cut(self, tokens: int) -> None:
+        if self.engine is not None:
+            self.engine.rest()
         if self._dense is not None:
             self._dense.crop(tokens)
         self.store.crop(min(tokens, self.store.length))
         self._padding_known = False  # what follows may begin elsewhere, if nothing but padding is left
-        if engine is not None:
-            engine.policy.cropped(tokens)
+        if self.engine is not None:
+            self.engine.policy.cropped(tokens)
 
     def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""

@@ -16,22 +16,17 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.errors import UsageError
+from llmcache.kv.spill.layout import DTYPES
 from llmcache.kv.tiers import repeated
-
-NAMES: dict[torch.dtype, str] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-"""The types a cache can hold, and their names in `KvShape.dtype`."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of `dtype` in a spill file; UsageError for a type that has none."""
-    if dtype not in NAMES:
-        known = ", ".join(NAMES.values())
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        known = ", ".join(DTYPES)
         raise UsageError(f"dtype: keys and values of type {dtype}, known are {known}", "load the model with one of them")
-    return NAMES[dtype]
+    return name
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -92,23 +87,14 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
 
 
 class TorchFastTier:
-    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there.
-
-    `moved_bytes`: what was copied to the device so far.
-    """
+    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there."""
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.moved_bytes = dtype, device, 0
+        self.dtype, self.device = dtype, device
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(pages))
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory it takes on the device, from the first page on."""
-        sides = (side for side in (self._keys, self._values) if side is not None)
-        return sum(side.numel() * side.element_size() for side in sides)
 
     def have(self, layer: int, pages: Int64s) -> Flags:
         """Returns for each of `pages` whether it is there, and counts it as used."""
@@ -160,7 +146,6 @@ class TorchFastTier:
 
     def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any], room: int) -> torch.Tensor:
         sent = as_tensor(np.ascontiguousarray(rows), self.dtype, self.device)
-        self.moved_bytes += rows.nbytes
         if side is None:
             side = torch.empty((room, *sent.shape[1:]), dtype=self.dtype, device=self.device)
         side[slots] = sent

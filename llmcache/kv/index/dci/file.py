@@ -64,8 +64,8 @@ def path_of(spill: Path) -> Path:
     return spill.with_name(f"dci-{spill.name}")
 
 
-def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> int:
-    """Writes indexes in place of those that are there, as a whole; returns the bytes. EnvironmentProblem if it cannot.
+def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
+    """Writes indexes in place of those that are there, as a whole. EnvironmentProblem if it cannot.
 
     `indexes`: by their places. `identity`: what must be the same when they are restored, as plain data.
     """
@@ -80,13 +80,11 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
         scale = [index.scale.unit.hex(), index.scale.bound.hex()]
         entries.append({"place": list(place), "settings": index.settings.to_json(), "scale": scale, "arrays": described})
     header = json.dumps({"identity": dict(identity), "indexes": entries, "bytes": at}).encode()
-    start = _START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header
-    parts: list[Any] = [start, *arrays]
+    parts: list[Any] = [_START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header, *arrays]
     with explained(path, "writing an index"), replacing(path) as stream:
         for part in parts:
             stream.write(part)
             stream.write(bytes(-stream.tell() % _ALIGN))
-    return _data_at(len(header)) + at
 
 
 def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
@@ -123,11 +121,7 @@ def _header(path: Path, data: Bytes) -> tuple[dict[str, Any], int]:
         found = None
     if not isinstance(found, dict):
         raise DataError(f"{path}: header: not a JSON object", _HINT)
-    return found, _data_at(size)
-
-
-def _data_at(header_bytes: int) -> int:
-    return -(-(_START.size + header_bytes) // _ALIGN) * _ALIGN
+    return found, -(-(_START.size + size) // _ALIGN) * _ALIGN
 
 
 def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:

@@ -308,21 +308,26 @@ class DciIndex:
         ask(self.tree, keys, lifts, target, bounds, share, _rooms.fit(len(self), k), found)
         return found
 
-    def query(
-        self, queries: Floats, k: int, view: int | None = None, visit: int | None = None, margin: float | None = None
-    ) -> list[Nearest]:
-        """Returns the (about) `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
+    def query(self, queries: Floats, k: int) -> list[Nearest]:
+        """Returns (about) the `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
 
-        `view`, `visit`: nodes a level and keys a level to look at; `margin`: when to stop before (None: as the settings
-        say). Fewer than k are found only if there are no more within these bounds. Any number of threads may ask.
+        Looks wider than the settings say until it has found as many. Any number of threads may ask.
         """
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
             raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [n, {self.dim}] is needed")
         if k < 1:
             raise ValueError(f"k: {k}, at least 1 is needed")
+        view, visit = self.settings.field_of_view, self.settings.visited(len(self), k)
+        while True:
+            found = self._within(queries, k, view, visit)
+            if min(len(one.tokens) for one in found) >= min(k, len(self)):
+                return found
+            view, visit = 2 * view, 2 * visit
+
+    def _within(self, queries: Floats, k: int, view: int, visit: int) -> list[Nearest]:
+        """What is found in `view` nodes a level and `visit` keys a level."""
         knobs = self.settings
-        stop = float(knobs.margin if margin is None else margin)
-        limits = (view or knobs.field_of_view, visit or knobs.visited(len(self), k), stop)
+        limits = (view, visit, float(knobs.margin))
         factor, asked = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
         if knobs.retrieve < 1:  # T_Q makes queries as long as keys are, which the bounds of P-DCI need
             factor = self.scale.stretch(np.linalg.norm(queries, axis=1).astype(np.float32))
