@@ -285,12 +285,11 @@ def _measure_file(path: Path) -> StorageSpeeds:
         _fill(device)
         device.flush()
         scoring = device_rate(device)
-        tokens = device.pages(0, 0) * SHAPE.page_tokens
+        pages = list(range(min(512, device.pages(0, 0))))
     sequential = _disk_rate(path, SEQUENTIAL_BYTES, scattered=False, direct=direct)
     random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
     # Without O_DIRECT the page cache answers, and what is left to time is the way between the processes.
     with EmulatedCsd(path, SHAPE, direct=False) as device:
-        pages = list(range(min(512, tokens // SHAPE.page_tokens)))
         size = len(pages) * (SHAPE.key_slot_bytes + SHAPE.value_slot_bytes)
         link = _rate(lambda: device.read(0, 0, pages), size)
         commands_per_s = _rate(lambda: device.read(0, 0, [0]), 1)
