@@ -74,6 +74,12 @@ class Case:
         return np.random.default_rng((self.seed, 3, layer)).standard_normal(size, np.float32)
 
 
+def commit(store: KvStore, tokens: int) -> None:
+    """Ends a step or a prefill of `tokens` tokens, whose ids are their numbers."""
+    ids = np.broadcast_to(np.arange(store.length, store.length + tokens), (store.batch, tokens))
+    store.commit(ids, ids)
+
+
 class Run:
     """A policy in use. `keys`, `values`: by layer, all that was appended."""
 
@@ -90,16 +96,12 @@ class Run:
             self.values.append(rows[1])
             self.store.append(layer, *self.case.stored(layer, range(self.case.context)))
             self.policy.prefilled(layer, self.case.prompt(layer), 0)
-        self._commit(self.case.context)
-
-    def _commit(self, tokens: int) -> None:
-        ids = np.broadcast_to(np.arange(self.store.length, self.store.length + tokens), (self.store.batch, tokens))
-        self.store.commit(ids, ids)
+        commit(self.store, self.case.context)
 
     def step(self) -> list[tuple[Selection, Array]]:
         """Decodes one token; what was chosen, and what attention gave, of each layer."""
         found = [self._layer(layer) for layer in range(LAYERS)]
-        self._commit(1)
+        commit(self.store, 1)
         self.steps += 1
         return found
 

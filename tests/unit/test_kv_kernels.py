@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.kv.kernels import RunningTop, left_out, products, score, top, top_shared, weights
 from llmcache.kv.kernels.scores import widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.kernels.top import first_from, sort
 from tests.conftest import examples
 from tests.unit.kv_parts import carried
-
-Floats = NDArray[np.float32]
 
 
 @numba.njit

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
@@ -34,7 +35,6 @@ from tests.unit.kv_parts import carried
 HEADS, DIM, PAGE = 2, 32, 16
 BOUNDLESS: dict[str, Any] = {"field_of_view": 1 << 40, "visit_each": 1 << 40, "margin": np.inf}
 """Of a tree: a query looks at everything."""
-Floats = NDArray[np.float32]
 
 
 def clustered(count: int, seed: int = 0, clusters: int = 64) -> tuple[Floats, Floats]:

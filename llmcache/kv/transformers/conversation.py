@@ -302,8 +302,7 @@ class Conversation:
     def _take_back(self) -> None:
         """Takes a step back that an error has broken off; DataError where that cannot be done."""
         if not self.alone:
-            hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-            raise DataError("cache: the model stopped in the middle of a step before", hint)
+            raise broken_off()
         self._done = set()
         self._cut(self.length)
 
@@ -470,6 +469,12 @@ class Conversation:
         self._store.select(index)
         if self.engine is not None:
             self.engine.policy.reordered(index)
+
+
+def broken_off() -> DataError:
+    """What is raised where layers are in the middle of a step that cannot be taken back."""
+    hint = "its sliding layers cannot go back: reset() the cache and begin anew"
+    return DataError("cache: the model stopped in the middle of a step before", hint)
 
 
 # The break-even

@@ -90,7 +90,7 @@ class TorchFastTier:
     """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there."""
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+        self.pages, self.dtype, self.device = pages, dtype, device
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(pages))
         self._keys: torch.Tensor | None = None
@@ -105,12 +105,11 @@ class TorchFastTier:
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Copies pages [n, kv_heads, page_tokens, dim], in place of the longest unused; ValueError if n is more than fit."""
-        room = len(self._slots) + len(self._free)
-        if len(pages) > room:
-            raise ValueError(f"pages: room for {room}, {len(pages)} are used at once")
+        if len(pages) > self.pages:
+            raise ValueError(f"pages: room for {self.pages}, {len(pages)} are used at once")
         slots = torch.tensor([self._slot(layer, page) for page in pages.tolist()], dtype=torch.int64, device=self.device)
-        self._keys = self._filled(self._keys, slots, keys, room)
-        self._values = self._filled(self._values, slots, values, room)
+        self._keys = self._filled(self._keys, slots, keys)
+        self._values = self._filled(self._values, slots, values)
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values [batch, kv_heads, k, dim] on the device: head h's rows `offsets` in `pages`, both [.., k].
@@ -120,8 +119,7 @@ class TorchFastTier:
         used, where = np.unique(pages, return_inverse=True)
         missing = [page for page in used.tolist() if (layer, page) not in self._slots]
         if missing or self._keys is None or self._values is None:
-            room = len(self._slots) + len(self._free)
-            raise ValueError(f"pages: room for {room}, too little for the {len(used)} that one gather needs")
+            raise ValueError(f"pages: room for {self.pages}, too little for the {len(used)} that one gather needs")
         slots = np.array([self._slots[layer, page] for page in used.tolist()], np.int64)[where.reshape(pages.shape)]
         heads = np.broadcast_to(np.arange(pages.shape[1])[:, None], pages.shape)
         index = tuple(torch.tensor(part, device=self.device) for part in (slots, heads, offsets))
@@ -144,9 +142,9 @@ class TorchFastTier:
         self._slots[layer, page] = slot
         return slot
 
-    def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any], room: int) -> torch.Tensor:
+    def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any]) -> torch.Tensor:
         sent = as_tensor(np.ascontiguousarray(rows), self.dtype, self.device)
         if side is None:
-            side = torch.empty((room, *sent.shape[1:]), dtype=self.dtype, device=self.device)
+            side = torch.empty((self.pages, *sent.shape[1:]), dtype=self.dtype, device=self.device)
         side[slots] = sent
         return side
