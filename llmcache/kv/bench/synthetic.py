@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -291,8 +290,8 @@ class PolicySession:
     def __enter__(self) -> PolicySession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *_error: object) -> None:
+        self._open.close()
 
 
 def since(before: Traffic, now: Traffic) -> Traffic:
