@@ -314,8 +314,6 @@ def simulate_all(
     `models` looks at those of a file table; without it nothing is known of them. Rows are told apart by the names of their
     traces: one `Trace` at most.
     """
-    for name in plan.policies:
-        policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
