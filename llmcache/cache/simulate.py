@@ -30,13 +30,13 @@ import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.latency import StallMeter
+from llmcache.cache.latency import FetchModel, StallMeter, Stalls
 from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.belady import why_not_exact
-from llmcache.cache.results import Result, Simulation, Summary, TraceCurve, merged
+from llmcache.cache.results import FetchLatency, Result, Simulation, Summary, TraceCurve, merged
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import WRITE, BlockSpace, Trace, TraceFile, TraceReader
@@ -93,6 +93,39 @@ class PolicyCell:
         self.read_hits += int(hits[part.reads].sum())
         if self.meter is not None:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
+
+    def stalls(self) -> tuple[Stalls, ...]:
+        """Returns the stalls at each bandwidth, of all rows; none without a meter."""
+        return () if self.meter is None else tuple(self.meter.stalls())
+
+    def result(self, summary: Summary, model: FetchModel, cache_bytes: int) -> Result:
+        """Returns the row that follows from what was counted."""
+        hits, read_hits = self.hits, self.read_hits
+        missed = summary.reads - read_hits
+        latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
+        return Result(
+            trace=summary.trace,
+            policy=self.policy.name,
+            title=self.policy.title,
+            cache_bytes=cache_bytes,
+            cache_blocks=cache_bytes // BLOCK_BYTES,
+            accesses=summary.accesses,
+            hits=hits,
+            hit_ratio=hits / summary.accesses,
+            byte_hit_ratio=read_hits / summary.reads if summary.reads else None,
+            reads=summary.reads,
+            writes=summary.writes,
+            read_hits=read_hits,
+            write_hits=hits - read_hits,
+            read_bytes=summary.reads * BLOCK_BYTES,
+            write_bytes=summary.writes * BLOCK_BYTES,
+            storage_read_bytes=missed * BLOCK_BYTES,
+            evictions=self.policy.evictions,
+            bw=latencies[0].bw,
+            latency_s=latencies[0].latency_s,
+            latencies=latencies,
+            stalls=self.stalls(),
+        )
 
 
 def state_bytes(value: object, depth: int = 4) -> int:
@@ -236,7 +269,7 @@ class TraceRun:
             parts = parts_of(self.source.batches(BATCH_ROWS), space)
             replay(parts, [*firsts, *online], offline, self.pool, self.stop, self._advance)
             summary = summary or self._summary(space, cold)
-            results += [Result.of(summary, plan.model, cell, size) for size, cell in cells]
+            results += [cell.result(summary, plan.model, size) for size, cell in cells]
             firsts = []
         curves = () if distances is None else (TraceCurve(self.name, distances.curve()),)
         return Simulation(plan.model, plan.period_ns, (summary,), tuple(results), curves)
@@ -282,7 +315,7 @@ class TraceRun:
             footprint_bytes=space.footprint * BLOCK_BYTES,
             tier=self.source.provenance.tier,
             lost_events=self.source.provenance.lost_events,
-            cold_stalls=tuple(cold.meter.stalls()) if cold is not None and cold.meter is not None else (),
+            cold_stalls=() if cold is None else cold.stalls(),
         )
 
 
@@ -314,8 +347,6 @@ def simulate_all(
     `models` looks at those of a file table; without it nothing is known of them. Rows are told apart by the names of their
     traces: one `Trace` at most.
     """
-    for name in plan.policies:
-        policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))

@@ -228,8 +228,6 @@ def columns_from(arrays: Mapping[str, ArrayLike]) -> Columns:
 
 def _fitted(name: str, values: ArrayLike) -> NDArray[Any]:
     array, dtype = np.asarray(values), COLUMNS[name]
-    if array.ndim > 1:
-        raise DataError(f"{name}: {array.ndim} dimensions, must be one", _HINT)
     if array.dtype == dtype:
         return array
     if array.size and array.dtype.kind not in "iub":
@@ -648,19 +646,19 @@ class BlockSpace:
     """Maps (file, block) to ids 0 .. `blocks` - 1; `footprint` is the number of distinct blocks."""
 
     def __init__(self, starts: Int64s, ends: Int64s) -> None:
-        """Takes the union of intervals: sorted keys `file << BLOCK_BITS | block`, disjoint, not adjacent."""
+        """Takes the union of intervals, one at least: sorted keys `file << BLOCK_BITS | block`, disjoint, not adjacent."""
         self._starts = starts
         self._ends = ends
         lengths = ends - starts
         gaps = np.minimum(starts[1:] - ends[:-1], GAP)
         self._ids = np.concatenate(([0], np.cumsum(lengths[:-1] + gaps))).astype(np.int64)
         # Intervals no further apart than GAP are moved alike, so a run is looked up among fewer, joined ones.
-        apart = np.concatenate(([True], gaps == GAP)) if len(starts) else np.empty(0, np.bool_)
+        apart = np.concatenate(([True], gaps == GAP))
         self._joined = starts[apart]
-        self._joined_ends = ends[np.concatenate((apart[1:], [True]))] if len(starts) else ends
-        self._moves = self._ids[: len(starts)][apart] - self._joined
+        self._joined_ends = ends[np.concatenate((apart[1:], [True]))]
+        self._moves = self._ids[apart] - self._joined
         self.footprint = int(lengths.sum())
-        self.blocks = int(self._ids[-1] + lengths[-1]) if len(starts) else 0
+        self.blocks = int(self._ids[-1] + lengths[-1])
 
     @classmethod
     def of(cls, batches: Iterable[Trace]) -> BlockSpace:

@@ -77,8 +77,6 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     assert both.traces == apart[0].traces + apart[1].traces
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
-    loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
-    assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4), "Belady sees the whole trace"
 
 
 def test_what_is_left_unfinished_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
