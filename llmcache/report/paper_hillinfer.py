@@ -21,7 +21,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from llmcache.kv.bench.results import Bench, read_bench
-from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, PAPER_PC, TYPICAL_PC, Hardware, Origin
+from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, PAPER_PC, TYPICAL_PC, Hardware
 from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape
 from llmcache.kv.planning.placement import KEYS_AND_VALUES, MemoryUse, Workload, by_beta, by_ssd_share, memory_use
@@ -65,12 +65,8 @@ class Reading:
         return latency(system, self.machine, model, workload, places)
 
 
-_FLEXGEN_PC = replace(
-    PAPER_PC,
-    name="paper, FlexGen's disk",
-    ssd_bytes_per_s=2e9,
-    origins=dict(PAPER_PC.origins)
-    | {"ssd_bytes_per_s": Origin(ASSUMED, "2 GB/s: what FlexGen's paper (section 6) gives for reading its NVMe SSD")},
+_FLEXGEN_PC = replace(PAPER_PC, name="paper, FlexGen's disk").with_numbers(
+    ssd_bytes_per_s=(2e9, ASSUMED, "2 GB/s: what FlexGen's paper (section 6) gives for reading its NVMe SSD")
 )
 _WHOLE = replace(_STATED, host_evaluates=KEYS_AND_VALUES, device_caches=True)
 READINGS: dict[str, Reading] = {
