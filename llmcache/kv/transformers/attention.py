@@ -58,8 +58,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
         raise UsageError(f"model: {type(module).__name__} has no attention that can be replaced", "use another model")
-    found: Output = function(module, *arguments, **options)
-    return found
+    return function(module, *arguments, **options)
 
 
 def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:

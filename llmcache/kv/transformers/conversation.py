@@ -590,5 +590,4 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-    found: Floats = as_array(weights[:, :, 0].float().contiguous())
-    return found
+    return as_array(weights[:, :, 0].float().contiguous())

@@ -14,6 +14,7 @@ import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
             arrays.append(data)
             at += -(-data.nbytes // _ALIGN) * _ALIGN
         scale = [index.scale.unit.hex(), index.scale.bound.hex()]
-        entries.append({"place": list(place), "settings": index.settings.to_json(), "scale": scale, "arrays": described})
+        entries.append({"place": list(place), "settings": asdict(index.settings), "scale": scale, "arrays": described})
     header = json.dumps({"identity": dict(identity), "indexes": entries, "bytes": at}).encode()
     parts: list[Any] = [_START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header, *arrays]
     with explained(path, "writing an index"), replacing(path) as stream:
