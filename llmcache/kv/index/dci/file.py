@@ -46,6 +46,7 @@ from llmcache.kv.index.dci.tree import (
     Ints,
     Tree,
     empty_tree,
+    sizes_of,
     trimmed,
 )
 from llmcache.kv.spill.raw import explained
@@ -157,11 +158,11 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
     dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
     if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
         return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
-    directions, all_slots = settings.directions, pages * slots
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("lifts", "tokens", "children"), (all_slots,))
-    sizes |= {"rows": (all_slots * dim,), "projections": (all_slots * directions,), "directions": (directions, dim + 1)}
-    sizes |= {"pages": (pages, 4), "nodes": (int(tree.state[NODES]), 4)}
-    return next((f"{name}: its size" for name, size in sizes.items() if getattr(tree, name).shape != size), None)
+    if tree.directions.shape != (settings.directions, dim + 1):
+        return "directions: its size"
+    sizes = sizes_of(tree, pages, int(tree.state[NODES]), len(tree.where))
+    shapes = ((name, (size, *getattr(one, name).shape[1:])) for name, size in sizes.items())
+    return next((f"{name}: its size" for name, shape in shapes if getattr(tree, name).shape != shape), None)
 
 
 def fault_of(tree: Tree) -> str | None:
