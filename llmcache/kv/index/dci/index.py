@@ -356,12 +356,6 @@ class DciIndex:
                 self.tree = with_room(self.tree, len(slots), 0, 0)
                 rehang(self.tree, below, bits.reshape(-1), parents)
 
-    def keys(self, tokens: Int64s) -> Floats:
-        """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
-        rows = self.tree.rows.reshape(-1, self.dim)[self.tree.where[tokens - int(self.tree.state[BASE])]]
-        found: Floats = rows.view(np.float16).astype(np.float32) * np.float32(self.scale.unit)
-        return found
-
 
 class _Rooms(threading.local):
     """Room for a query, kept by each thread: candidates twice (the heap of a level is a copy), nodes, the best."""
