@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Floats
 from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings
+from llmcache.kv.index.dci.tree import BASE
 from llmcache.kv.index.scorers import (
     QUERIES,
     SCORERS,
@@ -44,6 +45,13 @@ def clustered(count: int, seed: int = 0, clusters: int = 64) -> tuple[Floats, Fl
     keys = centres[random.integers(0, clusters, (HEADS, count))] + 0.3 * random.standard_normal((HEADS, count, DIM))
     asked = centres[random.integers(0, clusters, (64, HEADS))] + 0.5 * random.standard_normal((64, HEADS, DIM))
     return keys.astype(np.float32), asked.astype(np.float32)
+
+
+def keys_of(index: DciIndex, tokens: NDArray[np.int64]) -> Floats:
+    """Return the keys [n, dim] of tokens, as precise as a tree has them."""
+    rows = index.tree.rows.reshape(-1, index.dim)[index.tree.where[tokens - int(index.tree.state[BASE])]]
+    found: Floats = rows.view(np.float16).astype(np.float32) * np.float32(index.scale.unit)
+    return found
 
 
 def made(name: str, keys: Floats, first: int = 0, dtype: str = "float32", **settings: Any) -> Scorer:

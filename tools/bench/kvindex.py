@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         for size in sizes:
             console.print(f"{kind}: {size:,} keys", soft_wrap=True)
             rows.append(figures(kind, size, args.rounds))
-    about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": DciSettings().to_json()}
+    about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": asdict(DciSettings())}
     yield {**about, "rows": rows, "grown": grown(sizes[1])}
 
 

@@ -447,8 +447,7 @@ class ChunkScorer(QuestScorer):
         least = np.partition(fine, -count, axis=1)[:, -count]
         matter |= (coarse > least[:, None]).any(axis=0)
         found = inside[matter[chunks]]
-        best: Int64s = found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
-        return best
+        return found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
 
 
 class DciScorer(Scorer):
@@ -721,8 +720,7 @@ def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.
 @functools.cache
 def rotation(dim: int) -> Floats:
     """Returns a rotation [dim, dim] by chance, always the same."""
-    found: Floats = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
-    return found
+    return np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
 
 
 def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:

@@ -439,5 +439,4 @@ def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     else:
         span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) // rows.itemsize
         flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
-    carried: NDArray[Any] = flat.view(_CARRIERS.get(rows.dtype, rows.dtype))
-    return carried
+    return flat.view(_CARRIERS.get(rows.dtype, rows.dtype))

@@ -84,10 +84,10 @@ class RunningTop:
         if self._held > 3 * self.k:
             self._compact()
 
-    def result(self) -> tuple[Int64s, Floats]:
-        """Returns the positions of the `k` best so far, ascending, and their scores: what `top` over all would choose."""
+    def result(self) -> Int64s:
+        """Returns the positions of the `k` best so far, ascending: what `top` over all would choose."""
         self._compact()
-        return self._positions[0], self._scores[0]
+        return self._positions[0]
 
     def _compact(self) -> None:
         scores = np.concatenate([*self._scores, np.empty(0, np.float32)])

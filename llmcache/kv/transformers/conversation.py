@@ -181,7 +181,7 @@ class Conversation:
 
     def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
         self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
-        self.noted: tuple[Int64s, Int64s | None] | None = None
+        self._noted: tuple[Int64s | None, Int64s | None] = None, None
         self._store: KvStore | None = None
         self.engine: KvEngine | None = None  # None before the first step
         self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
@@ -231,9 +231,12 @@ class Conversation:
             raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
         self._expected = layer
 
-    def begin_step(self) -> None:
-        """Forgets keys that did not come to attention because a forward pass was broken off between the two."""
-        self._expected = None
+    def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
+        """Notes the ids and positions of the tokens that come [batch, tokens], None for those that are not known.
+
+        Forgets keys that did not come to attention because a forward pass was broken off between the two.
+        """
+        self._expected, self._noted = None, (ids, positions)
 
     def check_step(self) -> None:
         """UsageError if a forward pass has ended and not all layers have attended."""
@@ -346,9 +349,8 @@ class Conversation:
     def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
         """Ids and positions of the newest tokens, as the model got them."""
         shape = (self.store.batch, count)
-        ids, positions = self.noted or (np.empty(0, np.int64), None)
-        self.noted = None
-        if ids.shape != shape:
+        (ids, positions), self._noted = self._noted, (None, None)
+        if ids is None or ids.shape != shape:
             ids = np.full(shape, UNKNOWN_ID, np.int64)
         if positions is None or positions.shape != shape:
             positions = np.broadcast_to(np.arange(self.length, self.length + count), shape)
@@ -427,7 +429,7 @@ class Conversation:
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
-        self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
+        self._done, self._expected, self._noted, self._padding_known = set(), None, (None, None), False
         self._is_restored = False
         if engine is not None:
             engine.close()
@@ -590,5 +592,4 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-    found: Floats = as_array(weights[:, :, 0].float().contiguous())
-    return found
+    return as_array(weights[:, :, 0].float().contiguous())

@@ -33,8 +33,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Returns `tensor` as numpy has it, sharing its memory where it lies on the host."""
     found = tensor.detach().cpu()
     if found.dtype == torch.bfloat16:
-        bits: NDArray[Any] = found.view(torch.int16).numpy().view(np.uint16)
-        return bits
+        return found.view(torch.int16).numpy().view(np.uint16)
     return found.numpy()
 
 
@@ -55,8 +54,7 @@ def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
         return np.zeros(batch, np.int64)
     seen = visible(mask[:, 0, -1]).expand(batch, -1)
     first = torch.where(seen.any(1), seen.int().argmax(1), seen.shape[1])
-    found: Int64s = first.cpu().numpy().astype(np.int64)
-    return found
+    return first.cpu().numpy().astype(np.int64)
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from llmcache.kv.index.dci.tree import (
     Ints,
     Tree,
     empty_tree,
+    sizes_of,
     trimmed,
 )
 from llmcache.kv.spill.raw import explained
@@ -78,7 +80,7 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
             arrays.append(data)
             at += -(-data.nbytes // _ALIGN) * _ALIGN
         scale = [index.scale.unit.hex(), index.scale.bound.hex()]
-        entries.append({"place": list(place), "settings": index.settings.to_json(), "scale": scale, "arrays": described})
+        entries.append({"place": list(place), "settings": asdict(index.settings), "scale": scale, "arrays": described})
     header = json.dumps({"identity": dict(identity), "indexes": entries, "bytes": at}).encode()
     parts: list[Any] = [_START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header, *arrays]
     with explained(path, "writing an index"), replacing(path) as stream:
@@ -156,11 +158,11 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
     dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
     if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
         return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
-    directions, all_slots = settings.directions, pages * slots
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("lifts", "tokens", "children"), (all_slots,))
-    sizes |= {"rows": (all_slots * dim,), "projections": (all_slots * directions,), "directions": (directions, dim + 1)}
-    sizes |= {"pages": (pages, 4), "nodes": (int(tree.state[NODES]), 4)}
-    return next((f"{name}: its size" for name, size in sizes.items() if getattr(tree, name).shape != size), None)
+    if tree.directions.shape != (settings.directions, dim + 1):
+        return "directions: its size"
+    sizes = sizes_of(tree, pages, int(tree.state[NODES]), len(tree.where))
+    shapes = ((name, (size, *getattr(one, name).shape[1:])) for name, size in sizes.items())
+    return next((f"{name}: its size" for name, shape in shapes if getattr(tree, name).shape != shape), None)
 
 
 def fault_of(tree: Tree) -> str | None:

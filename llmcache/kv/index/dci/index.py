@@ -11,8 +11,8 @@ rooms that queries need belong to threads (`_Rooms`). The policies keep to that 
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,10 +111,6 @@ class DciSettings:
         """Returns how many keys a query for `k` of `keys` may visit on each level."""
         return max(1, int(self.visit * keys) + self.visit_each * k)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return asdict(self)
-
 
 @dataclass
 class Scale:
@@ -137,13 +133,11 @@ class Scale:
 
     def stretch(self, norms: Floats) -> Floats:
         """Returns what makes queries of these norms as long as all transformed keys are; 1 for zeros."""
-        by: Floats = np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
-        return by
+        return np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
 
     def lifts(self, norms: Doubles) -> Floats:
         """Returns the last coordinates of keys with these norms."""
-        lifts: Floats = (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
-        return lifts
+        return (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
 
 
 class Nearest(NamedTuple):
@@ -293,8 +287,7 @@ class DciIndex:
         lost = np.flatnonzero(counts == 0)  # all that was in view leads nowhere
         if len(lost):
             slots[lost] = self._ask(keys[lost], lifts[lost], level + 1, 1, (ALL, ALL, np.inf), 1.0)[1]
-        nodes: Ints = self.tree.children[slots[:, 0]]
-        return nodes
+        return self.tree.children[slots[:, 0]]
 
     def _ask(
         self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int, float], share: float
@@ -362,12 +355,6 @@ class DciIndex:
                 parents = self._nodes_for(bits, self.tree.lifts[slots], int(self.tree.nodes[below, LEVEL]))
                 self.tree = with_room(self.tree, len(slots), 0, 0)
                 rehang(self.tree, below, bits.reshape(-1), parents)
-
-    def keys(self, tokens: Int64s) -> Floats:
-        """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
-        rows = self.tree.rows.reshape(-1, self.dim)[self.tree.where[tokens - int(self.tree.state[BASE])]]
-        found: Floats = rows.view(np.float16).astype(np.float32) * np.float32(self.scale.unit)
-        return found
 
 
 class _Rooms(threading.local):
