@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llmcache.arrays import Doubles
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.latency import (
@@ -26,7 +27,6 @@ from llmcache.edram.latency import (
     PASSES_16_BY_16,
     RESOURCES,
     STEP_GROUPS,
-    Array,
     ConfigurationColumns,
     Prefill,
     Steps,
@@ -97,16 +97,16 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
     return [Outcome(*row) for row in zip(*found, strict=True)]
 
 
-def _rows(parts: dict[str, Array]) -> list[dict[str, float]]:
+def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
     """Returns columns [n] by name as a mapping for each of n."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
-def _sum(parts: Iterable[Array]) -> Array:
+def _sum(parts: Iterable[Doubles]) -> Doubles:
     return np.asarray(np.sum(list(parts), axis=0))
 
 
-def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Array]) -> dict[str, Array]:
+def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> dict[str, Doubles]:
     bound = prefill.array_s >= prefill.dram_s
     found = {
         "prefill_array": np.where(bound, prefill.array_s, 0)[:, 0],
@@ -115,12 +115,12 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Array]) -> dict
     return found | {name: _total(steps, times_s) for name, times_s in waited.items()}
 
 
-def _total(steps: Steps, values: Array) -> Array:
+def _total(steps: Steps, values: Doubles) -> Doubles:
     """Returns the sum of `values` ([n, groups] or [n, 1] per step) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
-def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Array) -> Array:
+def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
     """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
 
     That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer

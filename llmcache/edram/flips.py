@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
-from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
+from llmcache.edram.retention import RetentionCurve, parse_intervals
 from llmcache.errors import UsageError
 
 Bits = NDArray[np.uint16]
@@ -76,9 +76,8 @@ class FlipRates:
         return cls(rate, rate, rate, rate)
 
     @classmethod
-    def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
-        """Returns what groups refreshed at `intervals` lose, by `curve` (None: the paper's)."""
-        curve = curve or paper_curve()
+    def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
+        """Returns what groups refreshed at `intervals` lose, by `curve`."""
         return cls(*map(curve.failure, intervals.in_order()))
 
     def in_order(self) -> tuple[float, float, float, float]:
@@ -99,7 +98,7 @@ class FlipRates:
 NO_FLIPS = FlipRates()
 
 
-def iso_power(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
 
     Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
@@ -108,7 +107,7 @@ def iso_power(intervals: RefreshIntervals, curve: RetentionCurve | None = None) 
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
 
-def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
@@ -131,7 +130,7 @@ def one_sided(side: str, rate: float) -> FlipRates:
     return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
 
 
-def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
+def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
     """Returns the rates meant by `text`; UsageError names what cannot be understood.
 
     "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);

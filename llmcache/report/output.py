@@ -122,6 +122,12 @@ def tell(what: str) -> None:
         print(what, file=sys.stderr)
 
 
+def trimmed(text: str) -> str:
+    """Returns a number and its unit without zeros that say nothing: "60 MB" of "60.0 MB", "1.5 GB"."""
+    number, _, unit = text.partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
 def plain_table(first: str, *figures: str, gap: int = 2) -> Table:
     """Returns a table without lines, `gap` spaces between columns, whose cells are never broken."""
     made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))

@@ -138,12 +138,12 @@ def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
     return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
 
 
-def bands(spans: Sequence[FileSpan], most: int = MOST_BANDS) -> tuple[Band, ...]:
-    """Returns a band for each of the `most` files accessed most, by id from the bottom.
+def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
+    """Returns a band for each of the `MOST_BANDS` files accessed most, by id from the bottom.
 
     Heights go by blocks, but none is below `LEAST_SHARE` of the picture before they are made to fill it.
     """
-    kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:most], key=lambda span: span.file)
+    kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:MOST_BANDS], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)
     shares = np.maximum(shares / shares.sum(), LEAST_SHARE)
     tops = np.cumsum(shares / shares.sum())
@@ -265,12 +265,7 @@ class AccessPicture:
 def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
     """Returns the picture as a figure of `width` x `height` inches. Call it in `theme.style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    draw(figure.add_subplot(), picture)
-    return figure
-
-
-def draw(axes: Axes, picture: AccessPicture) -> None:
-    """Draw `picture` into `axes`, with a legend below."""
+    axes = figure.add_subplot()
     by_time = picture.grid.by_time
     right = (picture.survey.t1_ns - picture.survey.t0_ns) / 1e9 if by_time else float(picture.survey.accesses)
     if picture.shades:
@@ -287,6 +282,7 @@ def draw(axes: Axes, picture: AccessPicture) -> None:
     _block_ticks(axes, picture.bands)
     _right_edge(axes, picture)
     _legend(axes, picture)
+    return figure
 
 
 def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from llmcache.cache.mixture import STAY, ZIPF, MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
 from llmcache.report import output
+from llmcache.report.output import trimmed
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -23,16 +24,11 @@ def show(answer: Answer, as_json: bool) -> None:
 
 def size_text(size_bytes: float) -> str:
     """Like `format_size`, without zeros that say nothing: "60 MB", "1.5 GB"."""
-    return _plain(format_size(size_bytes))
-
-
-def _plain(text: str) -> str:
-    number, _, unit = text.partition(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    return trimmed(format_size(size_bytes))
 
 
 def _duration_text(duration_ns: float) -> str:
-    return _plain(format_duration(duration_ns))
+    return trimmed(format_duration(duration_ns))
 
 
 def lines(answer: Answer) -> Iterator[str]:

@@ -26,6 +26,7 @@ from llmcache.edram.constants import KELLE_INTERVALS
 from llmcache.edram.decoder import Config, Decoder, parse_tensors
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import read_run
+from llmcache.edram.retention import paper_curve
 from llmcache.errors import DataError
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.report import edram_accuracy
@@ -55,7 +56,7 @@ def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: in
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
     decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 3, 400, pairs=48, questions=14)
-    setup = AccuracySetup(400 + 28)
+    setup = AccuracySetup(400 + 28, "int16", paper_curve())
     variants = {"budgets": EXPERIMENTS["budgets"](setup)[2:6]}
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
     variants["halves"] = [setup.losing("halves", FlipRates.uniform(1e-3), "fp16")]
@@ -64,12 +65,12 @@ def accuracies() -> Accuracies:
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = AccuracySetup(300 + 28), KELLE_INTERVALS.scaled(8)
+    setup, slow = AccuracySetup(300 + 28, "int16", paper_curve()), KELLE_INTERVALS.scaled(8)
     asked = recall(np.random.default_rng(6), 6, 300, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
-        setup.losing("2drp", FlipRates.of_intervals(slow)),
-        setup.losing("iso-failure", iso_failure(slow)),
+        setup.losing("2drp", FlipRates.of_intervals(slow, setup.curve)),
+        setup.losing("iso-failure", iso_failure(slow, setup.curve)),
     ]
     found = evaluate(Decoder.load(RECALL_MODEL), asked, variants)
     for more, less in (("msb 0.03", "lsb 0.03"), ("hst 0.03", "lst 0.03"), ("iso-failure", "2drp")):
