@@ -11,7 +11,7 @@ configurations of a sweep, `roofline_of` is figure 16a of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -88,7 +88,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
     off_chip = prefill.dram_bytes[:, 0] + _total(steps, columns.read_weights + step.off_chip_bytes + step.new_bytes)
     found = (
         _rows(_latencies(prefill, steps, waited)),
-        _rows(energy_of(columns, steps, step, _sum(waited.values()), prefill)),
+        _rows(energy_of(columns, steps, step, np.sum(list(waited.values()), axis=0), prefill)),
         off_chip.tolist(),
         peak.tolist(),
         (peak <= columns.dram_capacity_bytes[:, 0]).tolist(),
@@ -100,10 +100,6 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
     """Returns columns [n] by name as a mapping for each of n."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
-
-
-def _sum(parts: Iterable[Doubles]) -> Doubles:
-    return np.asarray(np.sum(list(parts), axis=0))
 
 
 def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> dict[str, Doubles]:

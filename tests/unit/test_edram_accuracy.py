@@ -31,7 +31,6 @@ from llmcache.errors import DataError
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
-from tests.unit.edram_parts import random_decoder
 
 EXACT = CellSettings("exact")
 Floats = NDArray[np.float32]
@@ -44,13 +43,12 @@ def decoded(decoder: Decoder, ids: NDArray[np.int64], first: int, settings: Aerp
     return np.array([decoder.step(int(token), cache) for token in ids[first:]])
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: int) -> None:
-    decoder, ids = random_decoder(kv_heads=kv_heads), np.random.default_rng(0).integers(0, 50, 60)
+def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention() -> None:
+    decoder, ids = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(0), 1, 60, pairs=8, questions=4).ids[0]
     dense = decoder.prompt(ids)[1][30:]
     np.testing.assert_allclose(decoded(decoder, ids, 30, AerpSettings(60, 4, 8), EXACT), dense, atol=1e-4)
     stored = decoded(decoder, ids, 30, AerpSettings(60, 4, 8), CellSettings("fp16"))
-    assert 1e-6 < np.abs(stored - dense).max() < 0.05
+    assert 1e-3 < np.abs(stored - dense).max() < 0.05
 
 
 @pytest.fixture(scope="module")
