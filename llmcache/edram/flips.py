@@ -272,7 +272,7 @@ class Cells:
     def settle(self, hst: Flags, used: Flags) -> Where:
         """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
 
-        Both [*places], or fewer from the first place of each axis on: the rest is not in use.
+        Both [*places], or fewer from the first place of each axis on: the rest is not in use. Only where bits can be lost.
         """
         if not self.settings.rates.any:
             return np.nonzero(np.zeros(hst.shape, np.bool_))

@@ -62,11 +62,15 @@ class Written:
         print(json.dumps({"schema": schema, "path": str(self.path), "size_bytes": self.size_bytes}))
 
 
-def form_of(option: str, path: str) -> str:
-    """Returns "png", "svg" or "html" by the ending of `path`; UsageError, naming `option`, for another."""
+def form_of(option: str, path: str, force: bool) -> str:
+    """Returns "png", "svg" or "html" by the ending of `path`; UsageError, naming `option`, for another.
+
+    Also as `check_target`.
+    """
     form = Path(path).suffix.lower().removeprefix(".")
     if form not in FORMS:
         raise UsageError(f"{option}: '{path}' must end in .png, .svg or .html", "the ending says what is written")
+    check_target(option, path, force)
     return form
 
 

@@ -31,7 +31,7 @@ from llmcache.cache.routing import MixtureUses
 from llmcache.errors import DataError, UsageError
 from llmcache.report.classify import expert_blocks, names_line
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page, printable
-from llmcache.report.output import Written, check_target, form_of, write_target
+from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import Trace, TraceFile, TraceReader
@@ -604,8 +604,7 @@ def plot(
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
-    form = form_of("-o", output)
-    check_target("-o", output, force)
+    form = form_of("-o", output, force)
     with open_trace(trace) as reader:
         data = _drawn(trace, form, reader, files, names(reader.files), progress if classes else None)
     return write_target("-o", output, data, force)

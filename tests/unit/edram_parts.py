@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Floats
 from llmcache.edram.accelerator import Outcome, evaluate
 from llmcache.edram.aerp import LayerShape, Projections, Rope, attend_prompt
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
-
-Floats = NDArray[np.float32]
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Stream:
         return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
 
 
-def column_sums(queries: Floats, keys: Floats) -> NDArray[np.float64]:
+def column_sums(queries: Floats, keys: Floats) -> Doubles:
     """What each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n]."""
     return attend_prompt(queries, keys, keys[:, :, :0])[1]
 

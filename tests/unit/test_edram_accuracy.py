@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
@@ -33,10 +33,9 @@ from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
 
 EXACT = CellSettings("exact")
-Floats = NDArray[np.float32]
 
 
-def decoded(decoder: Decoder, ids: NDArray[np.int64], first: int, settings: AerpSettings, cells: CellSettings) -> Floats:
+def decoded(decoder: Decoder, ids: Int64s, first: int, settings: AerpSettings, cells: CellSettings) -> Floats:
     """The logits of the tokens from `first` on, computed one by one over a cache."""
     prompt, _ = decoder.prompt(ids[:first])
     cache = decoder.cache(prompt, settings, cells)

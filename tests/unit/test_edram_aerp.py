@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape
 from llmcache.edram.constants import KELLE_INTERVALS, RefreshIntervals
 from llmcache.edram.flips import (
     LARGEST_HALF,
     NO_FLIPS,
+    Bits,
     Cells,
     CellSettings,
     FlipRates,
@@ -71,7 +71,6 @@ def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None
         assert votes[index] == (2 * retaining.sum() >= len(retaining))
 
 
-Floats = NDArray[np.float32]
 ROWS, DIM = 4000, 32
 
 
@@ -101,7 +100,7 @@ def test_every_bit_is_lost_at_the_rate_of_its_group() -> None:
 
 def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
     names, curve = name_rows(3, np.arange(ROWS)), paper_curve()
-    before: NDArray[np.uint16] = np.zeros((ROWS, DIM), np.uint16)
+    before: Bits = np.zeros((ROWS, DIM), np.uint16)
     for factor in (0.1, 0.5, 1.0, 2.0, 10.0, 1000.0):
         lost, as_lst = draw(names, DIM, FlipRates.of_intervals(KELLE_INTERVALS.scaled(factor), curve))
         assert not (before & ~lost).any() and not (lost & ~as_lst).any()
