@@ -239,7 +239,7 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 class RooflinePoint:
     """One decode step with its cache full: 8-bit operations of the model (not those of recomputing) and what bounds it.
 
-    `intensity`: operations per byte over DRAM; `bound`: the resource of `decode.RESOURCES` that it waits for longest.
+    `intensity`: operations per byte over DRAM; `bound`: the resource of `latency.RESOURCES` that it waits for longest.
     """
 
     name: str
@@ -264,36 +264,27 @@ class Roofline:
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share)."""
-    free = _recomputing(configuration)
-    best = float(recompute_share(ConfigurationColumns([free]), _last(free)).sum())
+    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share).
+
+    What is recomputed has its real cost.
+    """
+    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
+    columns = ConfigurationColumns([configuration.on(replace(configuration.system, policy=policy))])
+    hardware, cached = configuration.hardware, configuration.last_cached
+    last = Steps(np.array([[float(cached)]]), np.array([[float(-(-cached // hardware.array_rows))]]), np.ones((1, 1)))
+    best = float(recompute_share(columns, last).sum())
     named = {"no recomputation": 0.0, "recomputation": best, "over-recomputation": max(DECLARED_SHARE, 4 * best)}
-    hardware = configuration.hardware
-    points = tuple(point_at(configuration, name, min(share, 1.0)) for name, share in named.items())
+    points = tuple(_point(columns, last, name, min(share, 1.0)) for name, share in named.items())
     return Roofline(hardware.int8_ops_per_s, hardware.dram_bytes_per_s, points)
 
 
-def point_at(configuration: Configuration, name: str, share: float) -> RooflinePoint:
-    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed at its real cost."""
-    c, steps = ConfigurationColumns([_recomputing(configuration)]), _last(configuration)
-    step = step_of(c, steps, np.full_like(steps.cached, share))
+def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
+    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed in the `last` step."""
+    step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights
-    attention = c.batch * steps.cached * c.layers * 2 * c.heads * c.head_dim
+    attention = c.batch * last.cached * c.layers * 2 * c.heads * c.head_dim
     operations = float((2 * (PASSES_16_BY_8 * linear + PASSES_16_BY_16 * attention)).sum())
     moved = float((c.read_weights + step.off_chip_bytes + step.new_bytes).sum())
     bound = max(RESOURCES, key=waited.__getitem__)
     return RooflinePoint(name, share, operations / moved, operations / sum(waited.values()), bound)
-
-
-def _recomputing(configuration: Configuration) -> Configuration:
-    """Returns `configuration` with recomputation at its real cost."""
-    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
-    return configuration.on(replace(configuration.system, policy=policy))
-
-
-def _last(configuration: Configuration) -> Steps:
-    """Returns the last decode step alone."""
-    cached = configuration.last_cached
-    tiles = -(-cached // configuration.hardware.array_rows)
-    return Steps(np.array([[float(cached)]]), np.array([[float(tiles)]]), np.ones((1, 1)))

@@ -182,6 +182,9 @@ def _mixed(z: Names) -> Names:
     return mixed
 
 
+_mixed_one = njit(nogil=True)(_mixed)
+
+
 def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
     """Returns the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
     shape = (*names.shape, dim)
@@ -199,10 +202,8 @@ def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
         for column in range(hst.shape[1]):
             as_hst = as_lst = 0
             for pair in range(8):
-                z += np.uint64(0x9E3779B97F4A7C15)
-                m = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                m = (m ^ (m >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-                m ^= m >> np.uint64(31)
+                z += _STEP
+                m = _mixed_one(z)
                 low = 0 if pair >= 4 else 1  # bits 15 to 8 are the MSB group
                 for half in range(2):
                     number = m >> np.uint64(32) if half else m & np.uint64(0xFFFFFFFF)

@@ -206,7 +206,7 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
+    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `chip.EvictorCost`."""
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
