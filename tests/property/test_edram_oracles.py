@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.arrays import Doubles, Floats
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
 from llmcache.edram.constants import RefreshIntervals
 from llmcache.edram.flips import CellSettings
@@ -27,7 +28,7 @@ class PlainAerp:
         self.scores: list[dict[int, float]] = [{} for _ in range(shape.kv_heads)]
         self.keys: list[Floats] = []
         self.values: list[Floats] = []
-        self.sums: Scores = np.zeros((shape.kv_heads, 0))
+        self.sums: Doubles = np.zeros((shape.kv_heads, 0))
         self.as_x: set[int] = set()
         self.waiting: set[int] = set()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmcache.arrays import Floats
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape
 from llmcache.edram.constants import KELLE_INTERVALS, RefreshIntervals
 from llmcache.edram.flips import (
