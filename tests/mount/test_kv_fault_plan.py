@@ -218,7 +218,7 @@ class KvRig:
         assert isinstance(self.store.ssd, CsdTier)
         device = self.store.ssd.device
         if device.process.poll() is None:
-            os.kill(device.pid, signal.SIGKILL)
+            os.kill(device.process.pid, signal.SIGKILL)
             device.process.wait()
         self.broken.add("device")
 

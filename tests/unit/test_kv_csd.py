@@ -61,12 +61,6 @@ def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
     return found
 
 
-def ready(device: EmulatedCsd) -> int:
-    index = device.load()
-    device.activate(index)
-    return index
-
-
 def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.float32]:
     """Return the scores [kv_heads, tokens] of all blocks; each token exactly once."""
     found = np.full((2, tokens), np.nan, np.float32)
@@ -82,12 +76,12 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
-        running = device.execute(ready(device), queries, 0, 1, block_tokens=block_tokens)
+        running = device.score(queries, 0, 1, block_tokens=block_tokens)
         found = gathered(running, tokens)
         wanted = score(queries[None], keys[None])[0]
         assert (found == wanted.astype(np.float16).astype(np.float32)).all()
         assert running.report is not None and running.report.scored_keys == 2 * tokens
-        summed = gathered(device.execute(0, queries, 0, 1, combine="sum"), tokens)
+        summed = gathered(device.score(queries, 0, 1, combine="sum"), tokens)
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == tokens, "the file is flushed and whole"
@@ -103,10 +97,10 @@ def test_more_than_the_shared_memory_holds(make: Make) -> None:
         found = device.read(0, 0, list(range(750)))
         pages_bytes = 750 * (shape.key_slot_bytes + shape.value_slot_bytes)
         assert device.report.link_to_host_bytes - before == pages_bytes + 16
-        assert found.keys.swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
+        assert found[0].swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
         queries = normal((4, 128), 2)
         best = RunningTop(50)
-        for block in device.execute(ready(device), queries, 0, 0):
+        for block in device.score(queries, 0, 0):
             if block.head == 3:
                 best.add(block.positions, block.scores)
         exact = score(queries[None], keys[None])[0, 3]
@@ -119,12 +113,11 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     with make(slow) as device:
         filled(device, 16_384)
-        index = ready(device)
-        device.execute(index, normal((2, 64), 2), 0, 1).drain()  # compiled, cached
+        device.score(normal((2, 64), 2), 0, 1).drain()  # compiled, cached
         firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
         while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine looks as if it came late
             begin, times = time.perf_counter(), []
-            running = device.execute(index, normal((2, 64), 2), 0, 1)
+            running = device.score(normal((2, 64), 2), 0, 1)
             for _ in running:
                 times.append(time.perf_counter() - begin)
             assert running.report is not None
@@ -138,9 +131,9 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     device = make()
     keys = filled(device, 3000)
     device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
-    index, queries = ready(device), normal((2, 64), 2)
-    before = gathered(device.execute(index, queries, 0, 1), 3000)
-    old = device.pid
+    queries = normal((2, 64), 2)
+    before = gathered(device.score(queries, 0, 1), 3000)
+    old = device.process.pid
     os.kill(old, signal.SIGKILL)
     with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
         device.read(0, 1, [0])
@@ -148,24 +141,24 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     with pytest.raises(EnvironmentProblem, match="not running"):
         device.flush()
     device.restart()
-    assert device.pid != old and device.pages(1, 0) == 188
-    assert (gathered(device.execute(index, queries, 0, 1), 3000) == before).all()
-    assert (device.read(1, 0, [3]).keys == keys.reshape(2, -1, 64)[:, 48:64]).all()
+    assert device.process.pid != old and device.pages(1, 0) == 188
+    assert (gathered(device.score(queries, 0, 1), 3000) == before).all()
+    assert (device.read(1, 0, [3])[0] == keys.reshape(2, -1, 64)[:, 48:64]).all()
     device.close()
-    assert not psutil.pid_exists(device.pid)
+    assert not psutil.pid_exists(device.process.pid)
 
 
 @FORKED
 def test_a_device_that_hangs_is_taken_for_dead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     device = make()
     filled(device, 100)
-    os.kill(device.pid, signal.SIGSTOP)
+    os.kill(device.process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match="says nothing"):
         patch.setattr(host, "ANSWER_S", 0.3)
         device.flush()
     assert device.process.poll() is not None, "it does not stay behind"
     device.restart()
-    assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
+    assert device.pages(0, 1) == 7 and device.read(0, 1, [6])
 
 
 def interrupted(command: Callable[[], object]) -> None:
@@ -182,15 +175,15 @@ def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make:
     """Of reading, of scoring, and of writing, whose pages are known."""
     device = make(CsdProfile("slow", math.inf, math.inf, 1e6, 0, throttle=True))
     keys = filled(device, 1600)
-    pages, index, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), ready(device), normal((2, 64), 2)
+    pages, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), normal((2, 64), 2)
     commands: list[Callable[[], object]] = [
         lambda: device.read(0, 1, list(range(60))),
-        lambda: list(device.execute(index, queries, 0, 1, block_tokens=16)),
+        lambda: list(device.score(queries, 0, 1, block_tokens=16)),
         lambda: device.append(0, 1, keys, keys),
     ]
     for command in commands:
         interrupted(command)
-        assert (device.read(0, 1, list(range(40, 100))).keys == pages[40:]).all()
+        assert (device.read(0, 1, list(range(40, 100)))[0] == pages[40:]).all()
     interrupted(commands[-1])
     known = device.pages(0, 1)
     device.read(0, 1, [known - 1])
@@ -236,17 +229,11 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
             make()
         with pytest.raises(ValueError, match="not all of"):
             device.read(0, 0, [1])
-        with pytest.raises(ValueError, match="program: 'sort'"):
-            device.load("sort")
-        index = device.load()
-        with pytest.raises(ValueError, match="not activated"):
-            device.execute(index, normal((2, 64), 1), 0, 0).drain()
         with pytest.raises(ValueError, match="queries: "):
-            device.execute(index, normal((2, 65), 1), 0, 0)
-        device.activate(index)
+            device.score(normal((2, 65), 1), 0, 0)
         with pytest.raises(ValueError, match="block_tokens: 0"):
-            device.execute(index, normal((2, 64), 1), 0, 0, block_tokens=0).drain()
-        assert device.execute(index, normal((2, 64), 1), 0, 0).drain().scored_keys == 0
+            device.score(normal((2, 64), 1), 0, 0, block_tokens=0).drain()
+        assert device.score(normal((2, 64), 1), 0, 0).drain().scored_keys == 0
     with pytest.raises(DataError, match="another model's"):
         make(shape=KvShape("other", 2, 2, 64), create=False)
     assert psutil.Process().children() == before, "no device is left"
@@ -305,8 +292,7 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
     pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
     found = np.full((2, 5000), np.nan, np.float32)
-    index = ready(device)
-    running = device.execute(index, queries, 0, 0, pages=pages, block_tokens=20)
+    running = device.score(queries, 0, 0, pages=pages, block_tokens=20)
     for block in running:
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
@@ -319,9 +305,9 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     assert report.internal_read_bytes == len(pages) * ROWS.key_slot_bytes
     assert report.link_to_device_bytes == 64 + queries.nbytes + 4 * 8, "four runs of pages, 8 bytes each"
     with pytest.raises(ValueError, match="not all of"):
-        device.execute(index, queries, 0, 0, pages=[313]).drain()
+        device.score(queries, 0, 0, pages=[313]).drain()
     with pytest.raises(ValueError, match="pages: none"):
-        device.execute(index, queries, 0, 0, pages=[])
+        device.score(queries, 0, 0, pages=[])
 
 
 @FORKED

@@ -48,7 +48,7 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
 
 def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
     store, plain = make(40, cpu_pages=None, path=None)
-    assert pages(store) == list(range(10)) and store.restored is None
+    assert pages(store) == list(range(10))
     assert not list(store.score_ssd(0, 0, np.ones((2, 8), np.float32)))
     with pytest.raises(ValueError, match="no ssd tier"):
         store.move_down(0, 0, np.array([3]))

@@ -13,7 +13,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import (
     BLOCK_TOKENS,
-    SCORE_KEYS,
     WRITE_BYTES,
     Data,
     ScoreBlock,
@@ -36,7 +35,7 @@ from llmcache.kv.csd.wire import (
     receive,
     shares,
 )
-from llmcache.kv.spill import KvPages, KvShape, Recovery
+from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.layout import KEYS, VALUES, check_rows, check_tokens, view_slots
 
 ANSWER_S = 120.0
@@ -47,7 +46,7 @@ Pages = Int64s | list[int]
 
 
 class Execution:
-    """A running program: iterate over it for its score blocks as they come; `report` is there after the last."""
+    """A scoring under way: iterate over it for its score blocks as they come; `report` is there after the last."""
 
     def __init__(self, device: EmulatedCsd) -> None:
         self._device = device
@@ -90,8 +89,6 @@ class EmulatedCsd:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report = Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
-        self._programs: list[str] = []
-        self._active: list[int] = []
         self._running: Execution | None = None
         self._amid = False  # from the first byte of a command to the last of its answer, of an execution of each block
         self.end: Connection | None = None
@@ -124,17 +121,11 @@ class EmulatedCsd:
             self.kill()
             raise
         self.direct: bool = found["direct"]
-        self.recovery: Recovery = found["recovery"]
         pages: dict[int, list[int]] = found["pages"]
         return pages
 
-    @property
-    def pid(self) -> int:
-        """Process id of the device."""
-        return self.process.pid
-
     def restart(self) -> None:
-        """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
+        """Starts a device anew over the same file; DataError if acknowledged pages are missing."""
         self.kill()
         found = self._start(create=False, again=True)
         for sequence, pages in self._pages.items():
@@ -143,10 +134,6 @@ class EmulatedCsd:
                 lost = f"{there} pages by layer, {pages} were acknowledged"
                 raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
         self._pages = found
-        for name in self._programs:
-            self._command("load_program", name=name)
-        for index in self._active:
-            self._command("activate_program", index=index)
 
     def kill(self) -> None:
         """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
@@ -256,20 +243,8 @@ class EmulatedCsd:
         self._shared.consumed(data)
         return block
 
-    def load(self, program: str = SCORE_KEYS) -> int:
-        """Loads a program into the device; returns its number. It runs once it is activated."""
-        index = int(self._command("load_program", name=program)["index"])
-        self._programs.append(program)
-        return index
-
-    def activate(self, index: int) -> None:
-        """Makes a loaded program ready to run."""
-        self._command("activate_program", index=index)
-        self._active.append(index)
-
-    def execute(
+    def score(
         self,
-        index: int,
         queries: Floats,
         sequence: int,
         layer: int,
@@ -278,7 +253,7 @@ class EmulatedCsd:
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Execution:
-        """Starts an activated program over the keys of a layer (of `pages`, if given), and returns while it runs.
+        """Starts to score the keys of a layer (of `pages`, if given) near their data, and returns while that runs.
 
         `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
         fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
@@ -290,7 +265,7 @@ class EmulatedCsd:
         if pages is not None and not len(runs):
             raise ValueError("pages: none is named")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
-        self._send("execute_program", index=index, sequence=sequence, layer=layer, **options)
+        self._send("score", sequence=sequence, layer=layer, **options)
         self._running, self._amid = Execution(self), False
         return self._running
 
@@ -323,23 +298,12 @@ class EmulatedCsd:
         self._recover()
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
-    def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
-        """Fetches whole pages of a layer over the link; as `SpillFile.read`."""
+    def read(self, sequence: int, layer: int, pages: Pages, sides: Sequence[int] = (KEYS, VALUES)) -> list[Rows]:
+        """Fetches whole pages of a layer over the link, keys and values or one of both; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
-        length, (keys, values) = self._fetched(sequence, layer, wanted, (KEYS, VALUES))
-        tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
-        return KvPages.of_slots(self.shape, keys, values, tokens)
-
-    def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> Rows:
-        """Fetches the keys or values of pages alone; as `SpillFile.read_side`."""
-        _, (slots,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (side,))
-        return view_slots(self.shape, slots, (self.shape.head_dim, self.shape.value_dim)[side])
-
-    def _fetched(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> tuple[int, list[Bytes]]:
-        """The layer's length, and slots [pages, slot bytes] of `sides`, which come over the link in turns, in parts."""
-        self._send("read", sequence=sequence, layer=layer, pages=pages, sides=sides)
-        sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
-        slots = [np.empty((len(pages), sizes[side]), np.uint8) for side in sides]
+        self._send("read", sequence=sequence, layer=layer, pages=wanted, sides=sides)
+        slots = [np.empty((len(wanted), self.shape.slot_sizes[side]), np.uint8) for side in sides]
+        # They come in turns, in parts.
         left = [of_side.reshape(-1) for of_side in slots]
         turn = 0
         while isinstance(found := self._receive(), Data):
@@ -347,7 +311,8 @@ class EmulatedCsd:
             left[turn] = left[turn][found.size_bytes :]
             self._shared.consumed(found)
             turn = (turn + 1) % len(left)
-        return int(self._ended(found)["length"]), slots
+        self._ended(found)
+        return [view_slots(self.shape, of_side, side) for of_side, side in zip(slots, sides, strict=True)]
 
     def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> list[Rows]:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.

@@ -30,6 +30,7 @@ from llmcache.kv.spill.layout import (
     EXTENT_TOKENS,
     KEYS,
     RECORD_BYTES,
+    VALUES,
     Commit,
     ExtentEntry,
     ExtentPlan,
@@ -125,7 +126,7 @@ class SpillFile(SpillReader):
         check_rows(self.shape, keys, values)
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
-            return slots_of(self.shape, keys[:, part]), slots_of(self.shape, values[:, part])
+            return slots_of(self.shape, keys[:, part], KEYS), slots_of(self.shape, values[:, part], VALUES)
 
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 

@@ -268,8 +268,8 @@ class Spill:
         """
         table = self._state.table
         for stream, found in table.by_stream(numbers):
-            with self.ssd.read(stream, layer, table.places(found), why) as pages:
-                yield found, [pages.keys, pages.values]
+            with self.ssd.read(stream, layer, table.places(found), why) as sides:
+                yield found, sides
 
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int
