@@ -99,7 +99,7 @@ class Store(RuleBasedStateMachine):
         staged = self.store.stage(layer, selection)
         if tokens:
             self._step(tokens, seed)
-        found = self.store.gather(layer, staged=staged)
+        found = self.store.complete(staged)
         assert set(selection.positions.reshape(-1).tolist()) <= set(found.positions.reshape(-1).tolist())
         self.plain.check(layer, found)
 

@@ -142,7 +142,7 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
             file.append(0, 0, noise, noise)
             file.append_tokens(0, ids, ids)
         file.flush()
-        size, direct = file.size_bytes, file.direct
+        size, direct = path.stat().st_size, file.direct
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "file_bytes": size, "kv_bytes": tokens * SHAPE.token_bytes, "direct": direct}
 

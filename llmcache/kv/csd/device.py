@@ -133,7 +133,7 @@ class Device:
                     block = of_head[first : first + block_tokens]
                     at, room = self._room(4 * len(block))
                     encode(block, room.view(np.uint16).reshape(-1, 2))
-                    self._send(Data(at, room.size, head, base + first, len(block)), HEADER_BYTES, True)
+                    self._send(Data(at, room.size, head, base + first), HEADER_BYTES, True)
 
     def _scored(
         self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None

@@ -47,13 +47,12 @@ _OFFSET, _SCORE = 0, 1
 
 
 class Data(NamedTuple):
-    """Data in the ring: `size_bytes` at `at` (ever increasing). `head`, `base` and `tokens`: of a score block."""
+    """Data in the ring: `size_bytes` at `at` (ever increasing). `head` and `base`: of a score block."""
 
     at: int
     size_bytes: int
     head: int = 0
     base: int = 0
-    tokens: int = 0
 
 
 def receive(pipe: Connection) -> Any:

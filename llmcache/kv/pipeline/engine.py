@@ -113,8 +113,8 @@ class KvEngine:
             assert self._fast is not None
             with self.timeline.span(LINK, FETCH, layer, step):
                 return self.store.gather_fast(layer, selection, self._fast)
-        found = self.store.gather(layer, staged=chosen.staged)
-        return self._completed(layer, chosen, found) if chosen.corrected else found
+        found = self.store.complete(chosen.staged)
+        return self._completed(chosen, found) if chosen.corrected else found
 
     def _choose(self, layer: int, queries: Floats) -> Choice:
         started, step = self.looked_ahead.pop(layer, None), self.store.step
@@ -145,13 +145,13 @@ class KvEngine:
         more = self._stage(layer, Selection(lacking), step) if lacking.shape[2] else None
         return Choice(selection, early.staged, True, more)
 
-    def _completed(self, layer: int, chosen: Choice, early: Gathered) -> Gathered:
+    def _completed(self, chosen: Choice, early: Gathered) -> Gathered:
         """Returns the rows of a corrected choice, from those that were fetched early and those that were missing."""
         lead = chosen.staged.middle.start * self.store.shape.page_tokens
         behind = lead + chosen.staged.positions.shape[2]
         around = early.positions[..., :lead], chosen.selection.positions, early.positions[..., behind:]
         wanted = np.concatenate(around, axis=2)
-        parts = [early] if chosen.more is None else [early, self.store.gather(layer, staged=chosen.more)]
+        parts = [early] if chosen.more is None else [early, self.store.complete(chosen.more)]
         keys, values = merged(wanted, parts)
         for part in parts:
             part.release()

@@ -40,7 +40,6 @@ from llmcache.kv.spill.layout import (
     PageEntry,
     aligned,
     check_rows,
-    check_tokens,
     pack,
     slots_of,
 )
@@ -132,7 +131,8 @@ class SpillFile(SpillReader):
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
         """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
-        check_tokens(ids, positions)
+        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
+            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
             pages = self.shape.pages_of(part.stop - part.start)

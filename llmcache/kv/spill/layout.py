@@ -163,12 +163,6 @@ def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: 
             raise ValueError(f"{name}: {found.dtype} {found.shape}, {dtype} {form} is needed")
 
 
-def check_tokens(ids: Int64s, positions: Int64s) -> None:
-    """ValueError if these are not ids and positions [tokens] of at least one token."""
-    if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
-        raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
-
-
 class PageEntry(NamedTuple):
     """One page: entry `page` of its chain, with `tokens` filled, appended in `epoch`; checksums of its parts, keys first."""
 

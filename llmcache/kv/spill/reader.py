@@ -31,7 +31,6 @@ from llmcache.kv.kernels.top import copy, first_from, sort
 from llmcache.kv.spill.checksum import checksums, first_other
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
-    EXTENTS_AT,
     KEYS,
     RECORD_BYTES,
     VALUES,
@@ -275,11 +274,6 @@ class SpillReader:
     def interleaved(self) -> bool:
         """True if keys cannot be read without the values of the same tokens."""
         return self._layout.of_layer.interleaved
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the file."""
-        return EXTENTS_AT + self._extents * self._layout.extent_bytes
 
     @property
     def sequences(self) -> list[int]:

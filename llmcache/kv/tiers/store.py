@@ -360,7 +360,7 @@ class KvStore(Sequences):
     # What a layer attends to, side by side
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
-        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle.
+        """Fetches what is chosen ahead of time, for a later `complete`; ValueError if it is not all in the middle.
 
         `length`: tokens the layer will have then; None: one more than now, as in a decode step.
         """
@@ -372,20 +372,13 @@ class KvStore(Sequences):
         self._copy_in(staged, positions, middle.start * self.shape.page_tokens, True)
         return staged
 
-    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
-        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
+    def gather(self, layer: int, selection: Selection) -> Gathered:
+        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended."""
+        return self.complete(self.stage(layer, selection, self.layer_length(layer)))
 
-        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
-        """
-        if (selection is None) == (staged is None):
-            raise ValueError("selection: either a selection or what was staged is needed")
-        self.checked(layer)
-        length = int(self.lengths[layer])
-        if selection is not None:
-            staged = self.stage(layer, selection, length)
-        assert staged is not None
-        if staged.layer != layer:
-            raise ValueError(f"staged: it is of layer {staged.layer}, not of {layer}")
+    def complete(self, staged: Staged) -> Gathered:
+        """As `gather`, with the rows that were staged: what has left the window meanwhile comes along."""
+        length = self.layer_length(staged.layer)
         positions = self._with_ends(staged.middle, staged.positions, length)
         lead = staged.middle.start * self.shape.page_tokens
         end = lead + staged.positions.shape[2]
@@ -401,8 +394,7 @@ class KvStore(Sequences):
 
     def attended_positions(self, layer: int, selection: Selection) -> Int64s:
         """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
-        self.checked(layer)
-        return self._with_ends(self.middle, selection.positions, int(self.lengths[layer]))
+        return self._with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     def _checked(self, selection: Selection, middle: range) -> Int64s:
         found = selection.positions
