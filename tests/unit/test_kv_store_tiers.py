@@ -82,7 +82,7 @@ def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: 
         plain.step(store, 1)
     store.move_up(0, 0, np.array([3]))
     assert store.traffic.ping_pong_pages == counted
-    assert store.traffic.ping_pong_share == counted
+    assert store.traffic.ping_pong_share == counted and store.traffic.to_json()["ping_pong_pages"] == counted
 
 
 def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:

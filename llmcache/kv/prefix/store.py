@@ -114,7 +114,7 @@ class Uses(NamedTuple):
     """What was restored of a model: how often, tokens and bytes of it."""
 
     restores: int = 0
-    tokens: int = 0
+    restored_tokens: int = 0
     restored_bytes: int = 0
 
 
@@ -529,7 +529,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
         by_model[entry.key.model].append(entry)
     found = []
     for model in store.models():
-        entries, described, uses = by_model[model], store.description(model), store.uses(model)
+        entries, described = by_model[model], store.description(model)
         if not entries and not described:
             continue
         tokens, ages = described.get("block_tokens"), [max(0, now - entry.used_ns) for entry in entries]
@@ -543,9 +543,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
                 longest_tokens=longest * (tokens if isinstance(tokens, int) else 0),
                 used_ns_ago=min(ages, default=0),
                 unused_ns=max(ages, default=0),
-                restores=uses.restores,
-                restored_tokens=uses.tokens,
-                restored_bytes=uses.restored_bytes,
+                **store.uses(model)._asdict(),
                 described=described,
             )
         )

@@ -208,3 +208,13 @@ class Traffic:
     def ping_pong_share(self) -> float:
         """Share of the pages that moved up which had gone down within 16 steps."""
         return self.ping_pong_pages / self.pages_up if self.pages_up else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data: bytes as a list of {from, to, why, bytes}."""
+        with self._lock:
+            moved = [
+                {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())
+            ]
+        pages = ("pages_up", "pages_down", "ping_pong_pages", "ping_pong_share")
+        names = (*pages, "hits_gpu", "hits_cpu", "hits_ssd", "hit_ratio")
+        return {"moved_bytes": moved, **{name: getattr(self, name) for name in names}}

@@ -224,8 +224,10 @@ class KvStore(Sequences):
             if fresh is not None and not any(full.start in part for part in kept):
                 pool.drop(self.table.table[:, full.start])  # it was being filled, is full now, and does not stay
         self.lengths[layer] = end
-        if self._spill is not None and (fresh is not None or self._spill.is_saved):
+        if self._spill is not None and fresh is not None:
             self._spill.add(layer, fresh)
+        elif self._spill is not None and self._spill.is_saved:
+            self._spill.uncut()
         if len(full) > 1 and self._spill is not None:
             self._spill.trim(layer, end, placing=True)
 
