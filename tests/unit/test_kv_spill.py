@@ -141,8 +141,6 @@ def test_one_writer_and_many_readers(tmp_path: Path) -> None:
         append(file, 0, ids(0, 8))
         with pytest.raises(EnvironmentProblem, match="another process writes"):
             SpillFile.open(path)
-        with pytest.raises(EnvironmentProblem, match="another process writes"):
-            SpillFile.create(path, SHAPE, force=True)
         with SpillReader.open(path) as reader:
             assert restored(reader, 0) == list(range(8))
 
@@ -166,39 +164,28 @@ def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pyt
         assert seen[0] != seen[-1]
 
 
-def test_a_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     SpillFile.create(path, SHAPE).close()
     with pytest.raises(UsageError, match="there already"):
         SpillFile.create(path, SHAPE)
-    SpillFile.create(path, SHAPE, force=True).close()
     with pytest.raises(UsageError, match="none: is not a directory"):
         SpillFile.create(tmp_path / "none" / "a.kv", SHAPE)
     assert os.listdir(tmp_path) == ["a.kv"]
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
-    """The second begins while the first is about to give its file the name; forced, both to replace an older file."""
+def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins while the first is about to give its file the name."""
     path, made, sync = tmp_path / "a.kv", list[SpillFile](), RawFile.sync
-    if force:
-        SpillFile.create(path, SHAPE).close()
 
     def second(self: RawFile) -> None:
         monkeypatch.setattr(RawFile, "sync", sync)
         sync(self)
-        if force:
-            with pytest.raises(EnvironmentProblem, match="another process writes this file"):
-                SpillFile.create(path, SHAPE, force=True)
-        else:
-            made.append(SpillFile.create(path, SHAPE))
+        made.append(SpillFile.create(path, SHAPE))
 
     monkeypatch.setattr(RawFile, "sync", second)
-    if force:
-        made.append(SpillFile.create(path, SHAPE, force=True))
-    else:
-        with pytest.raises(UsageError, match="there already"):
-            SpillFile.create(path, SHAPE)
+    with pytest.raises(UsageError, match="there already"):
+        SpillFile.create(path, SHAPE)
     (owner,) = made
     append(owner, 0, ids(0, 8))
     owner.close()

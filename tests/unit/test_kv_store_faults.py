@@ -338,11 +338,12 @@ def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
     again(store).close()
 
 
-def test_a_file_is_replaced_with_its_tables(make: Make, tmp_path: Path) -> None:
+def test_tables_of_a_file_that_was_removed_are_not_those_of_the_next(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
     store.select(np.array([1, 0]))
     store.close()
-    other, plain = make(8, force=True)
+    (tmp_path / "a.kv").unlink()
+    other, plain = make(8)
     assert os.listdir(tmp_path) == ["a.kv"]
     other.close()
     with again(other) as found:

@@ -99,13 +99,12 @@ class Device:
         create: bool,
         again: bool,
         direct: bool | None,
-        force: bool,
         threads: int | None,
     ) -> dict[str, Any]:
         if max(shape.slot_sizes) > RING_BYTES // 2:
             raise ValueError(f"page_tokens: {shape.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
         if create:
-            self._file = SpillFile.create(path, shape, direct=direct, force=force)
+            self._file = SpillFile.create(path, shape, direct=direct)
         else:
             self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
         self._profile, self._clock = profile, ModelledClock(profile)

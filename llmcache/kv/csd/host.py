@@ -71,7 +71,7 @@ class Execution:
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
-    `create` makes the file, else it is opened; `direct`, `force` and errors as there. `threads` of the engine: None for one
+    `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one
     a processor. `report` adds up what all commands took.
     """
 
@@ -84,11 +84,10 @@ class EmulatedCsd:
         create: bool = False,
         direct: bool | None = None,
         threads: int | None = None,
-        force: bool = False,
     ) -> None:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report = Report()
-        self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
+        self._options: dict[str, Any] = {"direct": direct, "threads": threads}
         self._running: Execution | None = None
         self._amid = False  # from the first byte of a command to the last of its answer, of an execution of each block
         self.end: Connection | None = None

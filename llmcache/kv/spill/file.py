@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,36 +84,36 @@ class SpillFile(SpillReader):
         extent_pages: int = 0,
         interleaved: bool = False,
         direct: bool | None = None,
-        force: bool = False,
     ) -> SpillFile:
         """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
 
         `extent_pages` pages of a layer lie side by side (0: 1024 tokens). `interleaved`: for who reads rows, and never keys
-        alone. UsageError if the file is there, unless `force`, or its directory is not.
+        alone. UsageError if the file is there, or its directory is not.
         """
         path = Path(path)
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
         layout = Layout(shape, extent_pages, interleaved=interleaved)
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
-        with _replaced(path, force) as is_there:
-            temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
-            raw: RawFile | None = None
-            try:
-                raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
-                raw.lock()
-                raw.write(layout.header(), 0)
-                raw.write(pack(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
-                raw.sync()
-                raw.open_direct()
-                raw.rename(path, replace=is_there)
-            except BaseException:
-                with contextlib.suppress(LlmcacheError):
-                    if raw is not None:
-                        raw.close()
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
+        if path.exists():
+            raise there_already(path)
+        temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
+        raw: RawFile | None = None
+        try:
+            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+            raw.lock()
+            raw.write(layout.header(), 0)
+            raw.write(pack(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
+            raw.sync()
+            raw.open_direct()
+            raw.rename(path)
+        except BaseException:
+            with contextlib.suppress(LlmcacheError):
+                if raw is not None:
+                    raw.close()
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
         return cls(raw, layout, Scan(raw, layout, Commit(0, 0)))
 
     def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
@@ -374,21 +374,3 @@ class SpillFile(SpillReader):
 
 def _table(plan: ExtentPlan, entries: list[PageEntry]) -> bytes:
     return b"".join(pack(entry, plan.entry_bytes) for entry in entries)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, force: bool) -> Iterator[bool]:
-    """Yields whether a file is to be replaced, and holds its lock meanwhile; UsageError if there is one, unless `force`."""
-    while path.exists():
-        if not force:
-            raise there_already(path)
-        old = RawFile(path, os.O_RDWR)
-        try:
-            old.lock()
-            # Its owner may have given the name to another one, before the lock was free.
-            if old.is_at(path):
-                yield True
-                return
-        finally:
-            old.close()
-    yield False

@@ -239,12 +239,11 @@ def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> SsdTier | 
     """Returns the ssd tier of a store, if it has one, made anew or opened."""
     if config.path is None:
         return None
-    if config.ssd == "file":
-        if create:
-            options: dict[str, Any] = {"interleaved": config.interleaved, "direct": config.direct, "force": config.force}
-            file = SpillFile.create(config.path, config.shape, **options)
-        else:
-            file = SpillFile.open(config.path, config.shape, direct=config.direct)
-        return FileTier(file, traffic, config.threads)
-    options = {"direct": config.direct, "threads": config.threads, "force": config.force}
-    return CsdTier(EmulatedCsd(config.path, config.shape, config.profile, create=create, **options), traffic)
+    if config.ssd == "csd":
+        options: dict[str, Any] = {"direct": config.direct, "threads": config.threads}
+        return CsdTier(EmulatedCsd(config.path, config.shape, config.profile, create=create, **options), traffic)
+    if create:
+        file = SpillFile.create(config.path, config.shape, interleaved=config.interleaved, direct=config.direct)
+    else:
+        file = SpillFile.open(config.path, config.shape, direct=config.direct)
+    return FileTier(file, traffic, config.threads)

@@ -121,7 +121,7 @@ class KvStore(Sequences):
             if found is not None and self._spill is not None:
                 self._adopt(self._spill, found)
             elif config.path is not None:
-                Tables.remove(config.path)  # those of a file that was replaced
+                Tables.remove(config.path)  # those of a file that was removed
         except BaseException:
             self.close()
             raise
