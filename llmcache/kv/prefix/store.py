@@ -348,15 +348,11 @@ class BlockStore:
 
         Returns what was removed. A model of which nothing is left is forgotten. OSError.
         """
+        if keep_bytes is None:
+            keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # not even an empty one stays, or whatever was used
         with self._account() as account:
             entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
-            now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
-            for entry in entries:
-                is_old = unused_ns is not None and now - entry.used_ns > unused_ns
-                if is_old or (left > keep_bytes if keep_bytes is not None else unused_ns is None):
-                    gone.append(entry)
-                    left -= entry.size_bytes
-            self._remove(gone)
+            gone = self._remove_oldest(entries, keep_bytes, unused_ns)
             rest = self._aged()
             account.used_bytes = sum(entry.size_bytes for entry in rest)
             if gone:
@@ -439,25 +435,26 @@ class BlockStore:
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
         used = sum(entry.size_bytes for entry in entries)
         aim = int(self.limit_bytes * _SPARE) - size if used + size > self.limit_bytes else used
-        gone: list[Entry] = []
-        for entry in entries:
-            if not (self._is_old(entry.used_ns) or used > aim or least > 0):
-                break
-            gone.append(entry)
-            used -= entry.size_bytes
-            least -= entry.size_bytes
-        self._remove(gone)
+        gone = self._remove_oldest(entries, min(aim, used - least), self.ttl_ns or None)
         self.evicted += len(gone)
-        account.used_bytes = used
+        account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
-    def _remove(self, entries: Iterable[Entry]) -> None:
-        """Removes blocks, and links that lead nowhere."""
+    def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
+        """Removes the first of `entries`, which are `_aged`, and returns them: those unused for longer than `unused_ns`, and
+        until `keep_bytes` are left. Links that lead nowhere go too.
+        """
+        now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
+            if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
+                break
             (self.directory / entry.key.file).unlink(missing_ok=True)
+            gone.append(entry)
+            left -= entry.size_bytes
         for model in self.models():
             for item in self._files(model):
                 if _NEXT.fullmatch(item.name) and item.is_symlink() and not os.path.exists(item.path):
                     os.unlink(item.path)
+        return gone
 
     def _forget(self, models: Iterable[str]) -> None:
         for model in models:
