@@ -61,7 +61,7 @@ def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
     return found
 
 
-def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.float32]:
+def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
     """Return the scores [kv_heads, tokens] of all blocks; each token exactly once."""
     found = np.full((2, tokens), np.nan, np.float32)
     for block in blocks:
@@ -76,11 +76,10 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
-        running = device.score(queries, 0, 1, block_tokens=block_tokens)
-        found = gathered(running, tokens)
+        found = gathered(device.score(queries, 0, 1, block_tokens=block_tokens), tokens)
         wanted = score(queries[None], keys[None])[0]
         assert (found == wanted.astype(np.float16).astype(np.float32)).all()
-        assert running.report is not None and running.report.scored_keys == 2 * tokens
+        assert device.last.scored_keys == 2 * tokens
         summed = gathered(device.score(queries, 0, 1, combine="sum"), tokens)
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
@@ -113,16 +112,14 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     with make(slow) as device:
         filled(device, 16_384)
-        device.score(normal((2, 64), 2), 0, 1).drain()  # compiled, cached
+        list(device.score(normal((2, 64), 2), 0, 1))  # compiled, cached
         firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
         while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine looks as if it came late
             begin, times = time.perf_counter(), []
-            running = device.score(normal((2, 64), 2), 0, 1)
-            for _ in running:
+            for _ in device.score(normal((2, 64), 2), 0, 1):
                 times.append(time.perf_counter() - begin)
-            assert running.report is not None
-            assert running.report.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
-            assert times[-1] >= modelled_s and running.report.wall_ns >= running.report.modelled_ns
+            assert device.last.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
+            assert times[-1] >= modelled_s and device.last.wall_ns >= device.last.modelled_ns
             firsts.append(times[0])
         assert min(firsts) < modelled_s / 2
 
@@ -232,8 +229,8 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
         with pytest.raises(ValueError, match="queries: "):
             device.score(normal((2, 65), 1), 0, 0)
         with pytest.raises(ValueError, match="block_tokens: 0"):
-            device.score(normal((2, 64), 1), 0, 0, block_tokens=0).drain()
-        assert device.score(normal((2, 64), 1), 0, 0).drain().scored_keys == 0
+            list(device.score(normal((2, 64), 1), 0, 0, block_tokens=0))
+        assert not list(device.score(normal((2, 64), 1), 0, 0))
     with pytest.raises(DataError, match="another model's"):
         make(shape=KvShape("other", 2, 2, 64), create=False)
     assert psutil.Process().children() == before, "no device is left"
@@ -292,20 +289,19 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
     pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
     found = np.full((2, 5000), np.nan, np.float32)
-    running = device.score(queries, 0, 0, pages=pages, block_tokens=20)
-    for block in running:
+    for block in device.score(queries, 0, 0, pages=pages, block_tokens=20):
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
     tokens = [token for page in pages for token in range(page * 16, min(5000, page * 16 + 16))]
     wanted = score(queries[None], keys[None])[0]
     assert (found[:, tokens] == wanted.astype(np.float16).astype(np.float32)[:, tokens]).all()
     assert np.isnan(np.delete(found, tokens, axis=1)).all()
-    report = running.report
-    assert report is not None and report.scored_keys == 2 * len(tokens)
+    report = device.last
+    assert report.scored_keys == 2 * len(tokens)
     assert report.internal_read_bytes == len(pages) * ROWS.key_slot_bytes
     assert report.link_to_device_bytes == 64 + queries.nbytes + 4 * 8, "four runs of pages, 8 bytes each"
     with pytest.raises(ValueError, match="not all of"):
-        device.score(queries, 0, 0, pages=[313]).drain()
+        list(device.score(queries, 0, 0, pages=[313]))
     with pytest.raises(ValueError, match="pages: none"):
         device.score(queries, 0, 0, pages=[])
 

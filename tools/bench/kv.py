@@ -201,7 +201,9 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
     wall, report = [], None
     with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
         for _ in range(rounds + 1):
-            report = device.score(queries, 0, 0).drain()
+            for _ in device.score(queries, 0, 0):
+                pass
+            report = device.last
             wall.append(report.wall_ns)
     assert report is not None
     moved = report.link_to_host_bytes + report.link_to_device_bytes

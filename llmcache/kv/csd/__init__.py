@@ -7,8 +7,8 @@ of NVMe's Computational Programs: CSx (the device), CSE (its engine), CSF (the f
 "gather": pages are read into the FDM, and only the rows asked for cross the link.
 """
 
-from llmcache.kv.csd.host import EmulatedCsd, Execution
+from llmcache.kv.csd.host import EmulatedCsd
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import ScoreBlock
 
-__all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Execution", "Report", "ScoreBlock"]
+__all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Report", "ScoreBlock"]

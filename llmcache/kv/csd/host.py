@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import (
     BLOCK_TOKENS,
@@ -45,34 +45,11 @@ Rows = NDArray[Any]
 Pages = Int64s | list[int]
 
 
-class Execution:
-    """A scoring under way: iterate over it for its score blocks as they come; `report` is there after the last."""
-
-    def __init__(self, device: EmulatedCsd) -> None:
-        self._device = device
-        self.report: Report | None = None
-
-    def __iter__(self) -> Iterator[ScoreBlock]:
-        while self.report is None:
-            found = self._device._receive()
-            if isinstance(found, Data):
-                yield self._device._block(found)
-            else:
-                self.report = self._device._ended(found)["report"]
-
-    def drain(self) -> Report:
-        """Takes what is left without looking at it, and returns the report."""
-        for _ in self:
-            pass
-        assert self.report is not None
-        return self.report
-
-
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
     `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one
-    a processor. `report` adds up what all commands took.
+    a processor. `report` adds up what all commands took, `last` is what the last one took.
     """
 
     def __init__(
@@ -86,10 +63,9 @@ class EmulatedCsd:
         threads: int | None = None,
     ) -> None:
         self.path, self.shape, self.profile = Path(path), shape, profile
-        self.report = Report()
+        self.report, self.last = Report(), Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads}
-        self._running: Execution | None = None
-        self._amid = False  # from the first byte of a command to the last of its answer, of an execution of each block
+        self._amid = False  # from the first byte of a command to the last of its answer
         self.end: Connection | None = None
         self._pages = self._start(create)
 
@@ -139,7 +115,7 @@ class EmulatedCsd:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._running, self._amid = None, False
+        self._amid = False
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -192,8 +168,6 @@ class EmulatedCsd:
 
     def _send(self, command: str, **arguments: Any) -> None:
         self._recover()
-        if self._running is not None:
-            self._running.drain()
         pipe = self._pipe
         self._amid = True
         try:
@@ -215,10 +189,8 @@ class EmulatedCsd:
         except EOFError:
             raise self._dead() from None
         if isinstance(found, Exception):
-            self._running, self._amid = None, False
-            raise found
-        if self._running is not None:
             self._amid = False
+            raise found
         return found
 
     def _dead(self, silent: bool = False) -> EnvironmentProblem:
@@ -233,8 +205,9 @@ class EmulatedCsd:
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
-        self._running, self._amid = None, False
-        self.report.add(found["report"])
+        self._amid = False
+        self.last = found["report"]
+        self.report.add(self.last)
         return found
 
     def _block(self, data: Data) -> ScoreBlock:
@@ -251,8 +224,8 @@ class EmulatedCsd:
         pages: Pages | None = None,
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
-    ) -> Execution:
-        """Starts to score the keys of a layer (of `pages`, if given) near their data, and returns while that runs.
+    ) -> Iterator[ScoreBlock]:
+        """Starts to score the keys of a layer (of `pages`, if given) near their data, and returns the blocks as they come.
 
         `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
         fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
@@ -265,8 +238,21 @@ class EmulatedCsd:
             raise ValueError("pages: none is named")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
         self._send("score", sequence=sequence, layer=layer, **options)
-        self._running, self._amid = Execution(self), False
-        return self._running
+        return self._blocks()
+
+    def _blocks(self) -> Iterator[ScoreBlock]:
+        found = self._receive()
+        try:
+            while isinstance(found, Data):
+                yield self._block(found)
+                found = self._receive()
+        except GeneratorExit:  # what is still to come must not be taken for the next answer
+            with contextlib.suppress(LlmcacheError):
+                while isinstance(found := self._receive(), Data):
+                    self._shared.consumed(found)
+                self._ended(found)
+            raise
+        self._ended(found)
 
     def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
         """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""

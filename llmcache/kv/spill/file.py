@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,22 +160,21 @@ class SpillFile(SpillReader):
                 while done < tokens:
                     room = (plan.slots - chain.pages % plan.slots) * page_tokens
                     part = slice(done, min(tokens, done + room))
-                    self._append_run(chain, part.stop - part.start, *fill(part))
+                    self._append_run(chain, part.stop - part.start, fill(part))
                     done = part.stop
             except LlmcacheError:
                 self._undo(chain, first)
                 raise
             return self.written_bytes - before
 
-    def _append_run(self, chain: PageChain, tokens: int, keys: Bytes, values: Bytes) -> None:
+    def _append_run(self, chain: PageChain, tokens: int, sides: tuple[Bytes, Bytes]) -> None:
         """Writes pages that lie side by side: first what is in them, then their entries."""
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
         if ordinal == len(chain.extents):
             self._claim(chain)
         at, size = self._layout.at(chain.extents[ordinal]), self.shape.page_tokens
-        self._write_pages(chain.plan, at, slot, (keys, values))
-        sides = zip((keys, values), chain.plan.parts, strict=True)
-        crcs = np.concatenate([checksums(slots, parts) for slots, parts in sides], axis=1)
+        self._write_pages(chain.plan, at, slot, sides)
+        crcs = np.concatenate([checksums(*pair) for pair in zip(sides, chain.plan.parts, strict=True)], axis=1)
         entries = [
             PageEntry(chain.sequence, chain.layer, chain.pages + index, min(size, tokens - index * size), self._epoch, own)
             for index, own in enumerate(map(tuple, crcs.tolist()))
@@ -213,17 +212,14 @@ class SpillFile(SpillReader):
             self._sync()
             self._cutting = False
 
-    def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: tuple[Bytes, Bytes]) -> None:
+    def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: Sequence[Bytes]) -> None:
         if plan.interleaved:
+            parts = [slots.reshape(len(slots), plan.parts[side], plan.part_bytes(side)) for side, slots in enumerate(sides)]
             joined = aligned(sum(slots.size for slots in sides))
-            shapes = [
-                (len(slots), plan.parts[side], plan.part_bytes(side)) for side, slots in zip(SIDES, sides, strict=True)
-            ]
-            parts = [slots.reshape(shape) for slots, shape in zip(sides, shapes, strict=True)]
-            np.concatenate(parts, axis=2, out=joined.reshape(*shapes[KEYS][:2], sum(shape[2] for shape in shapes)))
+            np.concatenate(parts, axis=2, out=joined.reshape(*parts[KEYS].shape[:2], plan.step_bytes(KEYS)))
             self._write(joined, at + plan.slot_at(KEYS, slot), plan.direct)
             return
-        for side, slots in zip(SIDES, sides, strict=True):
+        for side, slots in enumerate(sides):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
     def _claim(self, chain: PageChain) -> None:
@@ -324,21 +320,16 @@ class SpillFile(SpillReader):
             self._forget(extent)
             self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
 
-    def _whole(self, chain: PageChain, pages: list[int]) -> tuple[Bytes, Bytes]:
+    def _whole(self, chain: PageChain, pages: list[int]) -> list[Bytes]:
         """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
-
-        def read(some: list[int]) -> tuple[Bytes, Bytes]:
-            keys, values = self._read_sides(chain, some, SIDES)
-            return keys, values
-
         try:
-            return read(pages)
+            return self._read_sides(chain, pages, SIDES)
         except DataError:
             for index, page in enumerate(pages):
                 try:
-                    read([page])
+                    self._read_sides(chain, [page], SIDES)
                 except DataError:
-                    return read(pages[:index])
+                    return self._read_sides(chain, pages[:index], SIDES)
             raise
 
     def _forget(self, extent: int) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes, Floats, Int64s
-from llmcache.errors import LlmcacheError
 from llmcache.kv.csd import EmulatedCsd, ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import SpillFile
@@ -208,13 +207,7 @@ class CsdTier:
     ) -> Iterator[ScoreBlock]:
         """Yields what the device scores near its data, as halves."""
         with self._command("score") as device:
-            running = device.score(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
-            try:
-                yield from running
-            except GeneratorExit:
-                with contextlib.suppress(LlmcacheError):
-                    running.drain()
-                raise
+            yield from device.score(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
         """Returns when all is on the disk."""
