@@ -94,7 +94,7 @@ def test_more_than_the_shared_memory_holds(make: Make) -> None:
         device.append(0, 0, keys, keys[:, :, :64])
         before = device.report.link_to_host_bytes
         found = device.read(0, 0, list(range(750)))
-        pages_bytes = 750 * (shape.key_slot_bytes + shape.value_slot_bytes)
+        pages_bytes = 750 * sum(shape.slot_sizes)
         assert device.report.link_to_host_bytes - before == pages_bytes + 16
         assert found[0].swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
         queries = normal((4, 128), 2)
@@ -318,7 +318,7 @@ def test_rows_are_gathered_near_the_data(make: Make) -> None:
         wanted = np.concatenate([side[head, of_head] for head, of_head in enumerate(positions)])
         assert got.dtype == wanted.dtype and (got == wanted).all()
     pages = len(np.unique(np.concatenate(positions) // 16))
-    assert device.report.internal_read_bytes - written[0] == pages * (shape.key_slot_bytes + shape.value_slot_bytes)
+    assert device.report.internal_read_bytes - written[0] == pages * sum(shape.slot_sizes)
     moved = 703 * 96 * 2
     assert device.report.link_to_host_bytes - written[1] == moved + 16
     assert device.report.modelled_ns - written[2] >= 1000 + moved * 10, "the link is the slowest"

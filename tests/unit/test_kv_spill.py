@@ -106,7 +106,7 @@ def test_of_rows_only_their_blocks_are_read(
                 assert got.tobytes() == wanted.reshape(4, 24, -1)[of_page, rows].tobytes()
             assert sum(reads) == read_bytes <= count * (4 if interleaved else 3) * 4096
             assert count != 1 or len(reads) == 2 - interleaved
-            assert count > 9 or read_bytes < 4 * (shape.key_slot_bytes + shape.value_slot_bytes)
+            assert count > 9 or read_bytes < 4 * sum(shape.slot_sizes)
     assert len(raw.free_queues) == 1
 
 

@@ -106,11 +106,6 @@ class KvShape:
         return self.slot_sizes[KEYS]
 
     @property
-    def value_slot_bytes(self) -> int:
-        """Bytes of the values of one page in the file, in whole blocks."""
-        return self.slot_sizes[VALUES]
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer, without padding."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize

@@ -8,7 +8,8 @@ pools are exclusive; there a page that moves down is written. Moves are counted 
 What a key passes: `append` lays it out in the pool of its layer (`Pool`, cpu); once its page is full `Spill` writes that to
 the ssd tier (`FileTier`, `CsdTier`); when the window has moved on and the pool is over its bound, the page goes down; a
 policy finds it by `score_cpu` and `score_ssd`, and `gather` brings it from wherever it is (`stage` does the part that may
-have to wait for the disk ahead of time), `gather_fast` through the memory of an accelerator, a `FastTier`.
+have to wait for the disk, ahead of time, `complete` the rest), `gather_fast` through the memory of an accelerator, a
+`FastTier`.
 
 Concurrency: one thread appends, commits, crops and reorders. Another may, meanwhile, score, stage and move pages of
 *other* layers, or of the same layer what was committed: each layer's pool has a lock, held only while memory is looked
@@ -670,15 +671,15 @@ class KvStore(Sequences):
 
         DataError if something is missing that it had.
         """
-        if self._spill is None or not isinstance(self._spill.ssd, CsdTier):
+        if not isinstance(self.ssd, CsdTier):
             raise UsageError("ssd: the store has no device", "make it with ssd='csd'")
-        self._spill.ssd.restart()
-        self._spill.resume()
+        self.ssd.restart()
+        self.spill()
 
     def close(self) -> None:
         """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""
-        if self._spill is not None:
-            self._spill.ssd.close()
+        if self.ssd is not None:
+            self.ssd.close()
 
     def discard(self) -> None:
         """Closes it and deletes its spill file and page tables."""
