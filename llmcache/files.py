@@ -1,7 +1,7 @@
 """Files of our own: private ones, and those that take a name, or another's place, whole and on the disk.
 
 All that the product writes under a name goes through here: `Output` is what a user asked for (traces, pictures, pages:
-never overwritten unasked, closed to others, for they tell which files were accessed), `Replacement` our own state.
+never overwritten unasked, closed to others, for they tell which files were accessed), `replacing` is for our own state.
 
 A name is on the disk once its directory is: after a rename or an unlink without that, a machine that loses power may come
 back with the name as it was, or with none.
@@ -41,72 +41,40 @@ def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-class Replacement:
-    """A new file that takes the place of `path` when the with block ends: whole, and on the disk with its name.
-
-    Until then it has the name `temporary` beside `path`, which ends like that (--spill globs). Nothing of it is left, and
-    `path` is as it was, where an error ends the block. OSError.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], mode: int = PRIVATE) -> None:
-        self.path = Path(path)
-        self.temporary = self.path.with_name(f"new-{os.getpid()}-{self.path.name}")
-        self._mode = mode
-
-    def __enter__(self) -> Path:
-        """Returns the temporary name to write to, of a file that is there and empty."""
-        return self.begin()
-
-    def begin(self) -> Path:
-        """Makes the temporary file, empty, and returns its name: for those who cannot write within a block."""
-        os.close(create(self.temporary, self._mode))
-        return self.temporary
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.keep()
-        else:
-            self.discard()
-
-    def keep(self) -> None:
-        """Gives the file its name, on the disk with all that is in it."""
-        try:
-            with self.temporary.open("r+b") as file:
-                os.fsync(file.fileno())
-            rename(self.temporary, self.path)
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Removes what has been written."""
-        self.temporary.unlink(missing_ok=True)
+def _beside(path: Path) -> Path:
+    """The name of what is to take the place of `path` until it does: beside it, and ending like that (--spill globs)."""
+    return path.with_name(f"new-{os.getpid()}-{path.name}")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yields the `Replacement` of `path`, open for writing. OSError.
+    """Yields a new file, open for writing, that takes the place of `path`: whole, and on the disk with its name. OSError.
 
-    What failed to be written back is told to who has it open since before: it is this descriptor that is synced.
+    Nothing of it is left, and `path` is as it was, where an error ends the block. What failed to be written back is told
+    to who has it open since before: it is this descriptor that is synced.
     """
-    made = Replacement(path, mode)
+    temporary = _beside(Path(path))
     try:
-        with open(create(made.temporary, mode), "wb") as stream:
+        with open(create(temporary, mode), "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        rename(made.temporary, made.path)
+        rename(temporary, path)
     except BaseException:
-        made.discard()
+        temporary.unlink(missing_ok=True)
         raise
 
 
-class Output(Replacement):
-    """What a user asked for: its errors are for people, and it replaces nothing unasked."""
+class Output:
+    """What a user asked for: as `replacing`, but it replaces nothing unasked, and its errors are for people.
+
+    In a with block, or by `begin`, then `keep` or `discard`. It is written by its temporary name.
+    """
 
     def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
         """UsageError, naming `option`, if `path` exists and `force` is not set, or cannot be a file."""
-        super().__init__(path)
+        self.path = Path(path)
+        self._temporary = _beside(self.path)
         if self.path.is_dir():
             raise UsageError(f"{option}: '{self.path}' is a directory", "name a file")
         if self.path.exists() and not force:
@@ -115,14 +83,34 @@ class Output(Replacement):
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
 
     def begin(self) -> Path:
-        """As `Replacement`; EnvironmentProblem if that is not possible."""
+        """Makes the temporary file, empty, and returns its name; EnvironmentProblem if that is not possible."""
         with writing(self.path):
-            return super().begin()
+            os.close(create(self._temporary))
+        return self._temporary
 
     def keep(self) -> None:
-        """As `Replacement`; EnvironmentProblem if there is no room."""
-        with writing(self.path):
-            super().keep()
+        """Gives the file its name, on the disk with all that is in it; EnvironmentProblem if there is no room."""
+        try:
+            with writing(self.path):
+                with self._temporary.open("r+b") as file:
+                    os.fsync(file.fileno())
+                rename(self._temporary, self.path)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes what has been written."""
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Path:
+        return self.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.keep()
+        else:
+            self.discard()
 
 
 @contextlib.contextmanager

@@ -84,13 +84,10 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
             files = _V1_FILES
         else:
             continue
+        own = Path(path.lstrip("/"))
         for base in bases:
-            group = base / path.lstrip("/")
-            while True:
-                found.setdefault(group, files)
-                if group in (base, base.parent):
-                    break
-                group = group.parent
+            for part in (own, *own.parents):
+                found.setdefault(base / part, files)
     return tuple((str(group), *files) for group, files in found.items())
 
 
@@ -128,16 +125,6 @@ def read(path: str | Path) -> bytes:
         os.close(fd)
 
 
-def pairs(path: Path) -> dict[str, int]:
-    """Returns the numbers of a file of lines "key value"; what follows them (units) is left out."""
-    found = {}
-    for line in path.read_text().splitlines():
-        fields = line.replace(":", " ").split()
-        if len(fields) >= 2:
-            found[fields[0]] = int(fields[1])
-    return found
-
-
 def _number(told: bytes, name: str) -> int:
     """The number behind `name` at the begin of a line; 0 without one."""
     at = (b"\n" + told).find(b"\n%s" % name.encode())
@@ -154,9 +141,9 @@ def tightest(root: Path = Path("/")) -> Memory:
     return min(places(root), key=lambda memory: memory.spare_bytes)
 
 
-def total_bytes(root: Path = Path("/")) -> int:
+def total_bytes() -> int:
     """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
-    return min(memory.total_bytes for memory in places(root))
+    return min(memory.total_bytes for memory in places())
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 
 def timed_reads(
@@ -18,9 +19,8 @@ def timed_reads(
     `enough(begun, seconds)`: told how many requests were begun, and for how long. The list is in order of time. OSError: a
     read failed. `fd` may have O_DIRECT.
     """
-    places, failures = itertools.count(), list[OSError]()
+    places, stop = itertools.count(), threading.Event()
     completed: list[tuple[float, int]] = []
-    stop = threading.Event()
     begin = time.monotonic()
 
     def reader() -> None:
@@ -29,25 +29,15 @@ def timed_reads(
                 place = next(places)
                 if enough(place, time.monotonic() - begin):
                     return
-                try:
-                    size = os.preadv(fd, [buffer], order[place % len(order)] * request_bytes)
-                except OSError as error:
-                    failures.append(error)
-                    stop.set()
-                else:
-                    completed.append((time.monotonic() - begin, size))
+                size = os.preadv(fd, [buffer], order[place % len(order)] * request_bytes)
+                completed.append((time.monotonic() - begin, size))
 
-    threads = [threading.Thread(target=reader) for _ in range(readers)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(readers) as pool:
+        try:
+            reading = [pool.submit(reader) for _ in range(readers)]
+            wait(reading, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
+    for each in reading:
+        each.result()
     return sorted(completed)

@@ -20,7 +20,7 @@ OBJECTS = Path(__file__).parent / "objects"
 APT_HINT = "install libbpf: sudo apt install libbpf1"
 _RAW_TRACEPOINT = 23  # BPF_TRACE_RAW_TP: how a program of section tp_btf/ is attached
 _WARNING = 0
-_FAILED_PROGRAM = re.compile(r"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
+_FAILED_PROGRAM = re.compile(rb"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
 
 _pointer, _text, _int, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -35,7 +35,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_program__attach_iter": (_pointer, [_pointer, _pointer]),
     "bpf_program__fd": (_int, [_pointer]),
     "bpf_prog_test_run_opts": (_int, [_int, _pointer]),
-    "bpf_prog_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
     "bpf_obj_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
     "bpf_link__fd": (_int, [_pointer]),
     "bpf_link__destroy": (_int, [_pointer]),
@@ -48,24 +47,22 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_map_delete_elem": (_int, [_int, _pointer]),
     "libbpf_find_vmlinux_btf_id": (_int, [_text, _int]),
 }
-_OPTIONAL = {"bpf_prog_get_info_by_fd"}  # since libbpf 1.2; before, bpf_obj_get_info_by_fd does the same
 
 _PRINT = ctypes.CFUNCTYPE(_int, _int, _text, _pointer)
 _libc = ctypes.CDLL(None)
 
 
 class LoadFailure(Exception):
-    """The kernel or libbpf refused an object; `program` names the program at fault, if one is, `log` says why."""
+    """The kernel or libbpf refused an object; `program` names the program at fault, if one is."""
 
-    def __init__(self, number: int, program: str | None, log: str) -> None:
+    def __init__(self, number: int, program: str | None) -> None:
         super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
         self.number = number
         self.program = program
-        self.log = log
 
 
 class _TestRun(ctypes.Structure):
-    """struct bpf_test_run_opts."""
+    """struct bpf_test_run_opts, as far as it is used: `sz` says how far it goes."""
 
     _fields_ = (
         ("sz", _size),
@@ -78,33 +75,23 @@ class _TestRun(ctypes.Structure):
         ("ctx_size_in", ctypes.c_uint32),
         ("ctx_size_out", ctypes.c_uint32),
         ("retval", ctypes.c_uint32),
-        ("repeat", _int),
-        ("duration", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("cpu", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
     )
 
 
 class _Log:
-    """libbpf's messages of one operation; only warnings, which is where it names what failed."""
+    """`program`: the one that libbpf's warnings in the last operation say has failed."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.program: str | None = None
         self.callback = _PRINT(self._take)  # libbpf keeps the pointer: the object must live as long
 
     def _take(self, level: int, form: bytes, arguments: int) -> int:
         if level == _WARNING:
             buffer = ctypes.create_string_buffer(1 << 16)
             _libc.vsnprintf(buffer, _size(len(buffer)), _text(form), _pointer(arguments))
-            self.lines.append(buffer.value.decode(errors="replace").rstrip())
+            if self.program is None and (found := _FAILED_PROGRAM.search(buffer.value)):
+                self.program = found[1].decode()
         return 0
-
-    @property
-    def program(self) -> str | None:
-        """The program that the messages say has failed."""
-        found = _FAILED_PROGRAM.search("\n".join(self.lines))
-        return found[1] if found else None
 
 
 _log = _Log()
@@ -118,8 +105,6 @@ def library() -> Any:
     except OSError as error:
         raise EnvironmentProblem(f"libbpf 1 cannot be loaded: {error}", APT_HINT) from error
     for name, (result, arguments) in _FUNCTIONS.items():
-        if name in _OPTIONAL and not hasattr(lib, name):
-            continue
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     lib.libbpf_set_print.restype, lib.libbpf_set_print.argtypes = _pointer, [_PRINT]
@@ -138,7 +123,7 @@ class BpfObject:
     def __init__(self, path: Path) -> None:
         self._lib = library()
         self._links: list[int] = []
-        _log.lines.clear()
+        _log.program = None
         self._object: int | None = self._lib.bpf_object__open_file(os.fsencode(path), None)
         if not self._object:
             raise self._failure(ctypes.get_errno() or errno.EINVAL)
@@ -154,32 +139,26 @@ class BpfObject:
 
     @staticmethod
     def _failure(number: int) -> LoadFailure:
-        return LoadFailure(abs(number), _log.program, "\n".join(_log.lines))
+        return LoadFailure(abs(number), _log.program)
 
-    @property
-    def programs(self) -> Collection[str]:
-        """Names of all programs in the object."""
-        return self._programs.keys()
-
-    def configure(self, suffix: str, value: bytes) -> None:
-        """Set the constants in the section whose name ends with `suffix`, before loading."""
-        found = next(item for name, item in self._maps.items() if name.endswith(suffix))
+    def configure(self, value: bytes) -> None:
+        """Set the constants, before loading."""
+        found = next(item for name, item in self._maps.items() if name.endswith(".rodata"))
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
         """Have the kernel verify `programs`, and only those; LoadFailure if it refuses one."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
-        _log.lines.clear()
+        _log.program = None
         self._check(self._lib.bpf_object__load(self._object))
 
     def attach(self, program: str) -> None:
         """Let `program` run from now on; LoadFailure if the kernel refuses."""
-        _log.lines.clear()
         ctypes.set_errno(0)
         link = self._lib.bpf_program__attach(self._programs[program])
         if not link:
-            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
         self._links.append(link)
 
     def program_fd(self, program: str) -> int:
@@ -202,7 +181,7 @@ class BpfObject:
         """Run an iterator program over all its objects; returns what it wrote."""
         link = self._lib.bpf_program__attach_iter(self._programs[program], None)
         if not link:
-            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
         try:
             fd = self._check(self._lib.bpf_iter_create(self._lib.bpf_link__fd(link)))
             with open(fd, "rb") as output:
@@ -228,8 +207,7 @@ class BpfObject:
         """How often the kernel left `program` out because it was running on that CPU already."""
         info = (ctypes.c_uint64 * 40)()  # struct bpf_prog_info; recursion_misses is its 27th word
         size = ctypes.c_uint32(ctypes.sizeof(info))
-        ask = getattr(self._lib, "bpf_prog_get_info_by_fd", None) or self._lib.bpf_obj_get_info_by_fd
-        self._check(ask(self.program_fd(program), info, ctypes.byref(size)))
+        self._check(self._lib.bpf_obj_get_info_by_fd(self.program_fd(program), info, ctypes.byref(size)))
         return int(info[26]) if size.value >= 27 * 8 else 0
 
     def detach(self) -> None:

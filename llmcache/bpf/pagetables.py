@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import mmap
 import os
@@ -16,6 +17,7 @@ OBJECT = OBJECTS / "pagewalk.bpf.o"
 TABLES, PROBES = 512, 8192  # at a time
 TABLE_BYTES = 2 << 20  # addresses that one page table maps
 PRESENT, ACCESSED, HUGE = 1, 1 << 5, 1 << 7
+_TOUCHED = PRESENT | ACCESSED
 _PAGE_NUMBER = 0x000F_FFFF_FFFF_F000
 _ENTRY = struct.Struct("<Q")
 
@@ -96,9 +98,10 @@ class PageTables:
         found: list[bool] = []
         for begin in range(0, len(addresses), PROBES):
             part = addresses[begin : begin + PROBES]
-            struct.pack_into(f"<{len(part)}Q", self._probes, 0, *part)
+            size = len(part) * _ENTRY.size
+            self._probes[:size] = array.array("Q", part).tobytes()
             if self._object.run("probe", _Place(0, self._memory, 0, 0, pid, len(part))):
                 return [False] * len(addresses)
-            entries = struct.unpack_from(f"<{len(part)}Q", self._probes)
-            found += [entry & (PRESENT | ACCESSED) == PRESENT | ACCESSED for entry in entries]
+            entries = array.array("Q", self._probes[:size])
+            found += [entry & _TOUCHED == _TOUCHED for entry in entries]
         return found

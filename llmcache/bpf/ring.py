@@ -26,7 +26,7 @@ class Fence:
     """A full memory barrier where the processor needs one: entering membarrier(2) is one, also for the caller."""
 
     def __init__(self) -> None:
-        self._call = None if platform.machine() in ("x86_64", "AMD64") else _MEMBARRIER_CALL.get(platform.machine())
+        self._call = _MEMBARRIER_CALL.get(platform.machine())
         if self._call is not None:
             self._ask(_REGISTER_EXPEDITED)
 

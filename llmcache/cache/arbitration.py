@@ -58,7 +58,7 @@ class Settled:
     unpinned: list[int]
 
 
-def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0, least_bytes: int = MIN_WINDOW_BYTES) -> int:
+def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int) -> int:
     """Returns the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
     wanted = min(MAX_WINDOW_BYTES, max(least_bytes, int(WINDOW_SHARE * streamed)))
@@ -119,27 +119,17 @@ def spread(places: Sequence[int], count: int) -> list[int]:
     return [places[(index * total + total // 2) // count] for index in range(count)] if count > 0 else []
 
 
-def repin(candidates: Sequence[int], pinned: set[int], count: int) -> tuple[list[int], list[int]]:
-    """Returns (to pin, to unpin), both spread, that bring the pins among `candidates` (in loop order) to `count`.
-
-    Only the difference moves: pins that stay are not read again.
-    """
-    held = [place for place in candidates if place in pinned]
-    if count >= len(held):
-        return spread([place for place in candidates if place not in pinned], count - len(held)), []
-    return [], spread(held, len(held) - count)
-
-
 def settle(order: Sequence[int], wanted: bytearray, pinned_bytes: int, extent_bytes: int, whole: bool) -> Settled:
     """Changes the marks in `wanted` (by extent) so that as many extents of `order` are wanted as `pinned_bytes` hold.
 
-    `whole`: all of them, whatever they hold (the last extent of a file may be short).
+    Only the difference changes, spread over the loop: pins that stay are not read again. `whole`: all of them, whatever
+    they hold (the last extent of a file may be short).
     """
-    marked = {extent for extent in order if wanted[extent]}
     count = len(order) if whole else min(len(order), pinned_bytes // extent_bytes)
-    pin, unpin = repin(order, marked, count)
-    for extent in pin:
+    held = [extent for extent in order if wanted[extent]]
+    for extent in spread([extent for extent in order if not wanted[extent]], count - len(held)):
         wanted[extent] = 1
-    for extent in unpin:
+    unpinned = spread(held, len(held) - count)
+    for extent in unpinned:
         wanted[extent] = 0
-    return Settled(len(order), count, unpin)
+    return Settled(len(order), count, unpinned)

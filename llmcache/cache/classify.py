@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class LockedLoop:
 
 @dataclass(frozen=True)
 class TraceClasses:
-    """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
+    """The classes of one trace, largest share first, and how much of what it is. `duration_ns`: from first to last row.
 
     `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows; `mixtures`:
     of the models of which experts were used.
@@ -125,13 +125,12 @@ class TraceClasses:
 
     rows: tuple[Classification, ...]
     accesses: int
-    begin_ns: int
-    end_ns: int
+    duration_ns: int
     tier: str
     lost_events: int
-    layers: tuple[Layer, ...] = ()
-    locked: tuple[LockedLoop, ...] = ()
-    mixtures: tuple[MixtureUses, ...] = ()
+    layers: tuple[Layer, ...]
+    locked: tuple[LockedLoop, ...]
+    mixtures: tuple[MixtureUses, ...]
 
     @property
     def totals(self) -> ClassTotals:
@@ -167,7 +166,7 @@ class TraceClasses:
             "tier": self.tier,
             "lost_events": self.lost_events,
             "accesses": self.accesses,
-            "duration_s": (self.end_ns - self.begin_ns) / 1e9,
+            "duration_s": self.duration_ns / 1e9,
             "block_bytes": BLOCK_BYTES,
             "totals": dict(vars(self.totals)),
             "size_command": self.size_command,
@@ -201,7 +200,7 @@ def _at_once(loops: Iterable[Classification]) -> int:
     return most
 
 
-N = TypeVar("N", bound=Named)
+N = TypeVar("N", Named, Slice)
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
@@ -218,13 +217,13 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         mixtures.note(batch)
         layers.note(batch)
         for run in runs(batch):
-            detector.note_many(*run)
+            detector.note(*run)
     if last is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
     rows: list[Classification] = []
-    for number, write, trail in detector.trails():
-        file = files[cast(int, number)]
+    for (number, write), trail in detector.trails.items():
+        file = files[number]
         named, slices = models(file), mixtures.slices(file.id)
         classes = _fitting(classes_of(trail, detector.now), file)
         rows += [_row(file, write, each, accesses, named, slices) for each in classes]
@@ -232,8 +231,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
     return TraceClasses(
         rows=tuple(rows),
         accesses=accesses,
-        begin_ns=begin_ns,
-        end_ns=int(last.t_ns[-1]),
+        duration_ns=int(last.t_ns[-1]) - begin_ns,
         tier=last.provenance.tier,
         lost_events=last.provenance.lost_events,
         layers=layers.found(),
@@ -316,7 +314,7 @@ def _row(
         period_ns=None if period is None else period.ns,
         period_blocks=None if period is None else period.blocks,
         regularity=found.regularity,
-        active=found.active if found.kind == LOOP else None,
+        active=found.active,
         order=found.order,
         stride_blocks=found.stride,
         tensors=tuple(tensor.name for tensor in _inside(named, pieces)),

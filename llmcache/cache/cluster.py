@@ -18,7 +18,7 @@ from typing import Any
 from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.results import Simulation, merged
-from llmcache.cache.simulate import ModelsOf, no_models, simulate_all
+from llmcache.cache.simulate import ModelsOf, simulate_all
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.trace.record import readable
 
@@ -26,7 +26,7 @@ CONNECT_S = 10
 
 
 def simulate_on(
-    address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf = no_models
+    address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf | None = None
 ) -> Simulation:
     """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
 
@@ -128,7 +128,7 @@ def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress
     return [done[future.key] for future in futures]
 
 
-def _task(name: str, plan: Plan, content: bytes, models: ModelsOf) -> Simulation:
+def _task(name: str, plan: Plan, content: bytes, models: ModelsOf | None) -> Simulation:
     """Returns the rows of `plan`, computed by the worker that calls this, in one thread of its own."""
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         path = os.path.join(directory, os.path.basename(name))

@@ -1,8 +1,8 @@
 """The detector: which blocks of which files are read once, in a loop, or again and again without order. Online.
 
     detector = Detector()
-    detector.note(t_ns, file, first, count, write)      # each run of blocks, O(1)
-    for place in detector.places(file): ...             # SEQ, LOOP or HOT, with passes and period
+    detector.note(t_ns, until_ns, file, first, count, accesses, write)      # each run of blocks, O(1)
+    for place in detector.trails[file, write].places(): ...                 # SEQ, LOOP or HOT, with passes and period
 
 Runs become streams (`streams`), streams become walks; walks in sequence become passes over regions (sweeps), others
 visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that came again are hot; the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -42,8 +42,7 @@ class Place:
     """What became of blocks first .. end - 1 of a file, of which `blocks` were accessed, `accesses` times in all.
 
     `passes` is how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
-    `regularity`: part of the intervals that were about the period. `stride` and `width`: runs of `width` blocks in this
-    distance; 0 for all blocks.
+    `regularity`: part of the intervals that were about the period. `stride`: distance of its runs; 0 for all blocks.
     """
 
     kind: Class
@@ -59,7 +58,6 @@ class Place:
     regularity: float = 0.0
     descending: bool = False
     stride: int = 0
-    width: int = 0
     scattered: bool = False  # accessed without order
     rhythms: tuple[Period, ...] = ()  # all intervals that keep coming, shortest first; the period is the most frequent
 
@@ -509,33 +507,28 @@ class Trail:
             for region in sweeps.regions:
                 place = region.place()
                 first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
-                yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride, width=width)
+                yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride)
         yield from scattered
 
 
 class Detector:
-    """Streams, loops and hot blocks of all files; `now` is the time and the blocks accessed so far, repeats collapsed."""
+    """Streams, loops and hot blocks of all files; `now` is the time and the blocks accessed so far, repeats collapsed.
+
+    `trails`: by file and whether it is its writes, what they have shown; what streams walk at the moment is not in it yet.
+    """
 
     def __init__(self) -> None:
         self.now = Moment(0, 0)
-        self._trails: dict[tuple[Hashable, bool], Trail] = {}
+        self.trails: dict[tuple[int, bool], Trail] = {}
 
-    def note(self, t_ns: int, file: Hashable, first: int, count: int, write: bool = False) -> None:
-        """Takes an access to blocks first .. first + count - 1 of `file`, whose key tells it from a later file at its path.
+    def note(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
+        """Takes requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
 
-        Times must ascend. ValueError for a run without blocks.
+        The first came at `t_ns`, the last at `until_ns`. Times must ascend.
         """
-        self.note_many(t_ns, t_ns, file, first, count, count, write)
-
-    def note_many(
-        self, t_ns: int, until_ns: int, file: Hashable, first: int, count: int, accesses: int, write: bool = False
-    ) -> None:
-        """As `note`, for requests that made one run together: the last at `until_ns`, for `accesses` blocks in all."""
-        if count < 1 or first < 0:
-            raise ValueError(f"not a run of blocks: first {first}, count {count}")
-        trail = self._trails.get((file, write))
+        trail = self.trails.get((file, write))
         if trail is None:
-            trail = self._trails[file, write] = Trail()
+            trail = self.trails[file, write] = Trail()
         blocks = self.now.blocks
         stop = Moment(until_ns, blocks + count)
         repeated = trail.note(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
@@ -543,15 +536,5 @@ class Detector:
 
     def finish(self) -> None:
         """Ends all streams: the trace is over. What comes later begins new ones."""
-        for trail in self._trails.values():
+        for trail in self.trails.values():
             trail.finish()
-
-    def trails(self) -> Iterator[tuple[Hashable, bool, Trail]]:
-        """Yields (file, whether it is its writes, what they have shown)."""
-        for (file, write), trail in self._trails.items():
-            yield file, write, trail
-
-    def places(self, file: Hashable, write: bool = False) -> list[Place]:
-        """Returns what became of the blocks of `file`; what its streams walk at the moment is not in it yet."""
-        trail = self._trails.get((file, write))
-        return [] if trail is None else list(trail.places())

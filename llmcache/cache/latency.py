@@ -20,7 +20,6 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Uint64s
 from llmcache.cache.sizing import PAPER
-from llmcache.errors import DataError
 
 NS = 1e-9
 
@@ -86,7 +85,7 @@ class StallMeter:
             return
         if self._start_ns < 0:
             self._start_ns = int(t_ns[0])
-        slices = ((t_ns - np.uint64(self._start_ns)) // np.uint64(self._period_ns)).astype(np.int64)
+        slices = ((t_ns - self._start_ns) // self._period_ns).astype(np.int64)
         begins = np.flatnonzero(np.concatenate(([True], slices[1:] != slices[:-1])))
         sums = np.add.reduceat(missed, begins)
         numbers = slices[begins]
@@ -115,12 +114,3 @@ class StallMeter:
         worst_bytes = self._worst * PAPER.block_bytes
         each = zip(self._bandwidths, self._stalled, self._stall_s, strict=True)
         return [Stalls(bw, self._slices, stalled, stall_s, worst_bytes) for bw, stalled, stall_s in each]
-
-
-def check_times(first_ns: int, last_ns: int) -> None:
-    """DataError for a trace whose rows all have one time: nothing can be said of what it needs within T."""
-    if last_ns <= first_ns:
-        raise DataError(
-            "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
-            "leave --t out, or take a trace that was recorded with times",
-        )

@@ -1,9 +1,9 @@
 """What the passes over a loop space prove: that it loops, in which order, with which period, and where its readers are.
 
-A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order or as a
-model header's guess. A `PassRecorder` writes down the extents in the order in which they are touched; when an extent
-comes round again the pass is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen
-(pinned ones cause no request) stay behind the extent that preceded them before.
+A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order. A
+`PassRecorder` writes down the extents in the order in which they are touched; when an extent comes round again the pass
+is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen (pinned ones cause no request)
+stay behind the extent that preceded them before.
 
 One finder for all who watch extents being touched: the mount's groups (clock in nanoseconds, every touch of a reader) and
 the deterministic core in `steering` (clock in references). The classifier of traces (`detector`) has runs, and tells more;
@@ -122,16 +122,13 @@ PROOF = 8  # so much of a pass has to be made again, inverted, before what was r
 
 @dataclass(frozen=True)
 class Pass:
-    """One completed pass: extents in the order of their first touch, and when it ran, by the clock of its recorder."""
+    """One completed pass: extents in the order of their first touch.
+
+    `duration`: from the first touch to the touch that began the next pass, by the clock of its recorder.
+    """
 
     extents: Sequence[int]
-    started: int
-    ended: int
-
-    @property
-    def duration(self) -> int:
-        """From the first touch to the touch that began the next pass."""
-        return self.ended - self.started
+    duration: int
 
 
 class PassRecorder:
@@ -164,7 +161,7 @@ class PassRecorder:
             return None
         if len(self._extents) - (place - 1) < max(self._least, len(self._extents) // 2):
             return None
-        done = Pass(self._extents, self._started, now)
+        done = Pass(self._extents, now - self._started)
         self._extents = array("I", (extent,))
         self._places = array("I", bytes(self._places.itemsize * len(self._places)))
         self._places[extent] = 1
@@ -173,21 +170,14 @@ class PassRecorder:
 
 
 class LoopOrder:
-    """A permutation of the extents 0..count-1: `rank_of[extent]` and `extent_at[rank]`."""
+    """A permutation of the extents 0..count-1, in file order at first: `rank_of[extent]` and `extent_at[rank]`."""
 
-    def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
-        self.extent_at = array("I", range(count) if first_guess is None else first_guess)
-        if first_guess is not None and sorted(self.extent_at) != list(range(count)):
-            raise ValueError(f"first_guess is not a permutation of {count} extents")
+    def __init__(self, count: int) -> None:
+        self.extent_at = array("I", range(count))
         self.rank_of = self.extent_at[:]
-        self._index()
 
     def __len__(self) -> int:
         return len(self.extent_at)
-
-    def _index(self) -> None:
-        for rank, extent in enumerate(self.extent_at):
-            self.rank_of[extent] = rank
 
     def extend(self, count: int) -> None:
         """Adds extents at the end, so that there are `count`."""
@@ -209,7 +199,7 @@ class LoopOrder:
         old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):
             self.extent_at[rank] = old[old_rank]
-        self._index()
+            self.rank_of[old[old_rank]] = rank
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
@@ -244,8 +234,8 @@ class Lesson(NamedTuple):
 class LoopLearner:
     """Order, class and period of `count` extents; `looping` by a header's guess or an observed second pass."""
 
-    def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
-        self.order = LoopOrder(count, first_guess)
+    def __init__(self, count: int) -> None:
+        self.order = LoopOrder(count)
         self.looping = False
         self.guessed = False
         self.guess = array("I")  # extents in the order a decoder computes, from the headers
@@ -327,7 +317,7 @@ class CursorTable:
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
         self.count = count
-        self.reach = max(1, min(reach, max(1, count // 3)))
+        self.reach = max(1, min(reach, count // 3))
         self.near = self.reach
         self.step = 4  # ranks that a reader advances at most from one miss to the next
         self.loops = loops

@@ -26,18 +26,11 @@ _AGE_STEP = 1.1  # between neighbours of the curve
 _WHOLE = 1e-4  # of the used experts: missed so seldom, all are as good as there
 
 
-@dataclass(frozen=True)
-class Popularity:
-    """Exponent of the popularities, and the chance of an expert to be used by the next token without being drawn.
+ZIPF, STAY = 1.0, 0.15
+"""Exponent of the popularities, and the chance of an expert to be used by the next token without being drawn.
 
-    Assumed; with these values 31 to 34 % of the experts of a token are those of the one before (published: 18 to 38 %).
-    """
-
-    zipf: float = 1.0
-    stay: float = 0.15
-
-
-ASSUMED = Popularity()
+Assumed; with these values 31 to 34 % of the experts of a token are those of the one before (published: 18 to 38 %).
+"""
 
 EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
 """In a config.json of Hugging Face: how many of a layer's experts a token uses, shared ones not counted."""
@@ -94,11 +87,11 @@ def expert_curve(experts: int, used: int) -> ExpertCurve:
 
 def _chances(experts: int, used: int) -> list[tuple[float, float]]:
     """(q, p) of each expert."""
-    weights = [rank**-ASSUMED.zipf for rank in range(1, experts + 1)]
+    weights = [rank**-ZIPF for rank in range(1, experts + 1)]
 
     def at(time: float) -> list[tuple[float, float]]:
         drawn = [-math.expm1(-weight * time) for weight in weights]
-        return [(q, q / (1 - ASSUMED.stay + ASSUMED.stay * q)) for q in drawn]
+        return [(q, q / (1 - STAY + STAY * q)) for q in drawn]
 
     def uses(time: float) -> float:
         return math.fsum(use for _, use in at(time))
@@ -116,17 +109,13 @@ def _chances(experts: int, used: int) -> list[tuple[float, float]]:
 class MixtureBytes:
     """A mixture's bytes: `dense_bytes` that each token reads, and `expert_bytes` of all experts.
 
-    Of the `experts` of a layer a token uses `used`; the layers count as alike. ValueError where that cannot be.
+    Of the `experts` of a layer a token uses `used`, 1 or more; the layers count as alike.
     """
 
     dense_bytes: int
     expert_bytes: int
     experts: int
     used: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.used <= self.experts or self.dense_bytes < 0 or self.expert_bytes < 1:
-            raise ValueError(f"sizes above 0 are needed, and 1 to {self.experts} used experts: {self}")
 
     @property
     def total_bytes(self) -> int:

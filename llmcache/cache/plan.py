@@ -36,11 +36,10 @@ AUTO: tuple[CacheSize, ...] = tuple(
 
 
 def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
-    """Returns `sizes` in bytes for a trace of `footprint_blocks`, each once; UsageError for less than a block."""
+    """Returns `sizes` in bytes for a trace of `footprint_blocks`, each once; UsageError for a share of less than a block."""
     found: dict[int, None] = {}
     for size in sizes:
         if isinstance(size, int):
-            _check_size(size)
             found[size] = None
             continue
         blocks = int(footprint_blocks * size.percent / 100)
@@ -51,14 +50,6 @@ def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
             )
         found[max(1, blocks) * BLOCK_BYTES] = None
     return list(found)
-
-
-def _check_size(size_bytes: int) -> None:
-    if size_bytes < BLOCK_BYTES:
-        raise UsageError(
-            f"{size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
-            f"give at least {format_size(BLOCK_BYTES)}, such as 16M or 4Ki",
-        )
 
 
 Progress = Callable[[str, int, int], None]
@@ -109,7 +100,11 @@ def _cache_size(text: str) -> CacheSize:
     """The size meant by `text`: "16M" or "10%"."""
     if not text.endswith("%"):
         size_bytes = parse_size_with_unit(text)
-        _check_size(size_bytes)
+        if size_bytes < BLOCK_BYTES:
+            raise UsageError(
+                f"{size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
+                f"give at least {format_size(BLOCK_BYTES)}, such as 16M or 4Ki",
+            )
         return size_bytes
     try:
         percent = Decimal(text[:-1].strip())

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmcache.cache.sizing import DEVICES, PAPER, SECOND_NS, DeviceClass
+from llmcache.cache.sizing import DEVICES, PAPER, SECOND_NS, DeviceClass, Storage
 from llmcache.errors import UsageError
 from llmcache.units import BLOCK_BYTES, format_size
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in base units. Exactly one of `bandwidth` and `measure` is set, at most one of loop and model.
+    """What is asked, in base units. Exactly one of `storage` and `measure` is set, at most one of loop and model.
 
     `period_source`: T is given, or assumed. `ram_bytes` is None where this machine's memory is meant, if any.
-    `hot_bytes` is None where the model, or else the paper's default, decides. `from_device`: the bandwidth is a class's.
+    `hot_bytes` is None where the model, or else the paper's default, decides.
     """
 
-    bandwidth: int | None
+    storage: Storage | None
     measure: str | None
     loop_bytes: int | None
     model: str | None
@@ -25,7 +25,6 @@ class Question:
     hot_bytes: int | None
     period_ns: int
     device: DeviceClass | None
-    from_device: bool
     period_source: str
     ram_bytes: int | None
 
@@ -67,16 +66,18 @@ def ask(
         )
     if ram is not None and loop is None and model is None:
         raise UsageError("--ram: what is to run in it?", "give the loop (--loop 70M), or --model FILE")
-    from_device = bw is None and measure is None
-    if from_device and of is None:
-        raise UsageError(
-            "--bw is missing: how fast is the storage?",
-            "--bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
-        )
+    storage = None if bw is None else Storage(bw, "given")
+    if storage is None and measure is None:
+        if of is None:
+            raise UsageError(
+                "--bw is missing: how fast is the storage?",
+                "--bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
+            )
+        storage = Storage(of.bandwidth, "device", {"class": of.name, "storage": of.storage})
     if tokens_per_second is not None:
         t = max(1, int(SECOND_NS / tokens_per_second))
     return Question(
-        bandwidth=of.bandwidth if from_device and of is not None else bw,
+        storage=storage,
         measure=measure,
         loop_bytes=loop,
         model=model,
@@ -84,7 +85,6 @@ def ask(
         hot_bytes=of.hot_bytes if hot is None and of is not None and model is None else hot,
         period_ns=PAPER.period_ns if t is None else t,
         device=of,
-        from_device=from_device,
         period_source="assumed" if t is None else "given",
         ram_bytes=ram,
     )

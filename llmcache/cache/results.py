@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmcache.cache.curves import Curve
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.cache.simulate import PolicyCell
 
 SCHEMA = "llmcache.simulate/1"
 CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact
@@ -39,7 +36,7 @@ class Summary:
     footprint_bytes: int
     tier: str
     lost_events: int
-    cold_stalls: tuple[Stalls, ...] = ()
+    cold_stalls: tuple[Stalls, ...]
     """With --t: the stalls of first references alone, which no cache of any size avoids (modelled)."""
 
 
@@ -71,37 +68,7 @@ class Result:
     bw: int  # bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`
     latency_s: float
     latencies: tuple[FetchLatency, ...]
-    stalls: tuple[Stalls, ...] = ()  # one for each bandwidth, if T was given
-
-    @classmethod
-    def of(cls, summary: Summary, model: FetchModel, cell: PolicyCell, cache_bytes: int) -> Result:
-        """Returns the row that follows from what `cell` has counted."""
-        hits, read_hits = cell.hits, cell.read_hits
-        missed = summary.reads - read_hits
-        latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
-        return cls(
-            trace=summary.trace,
-            policy=cell.policy.name,
-            title=cell.policy.title,
-            cache_bytes=cache_bytes,
-            cache_blocks=cache_bytes // BLOCK_BYTES,
-            accesses=summary.accesses,
-            hits=hits,
-            hit_ratio=hits / summary.accesses,
-            byte_hit_ratio=read_hits / summary.reads if summary.reads else None,
-            reads=summary.reads,
-            writes=summary.writes,
-            read_hits=read_hits,
-            write_hits=hits - read_hits,
-            read_bytes=summary.reads * BLOCK_BYTES,
-            write_bytes=summary.writes * BLOCK_BYTES,
-            storage_read_bytes=missed * BLOCK_BYTES,
-            evictions=cell.policy.evictions,
-            bw=latencies[0].bw,
-            latency_s=latencies[0].latency_s,
-            latencies=latencies,
-            stalls=tuple(cell.meter.stalls()) if cell.meter is not None else (),
-        )
+    stalls: tuple[Stalls, ...]  # one for each bandwidth, if T was given
 
 
 @dataclass(frozen=True)
@@ -120,7 +87,7 @@ class Simulation:
     period_ns: int | None
     traces: tuple[Summary, ...]
     results: tuple[Result, ...]
-    curves: tuple[TraceCurve, ...] = ()
+    curves: tuple[TraceCurve, ...]
 
     def document(self) -> dict[str, Any]:
         """Returns everything as JSON-ready values."""

@@ -27,17 +27,12 @@ _CODE_BITS = 34
 
 @dataclass(frozen=True)
 class Slice:
-    """One expert's part of one tensor, as `models.Named`."""
+    """One expert's part of one tensor."""
 
     layer: str
     number: int
     offset: int
     size_bytes: int
-
-    @property
-    def name(self) -> str:
-        """The expert."""
-        return f"{self.layer} expert {self.number}"
 
 
 @dataclass(frozen=True)

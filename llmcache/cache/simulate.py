@@ -19,24 +19,24 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.latency import FetchModel, StallMeter, check_times
+from llmcache.cache.latency import FetchModel, StallMeter, Stalls
 from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.belady import why_not_exact
-from llmcache.cache.results import Result, Simulation, Summary, TraceCurve, merged
+from llmcache.cache.results import FetchLatency, Result, Simulation, Summary, TraceCurve, merged
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import WRITE, BlockSpace, Trace, TraceFile, TraceReader
@@ -73,44 +73,63 @@ class PlacedRuns:
         return len(self.first)
 
 
-class Cell(Protocol):
-    """Something that a trace is replayed through."""
-
-    def feed(self, part: PlacedRuns) -> None:
-        """Takes the next rows."""
+Feed = Callable[[PlacedRuns], None]
+"""Takes the next rows: of something that a trace is replayed through."""
 
 
 class PolicyCell:
     """A policy at one size, and what it has counted so far, in blocks."""
 
-    def __init__(self, policy: Policy, meter: StallMeter | None = None) -> None:
+    def __init__(self, policy: Policy, meter: StallMeter | None) -> None:
         self.policy = policy
         self.meter = meter
         self.hits = 0
         self.read_hits = 0
 
     def feed(self, part: PlacedRuns) -> None:
-        """See `Cell.feed`."""
+        """Takes the next rows."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
         if self.meter is not None:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
+    def stalls(self) -> tuple[Stalls, ...]:
+        """Returns the stalls at each bandwidth, of all rows; none without a meter."""
+        return () if self.meter is None else tuple(self.meter.stalls())
 
-class CurveCell:
-    """The LRU curve of all sizes."""
-
-    def __init__(self, blocks: int) -> None:
-        self.distances = StackDistances(blocks)
-
-    def feed(self, part: PlacedRuns) -> None:
-        """See `Cell.feed`."""
-        self.distances.feed(part.first, part.count, part.reads)
+    def result(self, summary: Summary, model: FetchModel, cache_bytes: int) -> Result:
+        """Returns the row that follows from what was counted."""
+        hits, read_hits = self.hits, self.read_hits
+        missed = summary.reads - read_hits
+        latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
+        return Result(
+            trace=summary.trace,
+            policy=self.policy.name,
+            title=self.policy.title,
+            cache_bytes=cache_bytes,
+            cache_blocks=cache_bytes // BLOCK_BYTES,
+            accesses=summary.accesses,
+            hits=hits,
+            hit_ratio=hits / summary.accesses,
+            byte_hit_ratio=read_hits / summary.reads if summary.reads else None,
+            reads=summary.reads,
+            writes=summary.writes,
+            read_hits=read_hits,
+            write_hits=hits - read_hits,
+            read_bytes=summary.reads * BLOCK_BYTES,
+            write_bytes=summary.writes * BLOCK_BYTES,
+            storage_read_bytes=missed * BLOCK_BYTES,
+            evictions=self.policy.evictions,
+            bw=latencies[0].bw,
+            latency_s=latencies[0].latency_s,
+            latencies=latencies,
+            stalls=self.stalls(),
+        )
 
 
 def state_bytes(value: object, depth: int = 4) -> int:
-    """Bytes of the arrays of a cell, of what it has, and of their tuples."""
+    """Bytes of the arrays of `value`, of what it has, and of their tuples."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
@@ -149,8 +168,8 @@ def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
 
 def replay(
     parts: Iterator[PlacedRuns],
-    online: Sequence[Cell],
-    offline: Sequence[Cell],
+    online: Sequence[Feed],
+    offline: Sequence[Feed],
     pool: Executor,
     stop: Stop,
     advance: Callable[[int], None],
@@ -162,10 +181,10 @@ def replay(
     """
     seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
 
-    def feed(cell: Cell, part: PlacedRuns) -> None:
+    def timed(feed: Feed, part: PlacedRuns) -> None:
         start = time.perf_counter()
-        cell.feed(part)
-        seconds[cell] = time.perf_counter() - start
+        feed(part)
+        seconds[feed] = time.perf_counter() - start
 
     kept: list[PlacedRuns] = []
     waiting: list[Future[None]] = []
@@ -174,7 +193,7 @@ def replay(
         _finish(waiting, stop)
         advance(rows * len(online))
         slowest_first = sorted(online, key=seconds.__getitem__, reverse=True)
-        waiting, rows = [pool.submit(feed, cell, part) for cell in slowest_first], len(part)
+        waiting, rows = [pool.submit(timed, feed, part) for feed in slowest_first], len(part)
         if offline:
             kept.append(part)
     _finish(waiting, stop)
@@ -182,7 +201,7 @@ def replay(
     if offline and kept:
         whole = joined(kept)
         kept.clear()
-        for future in [pool.submit(cell.feed, whole) for cell in offline]:
+        for future in [pool.submit(feed, whole) for feed in offline]:
             _finish([future], stop)
             advance(len(whole))
 
@@ -227,27 +246,32 @@ class TraceRun:
                 f"leave {seers[0]} out of --policy",
             )
         space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
-        if plan.period_ns is not None and self._rows > 1:
-            check_times(self._first_ns, self._last_ns)
+        if plan.period_ns is not None and self._rows > 1 and self._last_ns <= self._first_ns:
+            raise DataError(
+                "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
+                "leave --t out, or take a trace that was recorded with times",
+            )
         sizes = resolved(plan.sizes, space.footprint)
         # First references stall whatever the cache: LRU of everything misses nothing else.
         cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
-        curve = CurveCell(space.blocks) if plan.curves else None
-        firsts: list[Cell] = [cell for cell in (cold, curve) if cell is not None]
+        distances = StackDistances(space.blocks) if plan.curves else None
+        firsts = [] if cold is None else [cold.feed]
+        if distances is not None:
+            firsts.append(lambda part: distances.feed(part.first, part.count, part.reads))
         self._in_all = self._rows * (len(firsts) + len(plan.policies) * len(sizes))
         todo = [(policy, size) for policy in plan.policies for size in sizes]
         results: list[Result] = []
         summary = None
         while summary is None or todo:
-            cells = self._next_cells(todo, space, sum(map(state_bytes, firsts)))
-            online = [cell for _, cell in cells if not cell.policy.offline]
-            offline = [cell for _, cell in cells if cell.policy.offline]
+            cells = self._next_cells(todo, space, state_bytes((cold, distances)) if firsts else 0)
+            online = [cell.feed for _, cell in cells if not cell.policy.offline]
+            offline = [cell.feed for _, cell in cells if cell.policy.offline]
             parts = parts_of(self.source.batches(BATCH_ROWS), space)
             replay(parts, [*firsts, *online], offline, self.pool, self.stop, self._advance)
             summary = summary or self._summary(space, cold)
-            results += [Result.of(summary, plan.model, cell, size) for size, cell in cells]
+            results += [cell.result(summary, plan.model, size) for size, cell in cells]
             firsts = []
-        curves = () if curve is None else (TraceCurve(self.name, curve.distances.curve()),)
+        curves = () if distances is None else (TraceCurve(self.name, distances.curve()),)
         return Simulation(plan.model, plan.period_ns, (summary,), tuple(results), curves)
 
     def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:
@@ -291,36 +315,23 @@ class TraceRun:
             footprint_bytes=space.footprint * BLOCK_BYTES,
             tier=self.source.provenance.tier,
             lost_events=self.source.provenance.lost_events,
-            cold_stalls=tuple(cold.meter.stalls()) if cold is not None and cold.meter is not None else (),
+            cold_stalls=() if cold is None else cold.stalls(),
         )
 
 
 ModelsOf = Callable[[Sequence[TraceFile]], Models]
-Source = str | Path | Trace | TraceReader
+Source = str | Path | Trace
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
 SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
 
 
-def no_models(_files: Sequence[TraceFile]) -> Models:
-    """Nothing is known of models."""
-    return UNKNOWN
-
-
-def simulate(
-    source: Source,
-    policies: Sequence[str],
-    cache_sizes_bytes: Sequence[CacheSize],
-    model: FetchModel | None = None,
-    *,
-    period_ns: int | None = None,
-) -> list[Result]:
+def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
     """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
-    `source` is a path in any format, a `Trace` or an open `TraceReader`.
+    `source` is a path in any format, or a `Trace`.
     """
-    plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
-    return list(simulate_all([source], plan).results)
+    return list(simulate_all([source], Plan(tuple(policies), tuple(cache_sizes_bytes))).results)
 
 
 def simulate_all(
@@ -329,17 +340,14 @@ def simulate_all(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
-    models: ModelsOf = no_models,
+    models: ModelsOf | None = None,
 ) -> Simulation:
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` looks at those of a file table. ValueError for two traces of one name: rows could not be told apart.
+    `models` looks at those of a file table; without it nothing is known of them. Rows are told apart by the names of their
+    traces: one `Trace` at most.
     """
-    for name in plan.policies:
-        policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
-    if len({*map(_name, sources)}) < len(sources):
-        raise ValueError(f"sources: two have one name: {', '.join(map(_name, sources))}")
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = Stop()
@@ -353,9 +361,11 @@ def simulate_all(
         def one(source: Source) -> Simulation:
             if stop.is_set:
                 raise Interrupted
-            with _opened(source) as trace:
+            with nullcontext(source) if isinstance(source, Trace) else open_trace(source) as trace:
                 memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
-                return TraceRun(plan, _name(source), trace, models(trace.files), pool, stop, progress, memory_bytes).run()
+                name = "trace" if isinstance(source, Trace) else str(source)
+                known = UNKNOWN if models is None else models(trace.files)
+                return TraceRun(plan, name, trace, known, pool, stop, progress, memory_bytes).run()
 
         futures = [drivers.submit(one, source) for source in sources]
         done, left = set[Future[Simulation]](), set(futures)
@@ -393,19 +403,3 @@ def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if came:
             raise KeyboardInterrupt
-
-
-def _name(source: Source) -> str:
-    """What a trace is called in the results."""
-    if isinstance(source, Trace):
-        return "trace"
-    return str(source.path if isinstance(source, TraceReader) else source)
-
-
-@contextmanager
-def _opened(source: Source) -> Iterator[Trace | TraceReader]:
-    if isinstance(source, str | Path):
-        with open_trace(source) as reader:
-            yield reader
-    else:
-        yield source

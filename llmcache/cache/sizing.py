@@ -130,15 +130,9 @@ def need(loop: Weights, setting: SizingParameters) -> Need:
 def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
     """Bytes of the largest loop that `cache_bytes` in all serve without stalls: N = S + BW*T, S what the hot set leaves.
 
-    Source: io_caching section 4.2. ValueError when the cache is smaller than the hot set.
+    Source: io_caching section 4.2.
     """
-    return _loop_share(cache_bytes, setting) + setting.staged_bytes
-
-
-def _loop_share(cache_bytes: int, setting: SizingParameters) -> int:
-    if cache_bytes < setting.hot_bytes:
-        raise ValueError(f"cache_bytes {cache_bytes} is less than hot_bytes {setting.hot_bytes}")
-    return cache_bytes - setting.hot_bytes
+    return cache_bytes - setting.hot_bytes + setting.staged_bytes
 
 
 @dataclass(frozen=True)
@@ -172,11 +166,11 @@ class Passes:
 
 
 def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes:
-    """How passes over `loop` go with `cache_bytes` in all: each takes max(T, (N - S) / BW).
+    """How passes over `loop` go with `cache_bytes` in all, hot set included: each takes max(T, (N - S) / BW).
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
     """
-    return passes_keeping(min(_loop_share(cache_bytes, setting), size_of(loop)), loop, setting)
+    return passes_keeping(min(cache_bytes - setting.hot_bytes, size_of(loop)), loop, setting)
 
 
 def passes_keeping(kept: int, loop: Weights, setting: SizingParameters) -> Passes:

@@ -105,25 +105,6 @@ class Space:
                 return part
         raise IndexError(f"extent {extent} of {self.count}")
 
-    def loop_order(self) -> list[int]:
-        """Returns the extents that may be held, in visiting order."""
-        return [extent for extent in self.learner.order.extent_at if not self.single[extent]]
-
-    def read_page(self, extent: int, size_bytes: int) -> None:
-        """Notes that `size_bytes` of a single extent were read."""
-        if extent in self.hot:
-            self.pages[extent] = min(self.extent_bytes, self.pages.get(extent, 0) + size_bytes)
-
-    def set_single(self, extents: Iterable[int], hot: Iterable[int]) -> list[int]:
-        """Makes `extents` single, `hot` ones among them; returns those that were held until now."""
-        self.hot.update(hot)
-        dropped = []
-        for extent in extents:
-            self.single[extent], self.wanted[extent] = 1, 0
-            if extent in self.held:
-                dropped.append(extent)
-        return dropped
-
 
 HIT, KEPT, MISS = range(3)
 """Verdicts: held already; read from storage and held from now on; read from storage and not held."""
@@ -188,7 +169,9 @@ class Steering:
     def page(self, key: str, extent: int, blocks: int) -> None:
         """Takes a read of `blocks` of a single extent from storage; the page cache may keep them, this machine does not."""
         self.miss_blocks += blocks
-        self.spaces[key].read_page(extent, blocks * BLOCK_BYTES)
+        space = self.spaces[key]
+        if extent in space.hot:
+            space.pages[extent] = min(space.extent_bytes, space.pages.get(extent, 0) + blocks * BLOCK_BYTES)
 
     def is_single(self, key: str, extent: int) -> bool:
         """True if `extent` is read page by page; extents beyond the end are those of a growing file that is written."""
@@ -229,8 +212,11 @@ class Steering:
         """A header's word, in ranges (first, end) of extents: what is read page by page, and the order of the rest."""
         space = self.spaces[key]
         space.learner.believe(_extents(order, space.count))
-        for extent in space.set_single(_extents(single, space.count), _extents(hot, space.count)):
-            self._evict(space, extent)
+        space.hot.update(_extents(hot, space.count))
+        for extent in _extents(single, space.count):
+            space.single[extent], space.wanted[extent] = 1, 0
+            if extent in space.held:
+                self._evict(space, extent)
         self._due = True
 
     def open(self, key: str) -> None:
@@ -323,7 +309,8 @@ class Steering:
     def _settle(self, space: Space, share: Share) -> None:
         whole = bool(space.loop_bytes) and share.pinned_bytes >= space.loop_bytes
         space.share = share
-        space.settled = settle(space.loop_order(), space.wanted, share.pinned_bytes, space.extent_bytes, whole)
+        order = [extent for extent in space.learner.order.extent_at if not space.single[extent]]
+        space.settled = settle(order, space.wanted, share.pinned_bytes, space.extent_bytes, whole)
         for extent in space.settled.unpinned:
             if extent in space.held:
                 self._evict(space, extent)

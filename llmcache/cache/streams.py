@@ -55,11 +55,11 @@ class Walk:
     start: Moment
     stop: Moment
     accesses: int
-    descending: bool = False
-    sequential: bool = True
-    mask: int = 0
-    stride: int = 0
-    width: int = 0
+    descending: bool
+    sequential: bool
+    mask: int
+    stride: int
+    width: int
 
 
 class Stream:

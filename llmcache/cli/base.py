@@ -68,8 +68,6 @@ class LazyGroup(Command, click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of commands, importing none of them."""
-        if not self.table:
-            return
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 

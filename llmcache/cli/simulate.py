@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import click
 
@@ -39,17 +40,12 @@ from llmcache.cli import base, types
 @click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster instead: tcp://host:8786 ([cluster] extra).")
 def command(
     traces: tuple[str, ...],
-    policy: str,
-    cache: str,
-    bw: str | None,
-    setup: str,
-    t: str | None,
-    mrc: bool,
     as_json: bool,
     report: str | None,
     force: bool,
     jobs: int | None,
     scheduler: str | None,
+    **options: Any,
 ) -> None:
     """What caches of several sizes and policies hit on recorded traces.
 
@@ -79,7 +75,7 @@ def command(
     if scheduler is not None and jobs is not None:
         raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
     models = partial(ModelHeaders, ())
-    plan = plan_of(policy, cache, bw, t, mrc, setup, drawn=report is not None)
+    plan = plan_of(**options, drawn=report is not None)
     if report is not None:
         from llmcache.report.simulate_page import write_report
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +17,8 @@ from rich.text import Text
 
 from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
 
-AREAS = ("mounting", "memory", "tracing", "machine", "packages")
+AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine": "machine", "packages": "packages"}
+"""Files of this package, and what the report calls their areas."""
 _OF_DIRECTORY = ("mounting", "machine")  # findings on the storage of the directory that is asked about
 _REMEDY = "pip install . in the source directory, or tools/test"
 SCHEMA = "llmcache.doctor/1"
@@ -35,7 +34,6 @@ class Check:
     Whatever is not OK has a `remedy`: ValueError without one.
     """
 
-    area: str
     name: str
     status: str
     found: str
@@ -49,13 +47,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All checks, in the order in which they are shown."""
+    """All checks by area, in the order in which they are shown."""
 
-    findings: tuple[Check, ...]
+    areas: dict[str, list[Check]]
 
     def count(self, status: str) -> int:
-        """Findings of one status."""
-        return sum(finding.status == status for finding in self.findings)
+        """Checks of one status."""
+        return sum(check.status == status for checks in self.areas.values() for check in checks)
 
     @property
     def exit_code(self) -> int:
@@ -65,7 +63,8 @@ class Diagnosis:
     def document(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
         counts = {status: self.count(status) for status in (OK, LIMITED, FAILED, SKIPPED)}
-        return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": [asdict(f) for f in self.findings]}
+        findings = [{"area": area, **asdict(check)} for area, checks in self.areas.items() for check in checks]
+        return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": findings}
 
 
 def examine(directory: str | None) -> Diagnosis:
@@ -75,17 +74,16 @@ def examine(directory: str | None) -> Diagnosis:
     """
     if directory is not None and not os.path.isdir(directory):
         raise UsageError(f"DIR: {directory} is not a directory", "name a directory on the storage to measure")
-    return Diagnosis(tuple(check for area in AREAS for check in _checks(area, directory)))
+    return Diagnosis(dict(_area(file, directory) for file in AREAS))
 
 
-def _checks(area: str, directory: str | None) -> list[Check]:
-    """The checks of one area; a missing library must not keep the others from being seen."""
+def _area(file: str, directory: str | None) -> tuple[str, list[Check]]:
+    """Name and checks of one area; a missing library must not keep the others from being seen."""
     try:
-        module = importlib.import_module(f"llmcache.doctor.{area}")
+        module = importlib.import_module(f"llmcache.doctor.{file}")
     except ImportError as error:
-        return [Check(area, area, LIMITED, f"cannot be examined: {error}", _REMEDY)]
-    found: list[Check] = module.examine(directory) if area in _OF_DIRECTORY else module.examine()
-    return found
+        return file, [Check(file, LIMITED, f"cannot be examined: {error}", _REMEDY)]
+    return AREAS[file], module.examine(directory) if file in _OF_DIRECTORY else module.examine()
 
 
 def show(diagnosis: Diagnosis, as_json: bool) -> None:
@@ -94,27 +92,13 @@ def show(diagnosis: Diagnosis, as_json: bool) -> None:
         print(json.dumps(diagnosis.document(), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for line in _lines(diagnosis):
-        console.print(line)
-
-
-def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
-    for area, checks in groupby(diagnosis.findings, lambda check: check.area):
-        yield Text(area, "bold")
+    for area, checks in diagnosis.areas.items():
+        console.print(Text(area, "bold"))
         for check in checks:
-            yield from _check(check)
-    yield Text(summary(diagnosis))
-
-
-def _check(check: Check) -> Iterator[Text]:
-    word, style = _STYLES[check.status]
-    yield Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}")
-    if check.remedy is not None:
-        yield Text(f"  {'':<8}{'':<18}> {check.remedy}")
-
-
-def summary(diagnosis: Diagnosis) -> str:
-    """One line: whether a mount is possible, and how much is less than it could be."""
+            word, style = _STYLES[check.status]
+            console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}"))
+            if check.remedy is not None:
+                console.print(Text(f"{'':<28}> {check.remedy}"))
     failed, limited = diagnosis.count(FAILED), diagnosis.count(LIMITED)
     verdict = f"a mount is not possible: {failed} failed" if failed else "a mount is possible"
-    return f"{verdict}; {limited} limited" if limited else verdict
+    console.print(Text(f"{verdict}; {limited} limited" if limited else verdict))

@@ -14,71 +14,68 @@ from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, read_ahead_file
 from llmcache.fs.client.bandwidth import measure
 from llmcache.units import format_rate
 
-AREA = "machine"
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
 """Bytes per second that mode steer streams on two processors, *measured*; mode inplace is bound by storage."""
 
 
-def examine(directory: str | None, root: Path = Path("/")) -> list[Check]:
+def examine(directory: str | None) -> list[Check]:
     """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
-    return [_system(), _storage(directory), *_read_ahead(directory, root), _gpu(root)]
+    return [_system(), _storage(directory), *_read_ahead(directory), _gpu()]
 
 
 def _system() -> Check:
     said = f"Linux {platform.release()}, {platform.machine()}, {os.cpu_count()} processors"
     facts = {"kernel": platform.release(), "machine": platform.machine(), "processors": os.cpu_count()}
-    return Check(AREA, "system", OK, said, facts=facts)
+    return Check("system", OK, said, facts=facts)
 
 
 def _storage(directory: str | None) -> Check:
     if directory is None:
-        return Check(AREA, "storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
+        return Check("storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
     try:
         found = measure(directory)
     except LlmcacheError as error:
         remedy = "name a directory on a disk where you may write, or one with a file of 64 MiB or more"
-        return Check(AREA, "storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
+        return Check("storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
     facts = {"directory": directory, "bandwidth": found.bandwidth, "bytes_read": found.bytes_read, "source": "measured"}
     said = f"{directory}: reads {format_rate(found.bandwidth)} (measured, O_DIRECT)"
     if found.bandwidth > STEER_STREAMS:
         said += f", more than the {format_rate(STEER_STREAMS)} that mode steer streams: inplace does"
-    return Check(AREA, "storage", OK, said, facts=facts)
+    return Check("storage", OK, said, facts=facts)
 
 
-def _read_ahead(directory: str | None, root: Path) -> list[Check]:
+def _read_ahead(directory: str | None) -> list[Check]:
     """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
-    if directory is None:
-        return []
-    path = read_ahead_file(directory, root)
+    path = None if directory is None else read_ahead_file(directory)
     if path is None:
         return []
     kib = int(path.read_text())
     said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
     if kib > SMALL_READ_AHEAD_KB:
         said += f"; for mixtures of experts mount with --read-ahead {SMALL_READ_AHEAD_KB}Ki"
-    return [Check(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
+    return [Check("read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 
-def _gpu(root: Path) -> Check:
-    cards = _nvidia(root)
-    if not cards and (root / "dev/kfd").exists():
+def _gpu() -> Check:
+    cards = _nvidia()
+    if not cards and os.path.exists("/dev/kfd"):
         cards = ["an AMD GPU (/dev/kfd)"]
     if not cards:
         remedy = "only the gpu tier of llmcache.kv.transformers needs one"
-        return Check(AREA, "GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
+        return Check("GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
     usable = _torch_sees_it()
     said, facts = ", ".join(cards), {"cards": cards, "torch": usable}
     if usable:
-        return Check(AREA, "GPU", OK, f"{said}; torch can use it", facts=facts)
+        return Check("GPU", OK, f"{said}; torch can use it", facts=facts)
     remedy = "install a torch for this GPU: https://pytorch.org/get-started"
-    return Check(AREA, "GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
+    return Check("GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
 
 
-def _nvidia(root: Path) -> list[str]:
+def _nvidia() -> list[str]:
     models = []
-    for card in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+    for card in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = card.read_text().splitlines()
         models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return models

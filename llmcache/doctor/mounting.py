@@ -13,8 +13,6 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import mountpoint
 from llmcache.fs.vfs import libfuse
 
-AREA = "mount"
-
 
 def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]:
     """Findings on FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`.
@@ -28,42 +26,42 @@ def _in_place(directory: str | None, root: Path) -> Check:
     reason = why_not(directory)
     if reason is not None:
         remedy = "root, Linux 6.12 with BTF, libbpf 1, and models on ext4, xfs or f2fs; modes steer and arena do without"
-        return Check(AREA, "in place", LIMITED, reason, remedy)
+        return Check("in place", LIMITED, reason, remedy)
     text = root / "sys/kernel/mm/transparent_hugepage/enabled"
     pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
     if pages is None or pages[1] == "never":
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled: streaming costs a tenth then"
-        return Check(AREA, "in place", LIMITED, "mode inplace can be had, without huge pages", remedy)
+        return Check("in place", LIMITED, "mode inplace can be had, without huge pages", remedy)
     where = "" if directory is None else f" for {directory}"
-    return Check(AREA, "in place", OK, f"mode inplace can be had{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
+    return Check("in place", OK, f"mode inplace can be had{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
 
 
 def _fuse() -> Check:
     try:
         mountpoint.check_device()
     except EnvironmentProblem as problem:
-        return Check(AREA, "FUSE", FAILED, problem.message, problem.hint)
-    return Check(AREA, "FUSE", OK, "/dev/fuse may be opened")
+        return Check("FUSE", FAILED, problem.message, problem.hint)
+    return Check("FUSE", OK, "/dev/fuse may be opened")
 
 
 def _fusermount(root: Path) -> Check:
     found = shutil.which("fusermount3")
     if found is not None and (hint := mountpoint.mtab_hint(str(root / "etc/mtab"))):
-        return Check(AREA, "fusermount3", LIMITED, f"{found}, but only root can unmount", hint, {"path": found})
+        return Check("fusermount3", LIMITED, f"{found}, but only root can unmount", hint, {"path": found})
     if found is not None:
-        return Check(AREA, "fusermount3", OK, found, facts={"path": found})
+        return Check("fusermount3", OK, found, facts={"path": found})
     status = LIMITED if os.geteuid() == 0 else FAILED
-    return Check(AREA, "fusermount3", status, "missing: only root can mount", libfuse.APT_HINT)
+    return Check("fusermount3", status, "missing: only root can mount", libfuse.APT_HINT)
 
 
 def _libfuse() -> Check:
     try:
         version = libfuse.version()
     except EnvironmentProblem as problem:
-        return Check(AREA, "libfuse", FAILED, problem.message, problem.hint)
+        return Check("libfuse", FAILED, problem.message, problem.hint)
     except ImportError as error:
-        return Check(AREA, "libfuse", FAILED, f"its binding cannot be loaded: {error}", "pip install -U mfusepy")
-    return Check(AREA, "libfuse", OK, version, facts={"version": version})
+        return Check("libfuse", FAILED, f"its binding cannot be loaded: {error}", "pip install -U mfusepy")
+    return Check("libfuse", OK, version, facts={"version": version})
 
 
 def _allow_other(root: Path) -> Check:
@@ -72,16 +70,16 @@ def _allow_other(root: Path) -> Check:
     except OSError:
         lines = []
     if "user_allow_other" in (line.strip() for line in lines):
-        return Check(AREA, "user_allow_other", OK, "users may mount with -o allow_other")
+        return Check("user_allow_other", OK, "users may mount with -o allow_other")
     if os.geteuid() == 0:
-        return Check(AREA, "user_allow_other", OK, "not set in /etc/fuse.conf; root may mount with -o allow_other anyway")
+        return Check("user_allow_other", OK, "not set in /etc/fuse.conf; root may mount with -o allow_other anyway")
     remedy = "to share your mounts: echo user_allow_other | sudo tee -a /etc/fuse.conf"
-    return Check(AREA, "user_allow_other", LIMITED, "not set: only you can see your mounts", remedy)
+    return Check("user_allow_other", LIMITED, "not set: only you can see your mounts", remedy)
 
 
 def _root() -> Check:
     user = os.geteuid()
     if user == 0:
-        return Check(AREA, "root", OK, "yes", facts={"uid": user})
+        return Check("root", OK, "yes", facts={"uid": user})
     remedy = "sudo: best tier of llmcache trace, mode steer without a limit, priority for the daemon"
-    return Check(AREA, "root", LIMITED, f"no (user id {user}): mounts work, with less", remedy, {"uid": user})
+    return Check("root", LIMITED, f"no (user id {user}): mounts work, with less", remedy, {"uid": user})

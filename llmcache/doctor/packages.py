@@ -12,21 +12,20 @@ from packaging.version import Version
 from llmcache import __version__
 from llmcache.doctor import FAILED, LIMITED, OK, Check
 
-AREA = "packages"
 DISTRIBUTION = "llmcache-toolkit"
 _UNSHOWN = "dev"  # the extra for those who change llmcache: tools/test installs it
 
 
 def examine() -> list[Check]:
     """Checks of Python, llmcache, and each dependency."""
-    python = Check(AREA, "python", OK, platform.python_version(), facts={"version": platform.python_version()})
-    own = Check(AREA, "llmcache", OK, __version__, facts={"version": __version__})
+    python = Check("python", OK, platform.python_version(), facts={"version": platform.python_version()})
+    own = Check("llmcache", OK, __version__, facts={"version": __version__})
     try:
         declared = metadata.requires(DISTRIBUTION) or []
         extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         remedy = "pip install . in the source directory"
-        return [python, Check(AREA, "llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
+        return [python, Check("llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
     return [python, own, *(check for line in declared for check in _checks(Requirement(line), extras))]
 
 
@@ -49,10 +48,10 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
         why = "missing" if extra is None else f"not installed (extra [{extra}])"
-        return Check(AREA, wanted.name, status, why, remedy, facts | {"version": None})
+        return Check(wanted.name, status, why, remedy, facts | {"version": None})
     facts |= {"version": version}
     if Version(version) < Version(bounds[">="]):
-        return Check(AREA, wanted.name, status, f"{version} is older than {bounds['>=']}", remedy, facts)
+        return Check(wanted.name, status, f"{version} is older than {bounds['>=']}", remedy, facts)
     if not wanted.specifier.contains(version, prereleases=True):
-        return Check(AREA, wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
-    return Check(AREA, wanted.name, OK, version, facts=facts)
+        return Check(wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
+    return Check(wanted.name, OK, version, facts=facts)

@@ -7,9 +7,6 @@ from llmcache.doctor import LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 
-AREA = "trace"
-_BEST = next(iter(SOURCES))
-
 
 def examine() -> list[Check]:
     """Findings on BTF, libbpf, tracepoints, and every tier until one works."""
@@ -19,45 +16,42 @@ def examine() -> list[Check]:
 def _btf() -> Check:
     reason = supported()
     if reason is None:
-        return Check(AREA, "BTF", OK, "the kernel describes its types")
+        return Check("BTF", OK, "the kernel describes its types")
     remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y (those of Debian 11+, Ubuntu 20.10+)"
-    return Check(AREA, "BTF", LIMITED, reason, remedy)
+    return Check("BTF", LIMITED, reason, remedy)
 
 
 def _libbpf() -> Check:
     try:
         libbpf.library()
     except EnvironmentProblem as problem:
-        return Check(AREA, "libbpf", LIMITED, problem.message, problem.hint)
-    return Check(AREA, "libbpf", OK, "version 1 can be loaded")
+        return Check("libbpf", LIMITED, problem.message, problem.hint)
+    return Check("libbpf", OK, "version 1 can be loaded")
 
 
 def _tracepoints() -> Check:
-    remedy = "Linux 6.12 or later has them"
     try:
         missing = [name for name in TRACEPOINTS if not libbpf.has_tracepoint(name)]
     except EnvironmentProblem as problem:
-        return Check(AREA, "tracepoints", LIMITED, f"not known: {problem.message}", problem.hint)
+        return Check("tracepoints", LIMITED, f"not known: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:
-        return Check(AREA, "tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", remedy, facts)
-    return Check(AREA, "tracepoints", OK, "those of the page cache are there", facts=facts)
+        return Check("tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", "Linux 6.12 or later has them", facts)
+    return Check("tracepoints", OK, "those of the page cache are there", facts=facts)
 
 
 def _tier() -> Check:
-    reasons: dict[str, str] = {}
+    tier, reasons = None, dict[str, str]()
     for name, source in SOURCES.items():
-        reason = source.probe()
-        if reason is None:
-            return _chosen(name, reasons)
+        if (reason := source.probe()) is None:
+            tier = name
+            break
         reasons[name] = reason
-    said = "none works: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return Check(AREA, "tier", LIMITED, said, "run as root", {"tier": None, "passed_over": reasons})
-
-
-def _chosen(name: str, reasons: dict[str, str]) -> Check:
-    facts = {"tier": name, "passed_over": reasons}
-    if name == _BEST:
-        return Check(AREA, "tier", OK, f"{name}, the best", facts=facts)
-    said = f"{name}, because " + "; ".join(f"{better}: {reason}" for better, reason in reasons.items())
-    return Check(AREA, "tier", LIMITED, said, f"for {_BEST}: root, Linux 6.12 with BTF, and libbpf 1", facts)
+    facts = {"tier": tier, "passed_over": reasons}
+    passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if tier is None:
+        return Check("tier", LIMITED, f"none works: {passed_over}", "run as root", facts)
+    if not reasons:
+        return Check("tier", OK, f"{tier}, the best", facts=facts)
+    remedy = f"for {next(iter(SOURCES))}: root, Linux 6.12 with BTF, and libbpf 1"
+    return Check("tier", LIMITED, f"{tier}, because {passed_over}", remedy, facts)

@@ -11,13 +11,14 @@ configurations of a sweep, `roofline_of` is figure 16a of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from llmcache.arrays import Doubles
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.latency import (
@@ -26,7 +27,6 @@ from llmcache.edram.latency import (
     PASSES_16_BY_16,
     RESOURCES,
     STEP_GROUPS,
-    Array,
     ConfigurationColumns,
     Prefill,
     Steps,
@@ -88,7 +88,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
     off_chip = prefill.dram_bytes[:, 0] + _total(steps, columns.read_weights + step.off_chip_bytes + step.new_bytes)
     found = (
         _rows(_latencies(prefill, steps, waited)),
-        _rows(energy_of(columns, steps, step, _sum(waited.values()), prefill)),
+        _rows(energy_of(columns, steps, step, np.sum(list(waited.values()), axis=0), prefill)),
         off_chip.tolist(),
         peak.tolist(),
         (peak <= columns.dram_capacity_bytes[:, 0]).tolist(),
@@ -97,16 +97,12 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
     return [Outcome(*row) for row in zip(*found, strict=True)]
 
 
-def _rows(parts: dict[str, Array]) -> list[dict[str, float]]:
+def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
     """Returns columns [n] by name as a mapping for each of n."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
-def _sum(parts: Iterable[Array]) -> Array:
-    return np.asarray(np.sum(list(parts), axis=0))
-
-
-def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Array]) -> dict[str, Array]:
+def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> dict[str, Doubles]:
     bound = prefill.array_s >= prefill.dram_s
     found = {
         "prefill_array": np.where(bound, prefill.array_s, 0)[:, 0],
@@ -115,12 +111,12 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Array]) -> dict
     return found | {name: _total(steps, times_s) for name, times_s in waited.items()}
 
 
-def _total(steps: Steps, values: Array) -> Array:
+def _total(steps: Steps, values: Doubles) -> Doubles:
     """Returns the sum of `values` ([n, groups] or [n, 1] per step) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
-def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Array) -> Array:
+def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
     """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
 
     That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer
@@ -243,7 +239,7 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 class RooflinePoint:
     """One decode step with its cache full: 8-bit operations of the model (not those of recomputing) and what bounds it.
 
-    `intensity`: operations per byte over DRAM; `bound`: the resource of `decode.RESOURCES` that it waits for longest.
+    `intensity`: operations per byte over DRAM; `bound`: the resource of `latency.RESOURCES` that it waits for longest.
     """
 
     name: str
@@ -268,36 +264,27 @@ class Roofline:
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share)."""
-    free = _recomputing(configuration)
-    best = float(recompute_share(ConfigurationColumns([free]), _last(free)).sum())
+    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share).
+
+    What is recomputed has its real cost.
+    """
+    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
+    columns = ConfigurationColumns([configuration.on(replace(configuration.system, policy=policy))])
+    hardware, cached = configuration.hardware, configuration.last_cached
+    last = Steps(np.array([[float(cached)]]), np.array([[float(-(-cached // hardware.array_rows))]]), np.ones((1, 1)))
+    best = float(recompute_share(columns, last).sum())
     named = {"no recomputation": 0.0, "recomputation": best, "over-recomputation": max(DECLARED_SHARE, 4 * best)}
-    hardware = configuration.hardware
-    points = tuple(point_at(configuration, name, min(share, 1.0)) for name, share in named.items())
+    points = tuple(_point(columns, last, name, min(share, 1.0)) for name, share in named.items())
     return Roofline(hardware.int8_ops_per_s, hardware.dram_bytes_per_s, points)
 
 
-def point_at(configuration: Configuration, name: str, share: float) -> RooflinePoint:
-    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed at its real cost."""
-    c, steps = ConfigurationColumns([_recomputing(configuration)]), _last(configuration)
-    step = step_of(c, steps, np.full_like(steps.cached, share))
+def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
+    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed in the `last` step."""
+    step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights
-    attention = c.batch * steps.cached * c.layers * 2 * c.heads * c.head_dim
+    attention = c.batch * last.cached * c.layers * 2 * c.heads * c.head_dim
     operations = float((2 * (PASSES_16_BY_8 * linear + PASSES_16_BY_16 * attention)).sum())
     moved = float((c.read_weights + step.off_chip_bytes + step.new_bytes).sum())
     bound = max(RESOURCES, key=waited.__getitem__)
     return RooflinePoint(name, share, operations / moved, operations / sum(waited.values()), bound)
-
-
-def _recomputing(configuration: Configuration) -> Configuration:
-    """Returns `configuration` with recomputation at its real cost."""
-    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
-    return configuration.on(replace(configuration.system, policy=policy))
-
-
-def _last(configuration: Configuration) -> Steps:
-    """Returns the last decode step alone."""
-    cached = configuration.last_cached
-    tiles = -(-cached // configuration.hardware.array_rows)
-    return Steps(np.array([[float(cached)]]), np.array([[float(tiles)]]), np.ones((1, 1)))

@@ -123,8 +123,8 @@ class AccuracySetup:
     """What all variants of a run share: the longest text, the format of vectors, the retention curve."""
 
     tokens: int
-    format: Format = "int16"
-    curve: RetentionCurve | None = None
+    format: Format
+    curve: RetentionCurve
 
     @property
     def everything(self) -> AerpSettings:

@@ -64,19 +64,6 @@ class Config:
         )
 
 
-def read_model(directory: str | Path) -> tuple[Config, dict[str, Floats]]:
-    """Returns configuration and tensors by name of the model in `directory`; UsageError if it is not there, DataError."""
-    root = Path(directory)
-    try:
-        config = json.loads((root / "config.json").read_bytes())
-        raw = (root / "model.safetensors").read_bytes()
-    except OSError as error:
-        raise UsageError(f"model: '{root}' cannot be read: {error.strerror}", _HINT) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"config.json: no JSON: {error}", _HINT) from error
-    return Config.parse(config), parse_tensors(raw)
-
-
 def parse_tensors(raw: bytes) -> dict[str, Floats]:
     """Returns the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
     length = int.from_bytes(raw[:8], "little")
@@ -145,8 +132,16 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Returns the model in `directory`; errors as `read_model`."""
-        return cls(*read_model(directory))
+        """Returns the model in `directory`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+        root = Path(directory)
+        try:
+            config = json.loads((root / "config.json").read_bytes())
+            raw = (root / "model.safetensors").read_bytes()
+        except OSError as error:
+            raise UsageError(f"model: '{root}' cannot be read: {error.strerror}", _HINT) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"config.json: no JSON: {error}", _HINT) from error
+        return cls(Config.parse(config), parse_tensors(raw))
 
     def _projections(self, prefix: str) -> Projections:
         key, value = self._linear(f"{prefix}.k_proj"), self._linear(f"{prefix}.v_proj")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmcache.arrays import Doubles
 from llmcache.edram.chip import at_the_same_time, one_after_the_other
 from llmcache.edram.constants import CHIP, GROUPS
 from llmcache.edram.latency import (
     PASSES_16_BY_8,
     PASSES_16_BY_16,
-    Array,
     ConfigurationColumns,
     Prefill,
     Step,
@@ -36,7 +36,7 @@ COMPONENTS = tuple(name for names in KINDS.values() for name in names)
 """All there is: the energy of a configuration is the sum of these."""
 
 
-def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Array, prefill: Prefill) -> dict[str, Array]:
+def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Doubles, prefill: Prefill) -> dict[str, Doubles]:
     """Returns the energy (J, [n]) of each of `COMPONENTS`: prefill and all decode steps, of `step_s` seconds each."""
     latency_s = prefill.latency_s[:, 0] + (steps.count * step_s).sum(axis=1)
     found = dict.fromkeys(COMPONENTS, np.zeros(len(latency_s)))
@@ -47,7 +47,7 @@ def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Array, 
     return found
 
 
-def _timely(c: ConfigurationColumns, latency_s: Array) -> dict[str, Array]:
+def _timely(c: ConfigurationColumns, latency_s: Doubles) -> dict[str, Doubles]:
     """Returns what is spent by the second, whatever is done; `latency_s` [n, 1]."""
     on_chip = c.kv_capacity_bytes + c.activation_bytes
     sram = c.weight_capacity_bytes + np.where(c.edram, 0, on_chip)
@@ -64,7 +64,7 @@ def _timely(c: ConfigurationColumns, latency_s: Array) -> dict[str, Array]:
     return {name: (power * latency_s)[:, 0] for name, power in watts.items()}
 
 
-def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Array]:
+def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]:
     """Returns what the prefill spends on bytes and cycles."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     accessed = 2 * prefill.activation_bytes + activation_accesses(c, c.batch * c.context)
@@ -84,7 +84,7 @@ def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Array]:
     return {name: joules[:, 0] for name, joules in spent.items()}
 
 
-def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, Array]:
+def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, Doubles]:
     """Returns what all decode steps spend on bytes and cycles. What comes from DRAM is written on the chip, then read."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     weights, kv_token_bytes = c.read_weights * CHIP.weight_bytes, c.layers * c.kv_layer_bytes
@@ -107,7 +107,7 @@ def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, A
     return {name: (steps.count * joules).sum(axis=1) for name, joules in spent.items()}
 
 
-def _activation_refresh_j(c: ConfigurationColumns, steps: Steps) -> Array:
+def _activation_refresh_j(c: ConfigurationColumns, steps: Steps) -> Doubles:
     """Returns the energy (J, [n, groups]) of refreshing X, Q, K and V of all layers in a step, by their lifetimes.
 
     Weights come at the slower of SRAM and DRAM. Differs from the paper: its sums of equations 7 and 8 weigh all four alike;
@@ -119,7 +119,7 @@ def _activation_refresh_j(c: ConfigurationColumns, steps: Steps) -> Array:
     plain, kelle = one_after_the_other(t_sram_s, t_edram_s), at_the_same_time(t_sram_s, t_edram_s)
     widths = (c.channels, width, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
 
-    def refreshed(lifetimes_s: tuple[Array, ...]) -> Array:
+    def refreshed(lifetimes_s: tuple[Doubles, ...]) -> Doubles:
         ticks = (np.floor(1e9 * life_s / c.activation_interval_ns) for life_s in lifetimes_s)
         return np.asarray(sum(w * CHIP.value_bytes * many for w, many in zip(widths, ticks, strict=True)))
 

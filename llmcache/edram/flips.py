@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
-from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
+from llmcache.edram.retention import RetentionCurve, parse_intervals
 from llmcache.errors import UsageError
 
 Bits = NDArray[np.uint16]
@@ -76,9 +76,8 @@ class FlipRates:
         return cls(rate, rate, rate, rate)
 
     @classmethod
-    def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
-        """Returns what groups refreshed at `intervals` lose, by `curve` (None: the paper's)."""
-        curve = curve or paper_curve()
+    def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
+        """Returns what groups refreshed at `intervals` lose, by `curve`."""
         return cls(*map(curve.failure, intervals.in_order()))
 
     def in_order(self) -> tuple[float, float, float, float]:
@@ -99,7 +98,7 @@ class FlipRates:
 NO_FLIPS = FlipRates()
 
 
-def iso_power(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
 
     Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
@@ -108,7 +107,7 @@ def iso_power(intervals: RefreshIntervals, curve: RetentionCurve | None = None) 
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
 
-def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
@@ -131,7 +130,7 @@ def one_sided(side: str, rate: float) -> FlipRates:
     return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
 
 
-def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
+def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
     """Returns the rates meant by `text`; UsageError names what cannot be understood.
 
     "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
@@ -183,6 +182,9 @@ def _mixed(z: Names) -> Names:
     return mixed
 
 
+_mixed_one = njit(nogil=True)(_mixed)
+
+
 def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
     """Returns the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
     shape = (*names.shape, dim)
@@ -200,10 +202,8 @@ def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
         for column in range(hst.shape[1]):
             as_hst = as_lst = 0
             for pair in range(8):
-                z += np.uint64(0x9E3779B97F4A7C15)
-                m = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                m = (m ^ (m >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-                m ^= m >> np.uint64(31)
+                z += _STEP
+                m = _mixed_one(z)
                 low = 0 if pair >= 4 else 1  # bits 15 to 8 are the MSB group
                 for half in range(2):
                     number = m >> np.uint64(32) if half else m & np.uint64(0xFFFFFFFF)
@@ -273,7 +273,7 @@ class Cells:
     def settle(self, hst: Flags, used: Flags) -> Where:
         """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
 
-        Both [*places], or fewer from the first place of each axis on: the rest is not in use.
+        Both [*places], or fewer from the first place of each axis on: the rest is not in use. Only where bits can be lost.
         """
         if not self.settings.rates.any:
             return np.nonzero(np.zeros(hst.shape, np.bool_))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.bench.question import DEFAULT_POLICIES, BenchOptions, setup_of
-from llmcache.kv.bench.synthetic import PolicySession, check_space, variants_of, workplace
+from llmcache.kv.bench.synthetic import PolicySession, check_space, variants_of
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.units import format_duration
 
@@ -45,7 +44,7 @@ def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambd
     if [variant.policy for variant in variants] != [Kelle.name]:
         raise UsageError("--edram-run: only Kelle's runs can be recorded", "--policy kelle")
     check_space(setup, 1)
-    with workplace(setup.directory) as directory, PolicySession(replace(setup, directory=directory), variants[0]) as session:
+    with PolicySession(setup, variants[0]) as session:
         policy = session.policy
         assert isinstance(policy, Kelle)
         progress("storing the prompt")

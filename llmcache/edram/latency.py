@@ -29,8 +29,6 @@ from llmcache.edram.chip import CHAIN_CYCLES
 from llmcache.edram.constants import CHIP
 from llmcache.edram.systems import Configuration
 
-Array = Doubles
-
 
 class ConfigurationColumns:
     """Numbers of many configurations as columns, [n, 1]; ValueError if there are none.
@@ -45,14 +43,14 @@ class ConfigurationColumns:
         parts = ("model", "workload", "hardware", "policy", "profile")
         self._parts = [[getattr(one, part) for one in configurations] for part in parts]
 
-    def __getattr__(self, name: str) -> Array:
+    def __getattr__(self, name: str) -> Doubles:
         values = next((of_part for of_part in self._parts if hasattr(of_part[0], name)), None)
         if values is None:
             raise AttributeError(name)
         known: dict[int, Any] = {id(value): value for value in values}  # a sweep has few different parts
         read = {key: getattr(value, name) for key, value in known.items()}
         found = np.array([read[id(value)] for value in values])
-        column: Array = (found if found.dtype == bool else found.astype(np.float64)).reshape(len(values), -1)
+        column: Doubles = (found if found.dtype == bool else found.astype(np.float64)).reshape(len(values), -1)
         setattr(self, name, column)
         return column
 
@@ -69,9 +67,9 @@ class Steps:
     they fill, the last one partly; `count`: steps of the group, 0 for an empty one.
     """
 
-    cached: Array
-    row_tiles: Array
-    count: Array
+    cached: Doubles
+    row_tiles: Doubles
+    count: Doubles
 
 
 def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
@@ -94,7 +92,7 @@ def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) ->
     )
 
 
-def _tiles_up_to(tokens: Array, rows: Array) -> Array:
+def _tiles_up_to(tokens: Doubles, rows: Doubles) -> Doubles:
     """Returns the sum of ceil(i / rows) over i = 1 .. tokens."""
     whole, rest = np.divmod(tokens, rows)
     return np.asarray(rows * whole * (whole + 1) / 2 + rest * (whole + 1))
@@ -114,12 +112,12 @@ class Tiles:
     draining it, where that is not hidden.
     """
 
-    kv: Array
-    other: Array
-    head: Array
-    load_cycles: Array
-    row_cycles: Array
-    fill_cycles: Array
+    kv: Doubles
+    other: Doubles
+    head: Doubles
+    load_cycles: Doubles
+    row_cycles: Doubles
+    fill_cycles: Doubles
 
 
 def tiles_of(c: ConfigurationColumns) -> Tiles:
@@ -138,20 +136,20 @@ def tiles_of(c: ConfigurationColumns) -> Tiles:
     )
 
 
-def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_rows: Array) -> Array:
+def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Doubles, extra_kv_rows: Doubles) -> Doubles:
     """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
 
     `extra_kv_rows` pass through K and V only: tokens that are recomputed.
     """
 
-    def cycles(amount: Array) -> Array:
+    def cycles(amount: Doubles) -> Doubles:
         return np.maximum(amount * tiles.row_cycles, tiles.load_cycles) + tiles.fill_cycles
 
     worked = tiles.other * cycles(rows) + tiles.kv * cycles(rows + extra_kv_rows) + tiles.head * cycles(head_rows)
     return np.asarray(worked / c.clock_hz)
 
 
-def attention_s(c: ConfigurationColumns, steps: Steps) -> Array:
+def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
     """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
@@ -167,20 +165,20 @@ class Step:
     from DRAM and the rest lies in the KV memory; `new_bytes`: written to DRAM.
     """
 
-    recomputed: Array
-    stored_bytes: Array
-    off_chip_bytes: Array
-    new_bytes: Array
-    dram_weights_s: Array
-    dram_kv_s: Array
-    linear_s: Array
-    attention_s: Array
-    sram_s: Array
-    kv_memory_s: Array
-    eviction_s: Array
+    recomputed: Doubles
+    stored_bytes: Doubles
+    off_chip_bytes: Doubles
+    new_bytes: Doubles
+    dram_weights_s: Doubles
+    dram_kv_s: Doubles
+    linear_s: Doubles
+    attention_s: Doubles
+    sram_s: Doubles
+    kv_memory_s: Doubles
+    eviction_s: Doubles
 
 
-def step_of(c: ConfigurationColumns, steps: Steps, share: Array) -> Step:
+def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
     """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
 
     With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
@@ -207,8 +205,8 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Array) -> Step:
     )
 
 
-def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Array:
-    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
+def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
+    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `chip.EvictorCost`."""
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
@@ -218,7 +216,7 @@ RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction"
 """What a step can wait for."""
 
 
-def waits(c: ConfigurationColumns, step: Step) -> dict[str, Array]:
+def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
     """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
 
     Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
@@ -234,7 +232,7 @@ def waits(c: ConfigurationColumns, step: Step) -> dict[str, Array]:
     return {name: np.where(c.overlap, one, two) for name, one, two in zip(RESOURCES, together, apart, strict=True)}
 
 
-def _slowest(*times_s: Array) -> list[Array]:
+def _slowest(*times_s: Doubles) -> list[Doubles]:
     """Returns each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
     shape = np.broadcast_shapes(*(time_s.shape for time_s in times_s))
     stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
@@ -246,21 +244,21 @@ def _slowest(*times_s: Array) -> list[Array]:
 class Prefill:
     """What the prefill takes, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
 
-    weight_bytes: Array
-    activation_bytes: Array
-    kv_bytes: Array
-    linear_macs: Array
-    attention_macs: Array
-    array_s: Array
-    dram_s: Array
+    weight_bytes: Doubles
+    activation_bytes: Doubles
+    kv_bytes: Doubles
+    linear_macs: Doubles
+    attention_macs: Doubles
+    array_s: Doubles
+    dram_s: Doubles
 
     @property
-    def latency_s(self) -> Array:
+    def latency_s(self) -> Doubles:
         """The longer of both."""
         return np.maximum(self.array_s, self.dram_s)
 
     @property
-    def dram_bytes(self) -> Array:
+    def dram_bytes(self) -> Doubles:
         """All bytes over DRAM."""
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
@@ -289,13 +287,13 @@ def prefill_of(c: ConfigurationColumns) -> Prefill:
     )
 
 
-def _values_per_row(c: ConfigurationColumns) -> Array:
+def _values_per_row(c: ConfigurationColumns) -> Doubles:
     inputs, outputs, many = _matrices(c)
     pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
     return np.asarray((many * (inputs * pieces + outputs)).sum(axis=1, keepdims=True))
 
 
-def activation_accesses(c: ConfigurationColumns, rows: Array) -> Array:
+def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
     """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
 
     Inputs are read once for each column of tiles.
@@ -305,7 +303,7 @@ def activation_accesses(c: ConfigurationColumns, rows: Array) -> Array:
     return np.asarray(c.layers * rows * CHIP.value_bytes * values)
 
 
-def _matrices(c: ConfigurationColumns) -> Array:
+def _matrices(c: ConfigurationColumns) -> Doubles:
     """Returns inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
     return np.moveaxis(c.matrices.reshape(len(c.layers), -1, 3), 2, 0)
 
@@ -314,14 +312,14 @@ DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vec
 """Of the tokens (0..1): loading the others then takes as long as recomputing these; 25.6 %, the claimed saving of 25 %."""
 
 
-def recompute_share(c: ConfigurationColumns, steps: Steps) -> Array:
+def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
     """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
     modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
     share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
     return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
 
 
-def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Array:
+def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
     """Returns the share with which a step is shortest, from the costs of array and DRAM.
 
     Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks

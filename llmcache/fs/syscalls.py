@@ -5,9 +5,11 @@ Those that can wait release the GIL (ctypes.CDLL). All raise OSError; EINTR is r
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -121,7 +123,7 @@ def madvise(address: int, size: int, advice: int) -> None:
 
 def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
     """Advice on a part of another process' memory; returns the bytes that it was taken for."""
-    done = _process_madvise(pidfd, (_Range * 1)(_Range(address, size)), advice)
+    done = _process_madvise(pidfd, [(address, size)], advice)
     if done < 0:
         raise _failure()
     return done
@@ -130,14 +132,13 @@ def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
 def process_madvise_each(pidfd: int, addresses: Sequence[int], size: int, advice: int) -> None:
     """Advice on `size` bytes at each of `addresses` of another process; what is not there any more is passed over."""
     for begin in range(0, len(addresses), _IOV_MAX):
-        part = addresses[begin : begin + _IOV_MAX]
-        _process_madvise(pidfd, (_Range * len(part))(*(_Range(address, size) for address in part)), advice)
+        _process_madvise(pidfd, [(address, size) for address in addresses[begin : begin + _IOV_MAX]], advice)
 
 
-def _process_madvise(pidfd: int, ranges: ctypes.Array[_Range], advice: int) -> int:
-    count = ctypes.c_size_t(len(ranges))
-    call, flags = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0)
-    return int(_libc.syscall(call, ctypes.c_int(pidfd), ctypes.byref(ranges), count, ctypes.c_int(advice), flags))
+def _process_madvise(pidfd: int, ranges: Sequence[tuple[int, int]], advice: int) -> int:
+    packed = array.array("Q", itertools.chain.from_iterable(ranges))  # a struct iovec for each; `array` makes them fast
+    call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
+    return int(_libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(len(ranges)), ctypes.c_int(advice), flags))
 
 
 def cached_pages(fd: int, offset: int, size: int) -> int:

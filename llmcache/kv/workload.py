@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,10 +67,6 @@ class StreamSpec:
     def shape(self) -> KvShape:
         """Identity of its spill files."""
         return KvShape(f"synthetic-{self.seed}", self.layers, self.kv_heads, self.head_dim, self.dtype)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, labelled."""
-        return {"synthetic": True, **asdict(self)}
 
 
 class Topics:

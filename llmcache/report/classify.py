@@ -37,7 +37,7 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
 
 def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Iterator[str | Table]:
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
-    duration = format_duration(found.end_ns - found.begin_ns)
+    duration = format_duration(found.duration_ns)
     yield f"{trace}: {found.accesses} blocks accessed in {duration}; {found.tier}{lost}"
     if rows := [row for row in found.rows if row.size_bytes >= min_bytes]:
         yield table(rows, width)

@@ -69,7 +69,7 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
             f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
         )
     decoder = Decoder.load(RECALL_MODEL if options.model is None else options.model)
-    setup = AccuracySetup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
+    setup = AccuracySetup(options.context + 2 * options.questions, options.format, parse_curve(options.curve))
     variants = _variants(options, setup)
     random = np.random.default_rng(options.seed)
     asked = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)

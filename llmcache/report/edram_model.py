@@ -288,8 +288,8 @@ def axes_of(
     workload: str,
     system: str,
     profile: str,
-    recompute: str | None = None,
-    constants: str | None = None,
+    recompute: str | None,
+    constants: str | None,
     **numbers: Sequence[float],
 ) -> tuple[Axes, AcceleratorSystem]:
     """Returns the axes that the options of `llmcache edram sweep` name, and the system to compare with.

@@ -23,7 +23,7 @@ from llmcache.errors import DataError, UsageError
 from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
 from llmcache.report.edram_model import SWEEP_SCHEMA, percent
 from llmcache.report.html import Section, html_page
-from llmcache.report.output import Written, check_target, form_of, write_target
+from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, style
 
 HINT = "save one with: llmcache edram model --json > FILE"
@@ -358,8 +358,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
     `what`: the picture, where the form is no page; None: the first that there is. UsageError for an ending that is no form,
     an unknown picture, a file that exists.
     """
-    form = form_of("-o", output)
-    check_target("-o", output, force)
+    form = form_of("-o", output, force)
     found = read(source)
     offered = drawings(found)
     chosen = what or next(iter(offered))

@@ -40,11 +40,11 @@ class RefreshReport:
 def accounted(
     source: str,
     intervals: RefreshIntervals,
-    profile: str = "paper,silicon",
-    rule: str = "ticks",
-    step_ns: float | None = None,
-    capacity_bytes: float | None = None,
-    constants: str | None = None,
+    profile: str,
+    rule: str,
+    step_ns: float | None,
+    capacity_bytes: float | None,
+    constants: str | None,
 ) -> RefreshReport:
     """Returns the accounts of the run in the file `source`; UsageError and DataError name the option or field that is wrong.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 from urllib.parse import quote
@@ -155,7 +155,7 @@ class Section:
     """A heading with what belongs under it. `anchor` makes it a place to link to within the page."""
 
     title: str
-    blocks: Sequence[HtmlBlock] = field(default_factory=list)
+    blocks: Sequence[HtmlBlock]
 
     def html(self, anchor: str) -> str:
         """Returns the section as HTML, reachable at `anchor`."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -189,6 +188,11 @@ def _number(claim: Claim, paper: float, ours: float) -> Finding:
     return Finding(claim.verdict(values), f"{words} ({ours / paper - 1:+.1%})", values)
 
 
+def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Values]]:
+    """Returns our values for claims that have but one `variant`."""
+    return {name: {variant: values} for name, values in claims.items()}
+
+
 def told(values: Values) -> str:
     """Returns `values` by their names, in words: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
     return "; ".join(_told(name.replace("_", " "), value) for name, value in values.items())
@@ -209,8 +213,3 @@ def number(value: float) -> str:
     if abs(value) < 100:
         return f"{value:.3g}"
     return f"{value:,.1f}".removesuffix(".0") if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def counted(claims: Mapping[str, Sequence[Judged]]) -> Counter[Verdict]:
-    """Returns how many findings there are of each verdict."""
-    return Counter(one.verdict for judged in claims.values() for each in judged for one in each.findings.values())

@@ -26,7 +26,7 @@ from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Ti
 from llmcache.report import kv_task, output, theme
 from llmcache.report.html import Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import Written, check_target, form_of, plain_table, write_target
+from llmcache.report.output import Written, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
 
 OURS = "hillinfer"
@@ -209,8 +209,7 @@ def plot(run: str, output: str, force: bool) -> Written:
 
     UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
     """
-    form, hint = form_of("-o", output), "write it with 'llmcache kv bench --json'"
-    check_target("-o", output, force)
+    form, hint = form_of("-o", output, force), "write it with 'llmcache kv bench --json'"
     try:
         with Path(run).open("rb") as stream:
             told = json.loads(stream.read(_LARGEST_BYTES))
@@ -236,8 +235,7 @@ def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_
     """
     form = ""
     if output is not None:
-        form = form_of("--plot", output)
-        check_target("--plot", output, force)
+        form = form_of("--plot", output, force)
     if isinstance(asked, TaskSetup):
         answers = task.run(asked, tell)
         kv_task.show(answers, as_json)

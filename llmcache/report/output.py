@@ -62,11 +62,15 @@ class Written:
         print(json.dumps({"schema": schema, "path": str(self.path), "size_bytes": self.size_bytes}))
 
 
-def form_of(option: str, path: str) -> str:
-    """Returns "png", "svg" or "html" by the ending of `path`; UsageError, naming `option`, for another."""
+def form_of(option: str, path: str, force: bool) -> str:
+    """Returns "png", "svg" or "html" by the ending of `path`; UsageError, naming `option`, for another.
+
+    Also as `check_target`.
+    """
     form = Path(path).suffix.lower().removeprefix(".")
     if form not in FORMS:
         raise UsageError(f"{option}: '{path}' must end in .png, .svg or .html", "the ending says what is written")
+    check_target(option, path, force)
     return form
 
 
@@ -120,6 +124,12 @@ def tell(what: str) -> None:
     """Says on stderr what begins, if somebody looks."""
     if sys.stderr.isatty():
         print(what, file=sys.stderr)
+
+
+def trimmed(text: str) -> str:
+    """Returns a number and its unit without zeros that say nothing: "60 MB" of "60.0 MB", "1.5 GB"."""
+    number, _, unit = text.partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
 def plain_table(first: str, *figures: str, gap: int = 2) -> Table:

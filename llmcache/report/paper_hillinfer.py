@@ -21,12 +21,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from llmcache.kv.bench.results import Bench, read_bench
-from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, PAPER_PC, TYPICAL_PC, Hardware, Origin
+from llmcache.kv.planning.hardware import ASSUMED, NUMBERS, PAPER_PC, TYPICAL_PC, Hardware
 from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape
 from llmcache.kv.planning.placement import KEYS_AND_VALUES, MemoryUse, Workload, by_beta, by_ssd_share, memory_use
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
-from llmcache.report.judge import Ours, Paper, Values, judge, number, read_paper
+from llmcache.report.judge import Ours, Paper, Values, alone, judge, number, read_paper
 from llmcache.report.reproduce import Blocks, Reproduction, Tell, machine_words, measurements, picture
 from llmcache.report.theme import FAINT, INK, KV_LOOKS, MUTED, Curve, Look, curves_figure, grid_of, legend_below
 
@@ -65,12 +65,8 @@ class Reading:
         return latency(system, self.machine, model, workload, places)
 
 
-_FLEXGEN_PC = replace(
-    PAPER_PC,
-    name="paper, FlexGen's disk",
-    ssd_bytes_per_s=2e9,
-    origins=dict(PAPER_PC.origins)
-    | {"ssd_bytes_per_s": Origin(ASSUMED, "2 GB/s: what FlexGen's paper (section 6) gives for reading its NVMe SSD")},
+_FLEXGEN_PC = replace(PAPER_PC, name="paper, FlexGen's disk").with_numbers(
+    ssd_bytes_per_s=(2e9, ASSUMED, "2 GB/s: what FlexGen's paper (section 6) gives for reading its NVMe SSD")
 )
 _WHOLE = replace(_STATED, host_evaluates=KEYS_AND_VALUES, device_caches=True)
 READINGS: dict[str, Reading] = {
@@ -232,7 +228,7 @@ PART_CONTEXT = 8192
 WHOLE = "+ Design 1 and 2 (APP)"
 PARTS: dict[str, System] = {
     "prefetch-based": SYSTEMS["prefetch"],
-    "+ Design 1 (HIE, BKP)": hillinfer(app=False),
+    "+ Design 1 (HIE, BKP)": hillinfer("app"),
     WHOLE: hillinfer(),
 }
 """The bars of figure 11a."""
@@ -241,10 +237,9 @@ BKP_KEEPS = {"BKP keeps nothing": None, "BKP keeps everything": 0.0}
 STEPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Values of beta, as multiples of fc / fs."""
 BETA_RULE = PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s
-Parts = Mapping[str, Latency]
 
 
-def part_values(found: Parts, reading: Reading) -> Claims:
+def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
     """Returns what is claimed of the parts of HillInfer and of what they need besides, for one reading."""
     times = {f"{part}, s": one.token_ns / 1e9 for part, one in found.items()}
     whole, model = found[WHOLE], MODELS[QWEN]
@@ -345,9 +340,6 @@ class HillInferResults:
 
     def ours(self) -> Ours:
         """Returns our values for every claim; what was not measured is left out."""
-
-        def alone(variant: str, found: Claims) -> dict[str, dict[str, Values]]:
-            return {name: {variant: values} for name, values in found.items()}
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
             return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}

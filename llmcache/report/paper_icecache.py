@@ -25,7 +25,7 @@ TASKS = {"passkey": "figure 6", "recall": "tables 1, 2 and 5", "chain": "tables 
 """What claims about a task are about."""
 TIMES = "figures 1, 7 and 8"
 Length = Mapping[str, Any]
-"""A cache at a length of context, as `kv.bench.lengths` writes it: times, memory, shares of transformers' own cache."""
+"""A cache at a length of context, as `tools/bench papers` writes it: times, memory, shares of transformers' own cache."""
 
 
 # Answers: figure 6 and tables 1 to 6

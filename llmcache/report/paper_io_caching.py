@@ -38,7 +38,7 @@ from llmcache.cache.sizing import (
     need,
 )
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table
-from llmcache.report.judge import Ours, Paper, Values, judge, read_paper
+from llmcache.report.judge import Ours, Paper, Values, alone, judge, read_paper
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.plot import access_figure, alt_text, caption, picture_of, shades_of
 from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements, picture
@@ -446,20 +446,17 @@ def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) 
     def of_aware(functions: Mapping[str, Callable[[Apps, str], Values]], data: Apps) -> dict[str, dict[str, Values]]:
         return {name: {aware: function(data, aware) for aware in AWARE} for name, function in functions.items()}
 
-    def alone(found: Mapping[str, Values], variant: str) -> dict[str, dict[str, Values]]:
-        return {name: {variant: values} for name, values in found.items()}
-
     taken = {f"{policy}_ns": ns for policy, ns in ns_per_block.items()}
     costs = {aware: {**taken, "ratio": ns_per_block["lecar"] / ns_per_block[aware]} for aware in AWARE}
     return {
-        "figures 1 and 2": alone(patterns(classes, GROUPS["remote"]), DETECTED),
+        "figures 1 and 2": alone(DETECTED, patterns(classes, GROUPS["remote"])),
         "figure 4": of_aware(FIGURE4, apps),
         "figure 5": of_aware(FIGURE5, apps),
         "figure 5, writes fetch too": of_aware(FIGURE5, writes_fetch_too(apps)),
         "loops": {"pinned-loop": {aware: loop_hits(aware) for aware in AWARE}},
         "loops under LRU": {"lru-evicts-loops": {"lru": loop_hits("lru")}},
         "overhead": {"lecar-overhead": costs},
-        "hardware": alone(hardware(), FORMULA),
+        "hardware": alone(FORMULA, hardware()),
     }
 
 

@@ -310,8 +310,7 @@ def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Value
 
     def add(about: str, name: str, quote: str, printed: float, ours: Values, why: str, rule: str = "gain") -> None:
         section = "table 8, 8.3.4" if rule == shapes["linear"] else about
-        unit = "×" if rule == "gain" else ""
-        claims.append(Claim(about, name, section, quote, **paper.rules[rule], paper=printed, unit=unit, why=why))
+        claims.append(Claim(about, name, section, quote, **paper.rules[rule], paper=printed, why=why))
         found[about][name] = ours
 
     def budget(model: str, tokens: int, profile: Profile) -> float:

@@ -31,7 +31,7 @@ from llmcache.cache.routing import MixtureUses
 from llmcache.errors import DataError, UsageError
 from llmcache.report.classify import expert_blocks, names_line
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page, printable
-from llmcache.report.output import Written, check_target, form_of, write_target
+from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import Trace, TraceFile, TraceReader
@@ -138,12 +138,12 @@ def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
     return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
 
 
-def bands(spans: Sequence[FileSpan], most: int = MOST_BANDS) -> tuple[Band, ...]:
-    """Returns a band for each of the `most` files accessed most, by id from the bottom.
+def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
+    """Returns a band for each of the `MOST_BANDS` files accessed most, by id from the bottom.
 
     Heights go by blocks, but none is below `LEAST_SHARE` of the picture before they are made to fill it.
     """
-    kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:most], key=lambda span: span.file)
+    kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:MOST_BANDS], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)
     shares = np.maximum(shares / shares.sum(), LEAST_SHARE)
     tops = np.cumsum(shares / shares.sum())
@@ -265,12 +265,7 @@ class AccessPicture:
 def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
     """Returns the picture as a figure of `width` x `height` inches. Call it in `theme.style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    draw(figure.add_subplot(), picture)
-    return figure
-
-
-def draw(axes: Axes, picture: AccessPicture) -> None:
-    """Draw `picture` into `axes`, with a legend below."""
+    axes = figure.add_subplot()
     by_time = picture.grid.by_time
     right = (picture.survey.t1_ns - picture.survey.t0_ns) / 1e9 if by_time else float(picture.survey.accesses)
     if picture.shades:
@@ -287,6 +282,7 @@ def draw(axes: Axes, picture: AccessPicture) -> None:
     _block_ticks(axes, picture.bands)
     _right_edge(axes, picture)
     _legend(axes, picture)
+    return figure
 
 
 def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -608,8 +604,7 @@ def plot(
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
-    form = form_of("-o", output)
-    check_target("-o", output, force)
+    form = form_of("-o", output, force)
     with open_trace(trace) as reader:
         data = _drawn(trace, form, reader, files, names(reader.files), progress if classes else None)
     return write_target("-o", output, data, force)

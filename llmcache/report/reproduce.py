@@ -28,7 +28,7 @@ from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
 from llmcache.report import REPRODUCTIONS
 from llmcache.report.html import Badge, Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
-from llmcache.report.judge import OURS, PAPERS, Judged, Paper, Verdict, counted
+from llmcache.report.judge import OURS, PAPERS, Judged, Paper, Verdict
 from llmcache.report.output import check_target, plain_table, tell, write_target
 from llmcache.report.theme import embedded, style
 
@@ -227,7 +227,8 @@ class IndexEntry:
     @property
     def counts(self) -> list[int]:
         """How many findings there are of each verdict."""
-        found = counted(self.done.claims) if self.done else Counter()
+        claims = [] if self.done is None else [one for judged in self.done.claims.values() for one in judged]
+        found = Counter(finding.verdict for one in claims for finding in one.findings.values())
         return [found[verdict] for verdict in Verdict]
 
     def as_json(self) -> dict[str, Any]:

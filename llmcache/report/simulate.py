@@ -10,7 +10,7 @@ from rich.table import Table
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.report import output
-from llmcache.report.output import plain_table
+from llmcache.report.output import plain_table, trimmed
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
 
 _NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"
@@ -65,8 +65,7 @@ def table(rows: list[Result]) -> Table:
 
 
 def _rate(bytes_per_s: int) -> str:
-    number, _, unit = format_rate(bytes_per_s).partition(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    return trimmed(format_rate(bytes_per_s))
 
 
 def _cells(row: Result) -> Iterator[str]:

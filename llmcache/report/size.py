@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from llmcache.cache.mixture import ASSUMED, MixtureBytes
+from llmcache.cache.mixture import STAY, ZIPF, MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
 from llmcache.report import output
+from llmcache.report.output import trimmed
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -23,16 +24,11 @@ def show(answer: Answer, as_json: bool) -> None:
 
 def size_text(size_bytes: float) -> str:
     """Like `format_size`, without zeros that say nothing: "60 MB", "1.5 GB"."""
-    return _plain(format_size(size_bytes))
-
-
-def _plain(text: str) -> str:
-    number, _, unit = text.partition(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    return trimmed(format_size(size_bytes))
 
 
 def _duration_text(duration_ns: float) -> str:
-    return _plain(format_duration(duration_ns))
+    return trimmed(format_duration(duration_ns))
 
 
 def lines(answer: Answer) -> Iterator[str]:
@@ -106,7 +102,7 @@ def _inputs(answer: Answer) -> Iterator[str]:
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
                 f"{mixture.used} of {mixture.experts} in each layer"
             )
-            zipf, stay = f"Zipf's law, exponent {ASSUMED.zipf:g}", f"{ASSUMED.stay:.0%} stay for the next token"
+            zipf, stay = f"Zipf's law, exponent {ZIPF:g}", f"{STAY:.0%} stay for the next token"
             yield f"            popularity assumed ({zipf}; {stay}); kept: those used last"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
     assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
@@ -221,7 +217,7 @@ def _mixture_values(mixture: MixtureBytes) -> dict[str, Any]:
     return vars(mixture) | {
         "used_bytes": mixture.used_bytes,
         "token_bytes": mixture.token_bytes,
-        "popularity": {"source": "assumed", **vars(ASSUMED)},
+        "popularity": {"source": "assumed", "zipf": ZIPF, "stay": STAY},
     }
 
 

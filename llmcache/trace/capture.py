@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -118,8 +117,8 @@ def record(target: Target, settings: CaptureSettings, locked: AskLocked) -> Capt
     with ExitStack() as stack:
         stack.callback(target.end)
         Output(settings.output, settings.force)  # refuses what exists, before anything is recorded
-        with _StopSignal() as stop, _Capture(target, settings, LockedBytes(locked)) as session:
-            return session.run(stop)
+        with _stop_signals() as stopped, _Capture(target, settings, LockedBytes(locked)) as session:
+            return session.run(stopped)
 
 
 @dataclass
@@ -201,25 +200,19 @@ class Captured:
             print(json.dumps(self.document(), indent=1))
 
 
-class _StopSignal:
-    """Whether a signal has asked for the end; the handlers before come back when the with block ends."""
-
-    def __init__(self) -> None:
-        self.by: str | None = None
-
-    def __enter__(self) -> _StopSignal:
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in self._before.items():
-            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """Yields the names of the signals that have asked for the end; afterwards the handlers before come back."""
+    came: list[str] = []
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _frame: came.append(signal.Signals(number).name))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        self.by = signal.Signals(number).name
 
 
 class _Capture:
@@ -266,12 +259,12 @@ class _Capture:
         for written in self._sidecars.values():
             written.discard()
 
-    def run(self, stop: _StopSignal) -> Captured:
+    def run(self, stopped: list[str]) -> Captured:
         """Returns what was written when the recording has ended."""
         self._say_begin()
         self._target.release()
         self._started_s = time.monotonic()
-        ending = self._loop(stop)
+        ending = self._loop(stopped)
         self._source.stop()
         counts = self._counts
         counts.duration_s = time.monotonic() - self._started_s
@@ -289,7 +282,7 @@ class _Capture:
         counts.remarks = [*self._source.remarks, *self._locked.remarks]
         return counts
 
-    def _loop(self, stop: _StopSignal) -> str:
+    def _loop(self, stopped: list[str]) -> str:
         """Drains until the end; returns why it has come."""
         end_s = self._started_s + self._settings.seconds if self._settings.seconds else None
         flush_s = shown_s = self._started_s
@@ -308,8 +301,8 @@ class _Capture:
                         say(HEADING)
                     self._say_line(now_s - shown_s)
                     shown_s, shown_lines = now_s, shown_lines + 1
-                if stop.by:
-                    return f"stopped by {stop.by}"
+                if stopped:
+                    return f"stopped by {stopped[-1]}"
                 if not alive:
                     return "the process has ended"
                 if end_s is not None and now_s >= end_s:
@@ -419,12 +412,9 @@ class _Capture:
 
 def say(text: str) -> None:
     """Print `text` on stderr, in lines under 80 columns; a terminal that is gone does not end a recording."""
-    text = printable(text)
     with suppress(OSError, ValueError):
-        lines = (
-            [text] if len(text) <= _WIDTH else textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-        )
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        print(shown, file=sys.stderr, flush=True)
 
 
 @contextmanager

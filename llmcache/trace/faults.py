@@ -203,7 +203,7 @@ class AddressSpace:
         low, high, dev, inode, block = self._table
         at = np.maximum(np.searchsorted(low, address, "right").astype(np.int64) - 1, 0)
         inside = (low[at] <= address) & (address < high[at])
-        blocks = block[at] + (address - low[at]) // np.uint64(BLOCK_BYTES)
+        blocks = block[at] + (address - low[at]) // BLOCK_BYTES
         return dev[at], np.where(inside, inode[at], np.uint64(0)), blocks
 
 
@@ -453,14 +453,12 @@ class FaultSource(Source):
                 self._strace = Strace(scope, self.paths)
             else:
                 self.remarks.append("not recorded: reads and writes by call (strace is not installed)")
-        except PermissionError as error:
+        except BaseException as error:
             self._close()
-            raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
-        except OSError as error:
-            self._close()
-            raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
-        except BaseException:
-            self._close()
+            if isinstance(error, PermissionError):
+                raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
+            if isinstance(error, OSError):
+                raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
             raise
 
     def _attach(self, scope: Scope) -> None:

@@ -124,7 +124,7 @@ class KernelPrograms:
             programs = [*_ALWAYS, *(name for group in chosen for name in group)]
             loaded = BpfObject(OBJECT)
             try:
-                loaded.configure(".rodata", self._config)
+                loaded.configure(self._config)
                 loaded.load(programs)
                 return loaded, programs
             except LoadFailure as failure:

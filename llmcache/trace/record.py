@@ -228,8 +228,6 @@ def columns_from(arrays: Mapping[str, ArrayLike]) -> Columns:
 
 def _fitted(name: str, values: ArrayLike) -> NDArray[Any]:
     array, dtype = np.asarray(values), COLUMNS[name]
-    if array.ndim > 1:
-        raise DataError(f"{name}: {array.ndim} dimensions, must be one", _HINT)
     if array.dtype == dtype:
         return array
     if array.size and array.dtype.kind not in "iub":
@@ -283,7 +281,7 @@ class Reach:
         is_write = columns.op == WRITE
         seen: set[int] = set()
         for reach, rows in ((self._read, ~is_write), (self._written, is_write)):
-            for file, end in _furthest(columns.file[rows], ends[rows]):
+            for file, end in zip(*(found.tolist() for found in largest(columns.file[rows], ends[rows])), strict=True):
                 reach[file] = max(end, reach.get(file, 0))
                 seen.add(file)
         return seen
@@ -315,15 +313,14 @@ def check_files(columns: Columns, files: Sequence[TraceFile]) -> None:
     reach.check(reach.note(columns), {file.id: file for file in files})
 
 
-def _furthest(file: Uint32s, ends: Uint64s) -> list[tuple[int, int]]:
-    if not len(file):
-        return []
-    if (file == file[0]).all():
-        return [(int(file[0]), int(ends.max()))]
-    ids, index = np.unique(file, return_inverse=True)
-    furthest = np.zeros(len(ids), np.uint64)
-    np.maximum.at(furthest, index, ends)
-    return [(int(a), int(b)) for a, b in zip(ids, furthest, strict=True)]
+def largest(ids: NDArray[Any], values: Uint64s) -> tuple[NDArray[Any], Uint64s]:
+    """Returns each of `ids` once, ascending, and the largest of its `values`."""
+    if len(ids) and (ids == ids[0]).all():
+        return ids[:1], values.max(keepdims=True)
+    distinct, index = np.unique(ids, return_inverse=True)
+    found = np.zeros(len(distinct), np.uint64)
+    np.maximum.at(found, index, values)
+    return distinct, found
 
 
 BATCH_ROWS = 1 << 16
@@ -431,8 +428,6 @@ class TraceReader:
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
         """Yields the rows in order, at most `rows` at a time, in constant memory; DataError at the first wrong row."""
-        if rows < 1:
-            raise ValueError(f"rows: {rows}, at least 1 is needed")
         row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
         source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
         while True:
@@ -651,19 +646,19 @@ class BlockSpace:
     """Maps (file, block) to ids 0 .. `blocks` - 1; `footprint` is the number of distinct blocks."""
 
     def __init__(self, starts: Int64s, ends: Int64s) -> None:
-        """Takes the union of intervals: sorted keys `file << BLOCK_BITS | block`, disjoint, not adjacent."""
+        """Takes the union of intervals, one at least: sorted keys `file << BLOCK_BITS | block`, disjoint, not adjacent."""
         self._starts = starts
         self._ends = ends
         lengths = ends - starts
         gaps = np.minimum(starts[1:] - ends[:-1], GAP)
         self._ids = np.concatenate(([0], np.cumsum(lengths[:-1] + gaps))).astype(np.int64)
         # Intervals no further apart than GAP are moved alike, so a run is looked up among fewer, joined ones.
-        apart = np.concatenate(([True], gaps == GAP)) if len(starts) else np.empty(0, np.bool_)
+        apart = np.concatenate(([True], gaps == GAP))
         self._joined = starts[apart]
-        self._joined_ends = ends[np.concatenate((apart[1:], [True]))] if len(starts) else ends
-        self._moves = self._ids[: len(starts)][apart] - self._joined
+        self._joined_ends = ends[np.concatenate((apart[1:], [True]))]
+        self._moves = self._ids[apart] - self._joined
         self.footprint = int(lengths.sum())
-        self.blocks = int(self._ids[-1] + lengths[-1]) if len(starts) else 0
+        self.blocks = int(self._ids[-1] + lengths[-1])
 
     @classmethod
     def of(cls, batches: Iterable[Trace]) -> BlockSpace:
@@ -712,8 +707,7 @@ class BlockSpace:
     def footprint_by_file(self) -> dict[int, int]:
         """Returns the number of distinct blocks of each file that was touched."""
         file, index = np.unique(self._starts >> BLOCK_BITS, return_inverse=True)
-        blocks = np.zeros(len(file), np.int64)
-        np.add.at(blocks, index, self._ends - self._starts)
+        blocks = np.bincount(index, self._ends - self._starts).astype(np.int64)
         return dict(zip(file.tolist(), blocks.tolist(), strict=True))
 
     def locate(self, ids: Int64s) -> tuple[Int64s, Int64s]:

@@ -181,63 +181,39 @@ class Residency:
         return _spliced(records, split) if split else records
 
     def _mark_file(self, key: Key, records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
-        fresh = self._fresh.get(key)
-        kinds = records["kind"][rows]
-        if fresh is None and not (kinds == FILL).any():
+        """Indices of the rows of one file that have misses, ascending and repeated, and the records that stand for them."""
+        fresh = self._fresh.pop(key, np.empty(0, np.int64))
+        mine = records[rows]
+        if not len(fresh) and not (mine["kind"] == FILL).any():
             return None
-        events = _Events(records, rows, np.empty(0, np.int64) if fresh is None else fresh)
-        remaining = events.fresh_after()
+        # Block by block, sorted by block and within it by time; what was fresh before is a fill that precedes all rows.
+        counts = mine["count"].astype(np.int64)
+        row = np.repeat(np.arange(len(rows)), counts)
+        block = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - mine["first"].astype(np.int64), counts)
+        blocks = np.concatenate((fresh, block))
+        kinds = np.concatenate((np.full(len(fresh), FILL), mine["kind"][row]))
+        order = np.argsort(blocks, kind="stable")
+        blocks, kinds = blocks[order], kinds[order]
+        same = blocks[1:] == blocks[:-1]
+        remaining = blocks[np.append(~same, True) & (kinds == FILL)]
         if len(remaining):
             self._fresh[key] = remaining
-        else:
-            self._fresh.pop(key, None)
-        return events.split_rows()
-
-
-class _Events:
-    """The rows of one file, block by block, sorted by block and within it by time."""
-
-    def __init__(self, records: Records, rows: Int64s, fresh: Int64s) -> None:
-        self._records, self._rows = records, rows
-        counts = records["count"][rows].astype(np.int64)
-        first = records["first"][rows].astype(np.int64)
-        starts = np.cumsum(counts) - counts
-        self._blocks = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
-        self._row = np.repeat(np.arange(len(rows)), counts)
-        blocks = np.concatenate((fresh, self._blocks))
-        # What was fresh before counts as a fill that precedes all rows.
-        kind = np.concatenate((np.full(len(fresh), FILL), records["kind"][rows][self._row].astype(np.int64)))
-        order = np.argsort(blocks, kind="stable")
-        self._sorted_blocks, self._sorted_kind = blocks[order], kind[order]
         missed = np.zeros(len(blocks), bool)
-        same = self._sorted_blocks[1:] == self._sorted_blocks[:-1]
-        after_fill = np.concatenate(([False], same & (self._sorted_kind[:-1] == FILL)))
-        missed[order] = after_fill & (self._sorted_kind == ACCESS)
-        self._missed = missed[len(fresh) :]
-
-    def fresh_after(self) -> Int64s:
-        """The blocks whose last event is a fill."""
-        last = np.concatenate((self._sorted_blocks[1:] != self._sorted_blocks[:-1], [True]))
-        remaining: Int64s = self._sorted_blocks[last & (self._sorted_kind == FILL)]
-        return remaining
-
-    def split_rows(self) -> tuple[Int64s, Records] | None:
-        """Indices of rows with misses, ascending and repeated, and the records that stand for them."""
-        is_read = (self._records["kind"][self._rows] == ACCESS) & (self._records["op"][self._rows] != WRITE)
-        touched = np.zeros(len(self._rows), bool)
-        touched[self._row[self._missed]] = True
-        inside = (touched & is_read)[self._row]
+        missed[order] = np.append(False, same & (kinds[:-1] == FILL)) & (kinds == ACCESS)
+        missed = missed[len(fresh) :]
+        touched = np.zeros(len(rows), bool)
+        touched[row[missed]] = True
+        inside = (touched & (mine["kind"] == ACCESS) & (mine["op"] != WRITE))[row]
         if not inside.any():
             return None
-        row, missed, blocks = self._row[inside], self._missed[inside], self._blocks[inside]
-        begins = np.concatenate(([True], (row[1:] != row[:-1]) | (missed[1:] != missed[:-1])))
-        at = np.flatnonzero(begins)
-        parts = self._records[self._rows[row[at]]].copy()
-        parts["first"] = blocks[at]
+        row, missed, block = row[inside], missed[inside], block[inside]
+        at = np.flatnonzero(np.append(True, (row[1:] != row[:-1]) | (missed[1:] != missed[:-1])))
+        parts = mine[row[at]]
+        parts["first"] = block[at]
         parts["count"] = np.diff(np.append(at, len(row)))
         parts["miss"] = np.where(missed[at], MISS, HIT)
-        parts["aux"][np.concatenate(([False], row[at][1:] == row[at][:-1]))] = 0
-        return self._rows[row[at]], parts
+        parts["aux"][np.append(False, row[at][1:] == row[at][:-1])] = 0
+        return rows[row[at]], parts
 
 
 def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:

@@ -21,7 +21,6 @@ from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.records import SAMPLED, no_records
 from llmcache.units import BLOCK_BYTES
 
-_PRESENT, _ACCESSED, _HUGE = np.uint64(PRESENT), np.uint64(ACCESSED), np.uint64(HUGE)
 _CLEAR_MAPPED = "3"  # the accessed bits of file mappings
 
 
@@ -73,11 +72,11 @@ class Sampler:
 
     def _accessed(self, count: int) -> Flags:
         entries, tables = self._entries[:count], self._tables[:count]
-        huge = entries & (_PRESENT | _HUGE) == _PRESENT | _HUGE
-        small = (entries & _PRESENT != 0) & ~huge
-        both = _PRESENT | _ACCESSED
+        huge = entries & (PRESENT | HUGE) == PRESENT | HUGE
+        small = (entries & PRESENT != 0) & ~huge
+        both = PRESENT | ACCESSED
         accessed: Flags = (tables & both == both) & small[:, None]
-        accessed[huge & (entries & _ACCESSED != 0)] = True
+        accessed[huge & (entries & ACCESSED != 0)] = True
         return accessed
 
 

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
 from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
-from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, prompt, single, tiny, whole
+from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, longer, prompt, single, tiny, whole
 
 
 def spilled(policy: str, ssd: str, path: Path) -> Caches:
@@ -100,12 +100,7 @@ def test_several_turns(family: str, kind: str, tmp_path: Path) -> None:
     def run(model: Any, cache: Any) -> Any:
         inputs = prompt()
         for turn in (5, 1, 40):
-            said = generate(model, cache, inputs)
-            more = torch.full((2, turn), 7)
-            ids = torch.cat([said.sequences, more], 1)
-            padding = ids.shape[1] - inputs["attention_mask"].shape[1]
-            mask = torch.cat([inputs["attention_mask"], torch.ones(2, padding, dtype=torch.long)], 1)
-            inputs = {"input_ids": ids, "attention_mask": mask}
+            inputs = longer(generate(model, cache, inputs), turn)
         return generate(model, cache, inputs)
 
     check_same(*both(tiny(family), KINDS[kind](tmp_path), run))

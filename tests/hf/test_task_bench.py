@@ -16,13 +16,13 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.errors import DataError, UsageError
-from llmcache.kv.bench import lengths
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.tasks.recall import symbols
 from llmcache.kv.transformers import SpillCache
+from tools.bench.kvtransformers import SMALL, by_length, stock_at
 
 
 @functools.cache
@@ -125,11 +125,11 @@ def test_the_watch_sees_what_attention_would() -> None:
 
 
 def test_lengths_are_measured_beside_the_stock_cache(tmp_path: Path) -> None:
-    shape = {**lengths.SMALL, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+    shape = {**SMALL, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
     everyone = [Candidate(STOCK, None), Candidate("quest", 64), Candidate("icecache-reuse", 64)]
-    rows = lengths.measure(shape, (256, 512), everyone, tmp_path, 2, 2)
+    rows = by_length(shape, (256, 512), everyone, tmp_path, 2, 2)
     assert [(row.tokens, row.policy) for row in rows[:3]] == [(256, "stock"), (256, "quest"), (256, "icecache-reuse")]
-    full = lengths.stock_at(rows, 512)
+    full = stock_at(rows, 512)
     assert full.memory.kv_bytes == 2 * 2 * 2 * 16 * 4 * (512 + 3 + 2)
     quest = rows[4]
     assert quest.kv_share(full) < 1 and quest.share_with_index(full) > quest.kv_share(full)

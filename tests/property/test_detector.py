@@ -79,11 +79,11 @@ def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str]
 @given(ACCESSES)
 def test_any_accesses_are_counted_once_and_where_they_were(accesses: list[tuple[int, int, int, bool]]) -> None:
     detector = Detector()
-    for number, access in enumerate(accesses):
-        detector.note(number, *access)
+    for number, (file, first, count, write) in enumerate(accesses):
+        detector.note(number, number, file, first, count, count, write)
     detector.finish()
     total = 0
-    for file, write, trail in detector.trails():
+    for (file, write), trail in detector.trails.items():
         mine = [(first, first + count) for name, first, count, wrote in accesses if (name, wrote) == (file, write)]
         places = list(trail.places())
         total += trail.forgotten[1] + sum(place.accesses for place in places)
@@ -114,10 +114,9 @@ def test_metadata_is_bounded(kind: str) -> None:
             "columns": (number % 100 * 300 + number // 100, 1),
             "hot everywhere": (source.randrange(40_000) * 64, 1),
         }[kind]
-        detector.note(number, 0, first, count)
+        detector.note(number, number, 0, first, count, count, False)
         if number % 500 == 0:
-            (trail,) = (trail for _, _, trail in detector.trails())
-            assert bounded(trail)
+            assert bounded(detector.trails[0, False])
 
 
 @pytest.mark.parametrize("name", ["ai_notes", "claude", "write_loops", "multi_loop"])

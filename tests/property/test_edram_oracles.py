@@ -5,17 +5,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Floats
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
 from llmcache.edram.constants import RefreshIntervals
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.refresh import EdramRun, RunRecorder, account
 from tests.conftest import examples
 from tests.unit.edram_parts import Stream, column_sums
-
-Floats = NDArray[np.float32]
-Scores = NDArray[np.float64]
 
 
 class PlainAerp:
@@ -31,7 +28,7 @@ class PlainAerp:
         self.scores: list[dict[int, float]] = [{} for _ in range(shape.kv_heads)]
         self.keys: list[Floats] = []
         self.values: list[Floats] = []
-        self.sums: Scores = np.zeros((shape.kv_heads, 0))
+        self.sums: Doubles = np.zeros((shape.kv_heads, 0))
         self.as_x: set[int] = set()
         self.waiting: set[int] = set()
 
@@ -110,11 +107,11 @@ class PlainAerp:
         size = self.shape.heads // self.shape.kv_heads
         return range(head * size, (head + 1) * size)
 
-    def attention(self, query: Floats, head: int, seen: range | list[int]) -> Scores:
+    def attention(self, query: Floats, head: int, seen: range | list[int]) -> Doubles:
         rows = np.array([self.keys[p][head] for p in seen], np.float64)
         products = rows @ query.astype(np.float64) / np.sqrt(self.shape.head_dim)
         weights = np.exp(products - products.max())
-        shares: Scores = weights / weights.sum()
+        shares: Doubles = weights / weights.sum()
         return shares
 
     def stored_bytes(self) -> int:

@@ -15,6 +15,7 @@ from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
 from llmcache.kv.policies.indexed import IndexedPolicy
 from llmcache.kv.tiers import KvStore
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Case, Run, running
+from tests.unit.test_kv_scorers import keys_of
 
 CASE = Case(batch=2)
 BUDGET = IceCacheSettings(token_budget=128, scorer="dci", dci=DciSettings(visit=1.0))
@@ -80,7 +81,7 @@ def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -
         for sequence in range(2):
             tree = scorer_of(run, 0, sequence)
             assert isinstance(tree, DciScorer)
-            assert np.abs(tree.indexes[0].keys(np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
+            assert np.abs(keys_of(tree.indexes[0], np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
 
 
 @pytest.mark.parametrize("name", ["icecache", "quest"])

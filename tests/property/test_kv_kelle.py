@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.kelle import KelleRecorder
@@ -19,10 +20,9 @@ from llmcache.kv.policies.kelle import Kelle, KelleSettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from tests.conftest import examples
-from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, running
+from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, commit, running
 
 DIM = 4
-Weights = NDArray[np.float32]
 
 
 def extended(store: KvStore, tokens: int, seed: int) -> None:
@@ -30,11 +30,6 @@ def extended(store: KvStore, tokens: int, seed: int) -> None:
     for layer in range(store.shape.layers):
         rows = random.standard_normal((2, store.batch, store.shape.kv_heads, tokens, DIM), np.float32)
         store.append(layer, rows[0], rows[1])
-
-
-def committed(store: KvStore, tokens: int) -> None:
-    ids = np.broadcast_to(np.arange(store.length, store.length + tokens), (store.batch, tokens))
-    store.commit(ids, ids)
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,7 +45,7 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
         extended(store, prompt, 1)
         queries = random.standard_normal((1, 4, prompt, DIM), np.float32)
         policy.prefilled(0, queries, 0)
-        committed(store, prompt)
+        commit(store, prompt)
         slots = Slots(AerpSettings(budget, sinks, window), 2)
         slots.fill(policy.sums.rows(0, 0, prompt).T.astype(np.float64))
         for step in range(20):
@@ -62,11 +57,11 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
                 assert held | {slots.newest + 1} == set(positions[0, head].tolist())
             weights = random.random((1, 4, positions.shape[2]), np.float32)
             policy.attended(0, selection, weights)
-            committed(store, 1)
+            commit(store, 1)
             slots.add(in_slots(slots, positions[0], weights[0].reshape(2, 2, -1).sum(1)))
 
 
-def in_slots(slots: Slots, positions: NDArray[np.int64], weights: Weights) -> NDArray[np.float64]:
+def in_slots(slots: Slots, positions: NDArray[np.int64], weights: Floats) -> NDArray[np.float64]:
     """Weights by position, in the order of the slots, the new token last."""
     rows = []
     for own, held, gained in zip(slots.positions[:, : slots.count], positions, weights, strict=True):

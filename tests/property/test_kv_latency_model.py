@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.kv.planning.hardware import NUMBERS, PAPER_PC, Hardware
-from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, latency
+from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, hillinfer, latency
 from llmcache.kv.planning.models import MixtureMlp, ModelShape
 from llmcache.kv.planning.placement import Placement, Workload, by_ssd_share
 from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]
-POLICIES: list[System] = [*SYSTEMS.values(), hillinfer(hie=False), hillinfer(bkp=False), hillinfer(app=False)]
+POLICIES: list[System] = [*SYSTEMS.values(), *map(hillinfer, DESIGNS)]
 LINKS = ("ssd to host", "device to host", "device internal", "host to gpu")
 SLACK = 1 + 1e-9  # sums of floats in another order
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from llmcache.arrays import Int64s
-from llmcache.cache.policies import policy_class
-from tests.property.yardstick import libcachesim_misses, sizes, traces
+from tests.property.yardstick import hits, libcachesim_misses, sizes, traces
 
 EXACT = {
     "lru": "LRU",
@@ -26,11 +23,6 @@ EXACT = {
 }
 """Policies without any difference, and what libCacheSim calls them."""
 TRACES = traces()
-
-
-def hits(name: str, ids: Int64s, capacity: int) -> int:
-    """Hits of one of our policies on single references."""
-    return int(policy_class(name)(capacity, int(ids.max()) + 1).replay(ids, np.ones_like(ids)).sum())
 
 
 def theirs(name: str, trace: str, capacity: int, folder: Path) -> int:

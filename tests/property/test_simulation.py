@@ -16,7 +16,7 @@ from llmcache.cache.curves import BUCKET, MOMENTS_PER_BLOCK, Curve, StackDistanc
 from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import simulate, simulate_all
-from llmcache.trace.record import WRITE, Trace, TraceReader
+from llmcache.trace.record import WRITE, Trace
 from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
@@ -59,8 +59,7 @@ def test_batches_and_groups_of_cells_change_nothing(
         patched.setattr(module, "MEMORY_SHARE", 0.0)  # every cell has a reading of its own
         path = tmp_path / "t.parquet"
         trace.save(path, force=True)
-        with TraceReader(path) as reader:
-            cut = simulate_all([reader], plan, jobs=3)
+        cut = simulate_all([path], plan, jobs=3)
     assert [dataclasses.replace(row, trace="trace") for row in cut.results] == list(whole.results)
     assert cut.traces == tuple(dataclasses.replace(one, trace=str(path)) for one in whole.traces)
     assert cut.curves[0].curve.hits.tolist() == whole.curves[0].curve.hits.tolist()
@@ -78,10 +77,6 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     assert both.traces == apart[0].traces + apart[1].traces
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
-    with pytest.raises(ValueError, match="two have one name: trace, trace"):
-        simulate_all([trace_of(loop(50, 4, 7)), trace_of(loop(90, 2, 1))], plan)
-    loops = simulate(trace_of(loop(100, 5, 100)), ["belady"], [50 * BLOCK])
-    assert loops[0].hits == pytest.approx(400 * 49 / 99, abs=4), "Belady sees the whole trace"
 
 
 def test_what_is_left_unfinished_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:

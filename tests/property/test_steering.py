@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.cache.arbitration import Loop, repin, share_budget, spread
+from llmcache.cache.arbitration import Loop, settle, share_budget, spread
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS, Steering, extent_bytes_for
 from llmcache.units import BLOCK_BYTES
 from tests.conftest import examples
@@ -269,13 +269,12 @@ def unevenness(places: list[int], pinned: set[int]) -> float:
 
 
 @given(st.permutations(range(64)), st.lists(st.integers(0, 64), min_size=1, max_size=12))
-def test_repin_reaches_the_count_with_the_difference_only(places: list[int], targets: list[int]) -> None:
-    pinned: set[int] = set()
+def test_pins_are_settled_with_the_difference_only(places: list[int], targets: list[int]) -> None:
+    wanted, pinned = bytearray(len(places)), set[int]()
     for step, target in enumerate(targets):
-        pin, unpin = repin(places, pinned, target)
-        assert not set(pin) & pinned
-        assert set(unpin) <= pinned
-        assert len(pin) + len(unpin) == abs(target - len(pinned))
-        pinned = (pinned | set(pin)) - set(unpin)
-        assert len(pinned) == target
+        settled = settle(places, wanted, target, extent_bytes=1, whole=False)
+        before, pinned = pinned, {place for place in places if wanted[place]}
+        assert set(settled.unpinned) == before - pinned
+        assert pinned <= before or before <= pinned
+        assert settled.pinned == len(pinned) == target
         assert unevenness(places, pinned) <= step + 2  # each change adds at most about one place

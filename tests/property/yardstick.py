@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.arrays import Int64s
+from llmcache.cache.policies import policy_class
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next_use", "<i8")])
 """oracleGeneral, one object of one byte per block, so that libCacheSim's cache size is in blocks."""
@@ -68,6 +69,11 @@ def sizes(ids: Int64s) -> list[int]:
     """Cache sizes in blocks; not below 20, where libCacheSim's S3-FIFO admits nothing."""
     footprint = len(np.unique(ids))
     return [max(20, footprint * percent // 100) for percent in PERCENT]
+
+
+def hits(policy: str, ids: Int64s, capacity: int) -> int:
+    """Hits of one of our policies on single references."""
+    return int(policy_class(policy)(capacity, int(ids.max()) + 1).replay(ids, np.ones_like(ids)).sum())
 
 
 def next_uses(ids: Int64s) -> Int64s:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Recording:
     records: Records
     pid: int
     lost: int
+    status: int
+    said: str
 
     def kind(self, kind: int) -> Records:
         """The records of one kind."""
@@ -148,6 +150,33 @@ def unlock() -> None:
         _locked.pop().close()
 
 
+def recorded(
+    command: Sequence[str | Path],
+    file: Path,
+    kind: type[Source] = FilemapSource,
+    lazy: bool = False,
+    pause: float = POLL_S,
+    **scope: Any,
+) -> Recording:
+    """What is recorded of `file` from a command that waits for a line."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        source = kind()
+        try:
+            source.start(Scope([process.pid], **scope))
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.close()
+            records = drained(source, process, lazy, pause)
+        finally:
+            source.stop()
+            process.kill()
+        said = process.stdout.read()
+    status = file.stat()
+    mine = (records["inode"] == status.st_ino) & (records["dev"] == status.st_dev)
+    assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
+    return Recording(records[mine], process.pid, source.lost, process.returncode, said)
+
+
 def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, pause: float = POLL_S) -> Records:
     """Everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
     records = []
@@ -165,27 +194,11 @@ def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, 
 def record(paths: Path, file: Path) -> Callable[..., Recording]:
     """Returns a function that records paths.c doing something to the file in one way."""
 
-    def go(
-        way: str, kind: type[Source] = FilemapSource, lazy: bool = False, pause: float = POLL_S, **scope: Any
-    ) -> Recording:
-        command = [str(paths), str(file), way]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            source = kind()
-            try:
-                source.start(Scope([process.pid], **scope))
-                assert process.stdin is not None
-                process.stdin.write("\n")
-                process.stdin.close()
-                records = drained(source, process, lazy, pause)
-            finally:
-                source.stop()
-                process.kill()
-        if process.returncode == 77:
+    def go(way: str, kind: type[Source] = FilemapSource, **how: Any) -> Recording:
+        found = recorded([paths, file, way], file, kind, **how)
+        if found.status == 77:
             pytest.skip(f"this system cannot {way}")
-        assert process.returncode == 0
-        status = file.stat()
-        mine = (records["inode"] == status.st_ino) & (records["dev"] == status.st_dev)
-        assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
-        return Recording(records[mine], process.pid, source.lost)
+        assert found.status == 0
+        return found
 
     return go

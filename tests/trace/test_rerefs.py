@@ -16,9 +16,8 @@ import pytest
 
 from llmcache.arrays import Records
 from llmcache.bpf.pagetables import Unreadable
-from llmcache.errors import EnvironmentProblem
 from llmcache.trace import rerefs
-from llmcache.trace.kernel import FilemapSource, SyscallSource, start_source
+from llmcache.trace.kernel import FilemapSource
 from llmcache.trace.processes import descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.records import SAMPLED, Scope
@@ -115,11 +114,6 @@ def test_a_source_brings_samples_among_its_records(file: Path) -> None:
         records = np.concatenate([*found, source.drain()])
         assert source.remarks == []
     assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
-
-
-def test_a_tier_that_does_not_see_mapped_pages_brings_no_samples() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"--tier: syscalls cannot record here: .*\(--mmap-rerefs\)"):
-        start_source(SyscallSource.name, Scope([os.getpid()], rerefs_s=1.0))
 
 
 def test_a_process_that_ended_gives_nothing() -> None:

@@ -19,7 +19,7 @@ from llmcache.trace import kernel
 from llmcache.trace.kernel import FilemapSource
 from llmcache.trace.record import HIT, MISS
 from llmcache.trace.records import EVICT, FILL, Scope
-from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drained, drop, lock, warm, warm_but
+from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drop, lock, recorded, warm, warm_but
 
 pytestmark = pytest.mark.bpf
 Record = Callable[..., Recording]
@@ -118,17 +118,8 @@ def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
     os.sync()
     drop(file)
     script = "import hashlib,sys; sys.stdin.read(1); print(hashlib.sha256(open(sys.argv[1],'rb').read()).hexdigest())"
-    command = [sys.executable, "-c", script, str(file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        source = FilemapSource()
-        source.start(Scope([process.pid]))
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write("\n")
-        process.stdin.close()
-        records = drained(source, process)
-        assert process.stdout.read().strip() == hashlib.sha256(content).hexdigest()
-    found = Recording(records[records["inode"] == file.stat().st_ino], process.pid, source.lost)
+    found = recorded([sys.executable, "-c", script, file], file)
+    assert found.said.strip() == hashlib.sha256(content).hexdigest()
     assert found.blocks() == list(range(-(-size // 4096))), found
     assert sorted(found.blocks(miss=MISS)) == found.blocks(), found
     assert found.lost == 0
@@ -182,15 +173,8 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
 def test_short_processes_leave_nothing_out(file: Path) -> None:
     warm(file)
     script = f"read line; for i in $(seq 100); do dd if={file} of=/dev/null bs=4096 count=1 skip=$i status=none; done"
-    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, text=True) as process:
-        source = FilemapSource()
-        source.start(Scope([process.pid]))
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.close()
-        # All the time: a thread then often ends while its run is being sent.
-        records = drained(source, process, pause=0)
-    found = Recording(records[records["inode"] == file.stat().st_ino], process.pid, source.lost)
+    # Drained all the time: a thread then often ends while its run is being sent.
+    found = recorded(["sh", "-c", script], file, pause=0)
     assert found.blocks() == list(range(1, 101)), found
     assert len(set(found.accesses["pid"])) == 100
     assert found.lost == 0

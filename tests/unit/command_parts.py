@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
 def called(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """What `llmcache` with these words prints."""
     return ended(lambda: cli.run(cli.app, "llmcache", [*map(str, words)]))
+
+
+def loaded(code: str, *args: str) -> set[str]:
+    """Modules that a program in Python has loaded at its end."""
+    code = f"import atexit, sys\natexit.register(lambda: print(*sys.modules))\n{code}"
+    root = Path(cli.__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, cwd=root)
+    return set(result.stdout.splitlines()[-1].split())
 
 
 def parsed(program: str, *args: str) -> click.Context:

@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles, Floats
 from llmcache.edram.accelerator import Outcome, evaluate
 from llmcache.edram.aerp import LayerShape, Projections, Rope, attend_prompt
 from llmcache.edram.constants import PAPER, Profile
-from llmcache.edram.decoder import Config, Decoder
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
-
-Floats = NDArray[np.float32]
 
 
 @dataclass
@@ -41,31 +38,9 @@ class Stream:
         return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
 
 
-def column_sums(queries: Floats, keys: Floats) -> NDArray[np.float64]:
+def column_sums(queries: Floats, keys: Floats) -> Doubles:
     """What each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n]."""
     return attend_prompt(queries, keys, keys[:, :, :0])[1]
-
-
-def random_decoder(*, heads: int = 4, kv_heads: int = 4, dim: int = 8, layers: int = 2, seed: int = 0) -> Decoder:
-    """A decoder of random weights: says nothing about accuracy, much about whether two ways of computing it are one."""
-    hidden, vocabulary = heads * dim, 50
-    config = Config(layers, heads, kv_heads, dim, hidden, vocabulary, 10_000.0, 1e-6)
-    shapes = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
-    for layer in range(layers):
-        name = f"model.layers.{layer}"
-        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim, "o_proj": hidden}
-        shapes |= {f"{name}.self_attn.{part}": (size, hidden) for part, size in sizes.items()}
-        shapes |= {f"{name}.mlp.{part}_proj": (2 * hidden, hidden) for part in ("gate", "up")}
-        shapes[f"{name}.mlp.down_proj"] = (hidden, 2 * hidden)
-    random = np.random.default_rng(seed)
-    tensors = {f"{name}.weight": random.standard_normal(shape, np.float32) * 0.3 for name, shape in shapes.items()}
-    tensors |= {f"{name}_proj.bias": random.standard_normal(kv_heads * dim, np.float32) for name in _kv_names(layers)}
-    norms = ["model.norm", *(f"model.layers.{i}.{n}_layernorm" for i in range(layers) for n in ("input", "post_attention"))]
-    return Decoder(config, tensors | {f"{name}.weight": np.ones(hidden, np.float32) for name in norms})
-
-
-def _kv_names(layers: int) -> list[str]:
-    return [f"model.layers.{layer}.self_attn.{part}" for layer in range(layers) for part in ("k", "v")]
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:

@@ -41,7 +41,7 @@ def new_state(budget_bytes: int) -> CacheState:
 def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> Group:
     """A group of one attached file with `extents` extents of 1 MiB, in `state`."""
     member = Member(f"/{name}", extents * MIB, 0, extents, node=len(state.groups) + 1)
-    group = Group(name, [member], MIB, None)
+    group = Group(name, [member], MIB)
     if looping:
         group.believe([])
     state.groups[name] = group

@@ -36,6 +36,11 @@ def flip(path: Path, place: int) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
+def carried(numbers: NDArray[np.float32], dtype: str) -> Rows:
+    """Return `numbers` as numpy carries those of `dtype`: of bfloat16 the bits."""
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else numbers.astype(dtype)
+
+
 @functools.cache
 def _noise(size: int, *seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(size)

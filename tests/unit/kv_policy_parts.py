@@ -18,6 +18,7 @@ from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig, repeated
+from tests.unit.kv_parts import carried
 
 Array = NDArray[Any]
 PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
@@ -58,10 +59,7 @@ class Case:
 
     def stored(self, layer: int, positions: range) -> list[Array]:
         """What a store is given: keys and values in its type."""
-        rows = [self.side(layer, positions, side) for side in (0, 1)]
-        if self.dtype == "bfloat16":
-            return [(side.view(np.uint32) >> 16).astype(np.uint16) for side in rows]
-        return [side.astype(self.shape.numpy_dtype) for side in rows]
+        return [carried(self.side(layer, positions, side), self.dtype) for side in (0, 1)]
 
     def queries(self, layer: int, step: int) -> Array:
         """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""
@@ -74,6 +72,12 @@ class Case:
         """Queries [batch, heads, tokens, dim] of the prompt."""
         size = (self.batch, self.heads, self.context, DIM)
         return np.random.default_rng((self.seed, 3, layer)).standard_normal(size, np.float32)
+
+
+def commit(store: KvStore, tokens: int) -> None:
+    """Ends a step or a prefill of `tokens` tokens, whose ids are their numbers."""
+    ids = np.broadcast_to(np.arange(store.length, store.length + tokens), (store.batch, tokens))
+    store.commit(ids, ids)
 
 
 class Run:
@@ -92,16 +96,12 @@ class Run:
             self.values.append(rows[1])
             self.store.append(layer, *self.case.stored(layer, range(self.case.context)))
             self.policy.prefilled(layer, self.case.prompt(layer), 0)
-        self._commit(self.case.context)
-
-    def _commit(self, tokens: int) -> None:
-        ids = np.broadcast_to(np.arange(self.store.length, self.store.length + tokens), (self.store.batch, tokens))
-        self.store.commit(ids, ids)
+        commit(self.store, self.case.context)
 
     def step(self) -> list[tuple[Selection, Array]]:
         """Decodes one token; what was chosen, and what attention gave, of each layer."""
         found = [self._layer(layer) for layer in range(LAYERS)]
-        self._commit(1)
+        commit(self.store, 1)
         self.steps += 1
         return found
 

@@ -17,6 +17,7 @@ from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
+from tests.unit.kv_parts import carried
 
 Numbers = NDArray[np.int64]
 Rows = NDArray[Any]
@@ -29,8 +30,7 @@ def shape_of(dtype: str = "float16", layers: int = 2, value_dim: int = 0) -> KvS
 
 def noise(shape: KvShape, size: tuple[int, ...], seed: int) -> Rows:
     """Return numbers of the type of `shape`, as numpy carries them."""
-    rows = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
-    return (rows.view(np.uint32) >> 16).astype(np.uint16) if shape.dtype == "bfloat16" else rows.astype(shape.numpy_dtype)
+    return carried(np.random.default_rng(seed).standard_normal(size, dtype=np.float32), shape.dtype)
 
 
 Make = Callable[..., tuple[KvStore, "Plain"]]

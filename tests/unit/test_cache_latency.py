@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.cache.latency import FetchModel, StallMeter
-from llmcache.cache.simulate import simulate
+from llmcache.cache.plan import Plan
+from llmcache.cache.simulate import simulate, simulate_all
 from llmcache.cache.sizing import PAPER
 from tests.unit.simulation_parts import trace_of
 
@@ -53,7 +54,7 @@ def test_stalls_begin_where_formula_1_says(missed: int, stalls: int) -> None:
     assert found.stall_s == pytest.approx(stalls * (missed * 4096 / bandwidth - 0.1))
     trace = trace_of([(0, 0, 8, 0)] * 5, step_ns=1000)  # eight blocks in every T, all from storage at first
     model = FetchModel(storage_bandwidths=(4096 * 10**9 // 500,))  # two blocks in T
-    large, small = simulate(trace, ["lru"], [8 * 4096, 4096], model, period_ns=1000)
+    large, small = simulate_all([trace], Plan(("lru",), (8 * 4096, 4096), model, period_ns=1000)).results
     assert (large.stalls[0].stalled_slices, small.stalls[0].stalled_slices) == (1, 5)
 
 

@@ -85,7 +85,8 @@ def passes_of(touches: list[int]) -> list[Pass]:
 @given(orders_and_passes())
 def test_an_order_follows_the_pass_and_keeps_the_unseen_behind_their_predecessor(case: tuple[list[int], list[int]]) -> None:
     first, seen = case
-    order = LoopOrder(len(first), first)
+    order = LoopOrder(len(first))
+    order.adopt(first)
     old_ranks = order.adopt(seen)
     assert sorted(order.extent_at) == list(range(len(first)))
     assert all(order.extent_at[order.rank_of[extent]] == extent for extent in range(len(first)))
@@ -94,8 +95,6 @@ def test_an_order_follows_the_pass_and_keeps_the_unseen_behind_their_predecessor
     for before, after in pairwise(first):
         if after not in seen:
             assert order.rank_of[after] == order.rank_of[before] + 1
-    with pytest.raises(ValueError, match=f"not a permutation of {len(first)}"):
-        LoopOrder(len(first), [*first[:-1], len(first)])
 
 
 @given(st.integers(12, 40), st.integers(1, 8), st.integers(0, 3), st.integers(2, 6), st.integers(0, 1 << 30))
@@ -123,13 +122,13 @@ def test_near_repeats_do_not_cut(size: int, repeats: list[tuple[int, int]]) -> N
     done = recorder.note(0, 1000)
     assert done is not None
     assert list(done.extents) == list(range(size))
-    assert (done.started, done.duration) == (0, 1000)
+    assert done.duration == 1000
 
 
 def test_a_new_pass_begins_with_the_extent_that_ended_the_last() -> None:
     cut = passes_of([*range(10), *range(10), 0])
     assert [list(done.extents) for done in cut] == [list(range(10))] * 2
-    assert cut[0].ended == cut[1].started == 10
+    assert [done.duration for done in cut] == [10, 10]
 
 
 COUNT, REACH = 300, 20

@@ -20,7 +20,7 @@ from llmcache.cache.policies.lfu import LeCaR
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import Provenance
 from tests.conftest import examples
-from tests.property.yardstick import below
+from tests.property.yardstick import below, hits
 
 SEQ, LOOP, HOT = "SEQ", "LOOP", "HOT"
 
@@ -94,11 +94,6 @@ class PlainAlgorithm1:
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=60)
-
-
-def hits(policy: str, ids: Int64s, capacity: int) -> int:
-    cache = policy_class(policy)(capacity, int(ids.max()) + 1)
-    return int(cache.replay(ids, np.ones_like(ids)).sum())
 
 
 def loop(first: int, blocks: int, passes: int = 1) -> Int64s:

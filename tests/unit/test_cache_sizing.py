@@ -12,6 +12,7 @@ from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
     SizingParameters,
+    Storage,
     blocks_needed,
     largest_loop,
     need,
@@ -26,19 +27,21 @@ MB = 10**6
 def test_a_device_class_gives_what_is_not_given() -> None:
     """Those of section 4.2; a model's own hot set and a measurement come before the class."""
     plain = ask(bw=100 * MB, loop=70 * MB)
-    assert (plain.bandwidth, plain.loop_bytes, plain.caches) == (100 * MB, 70 * MB, ())
+    assert (plain.storage, plain.loop_bytes, plain.caches) == (Storage(100 * MB, "given"), 70 * MB, ())
     assert (plain.period_ns, plain.hot_bytes, plain.device) == (10**8, None, None)
     assert ask(bw=100 * MB, loop=70 * MB, tokens_per_second=4).period_ns == 250 * MB
     assert set(DEVICES) == {"watch", "phone"}
     watch, phone = ask(device="watch"), ask(device="phone")
-    assert (watch.bandwidth, watch.caches, watch.hot_bytes, watch.from_device) == (100 * MB, (64 * MB,), 4 * MB, True)
-    assert (phone.bandwidth, phone.caches, phone.hot_bytes) == (1000 * MB, (256 * MB, 512 * MB), 0)
+    assert watch.storage is not None and (watch.storage.bandwidth, watch.storage.source) == (100 * MB, "device")
+    assert phone.storage is not None and phone.storage.bandwidth == 1000 * MB
+    assert (watch.caches, watch.hot_bytes) == ((64 * MB,), 4 * MB)
+    assert (phone.caches, phone.hot_bytes) == ((256 * MB, 512 * MB), 0)
     assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
     changed = ask(device="phone", bw=2000 * MB, cache=1000 * MB, hot=8 * MB)
-    assert (changed.bandwidth, changed.caches, changed.hot_bytes) == (2000 * MB, (1000 * MB,), 8 * MB)
-    assert not changed.from_device and ask(device="watch", model="m.gguf").hot_bytes is None
+    assert (changed.storage, changed.caches, changed.hot_bytes) == (Storage(2000 * MB, "given"), (1000 * MB,), 8 * MB)
+    assert ask(device="watch", model="m.gguf").hot_bytes is None
     measured = ask(measure="/data", loop=70 * MB, device="watch")
-    assert (measured.bandwidth, measured.measure, measured.from_device) == (None, "/data", False)
+    assert (measured.storage, measured.measure) == (None, "/data")
 
 
 WATCH_SETTING = SizingParameters(100 * MB, 10**8, 4 * MB)

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
-from tests.unit.command_parts import HEAVY, called, keys, parsed
+from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools import make_man
 from tools.make_man import TARGET, made, walk
 
@@ -100,13 +99,6 @@ def test_the_same_option_is_the_same_everywhere() -> None:
     assert {name: found for name, found in short.items() if len(found) > 1} == {}
     assert short["--output"] == {("-o",)}
     assert {name for name, found in short.items() if name.startswith("-o")} == {"-o"}, "only what mount(8) calls so"
-
-
-def loaded(code: str, *args: str) -> set[str]:
-    """Modules that a program has loaded at its end."""
-    code = f"import sys\ntry:\n {code}\nfinally: print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, cwd=ROOT)
-    return set(result.stdout.splitlines()[-1].split())
 
 
 def test_nothing_large_is_loaded_before_it_is_used() -> None:

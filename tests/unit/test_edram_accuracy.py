@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
@@ -26,36 +26,34 @@ from llmcache.edram.constants import KELLE_INTERVALS
 from llmcache.edram.decoder import Config, Decoder, parse_tensors
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import read_run
+from llmcache.edram.retention import paper_curve
 from llmcache.errors import DataError
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
-from tests.unit.edram_parts import random_decoder
 
 EXACT = CellSettings("exact")
-Floats = NDArray[np.float32]
 
 
-def decoded(decoder: Decoder, ids: NDArray[np.int64], first: int, settings: AerpSettings, cells: CellSettings) -> Floats:
+def decoded(decoder: Decoder, ids: Int64s, first: int, settings: AerpSettings, cells: CellSettings) -> Floats:
     """The logits of the tokens from `first` on, computed one by one over a cache."""
     prompt, _ = decoder.prompt(ids[:first])
     cache = decoder.cache(prompt, settings, cells)
     return np.array([decoder.step(int(token), cache) for token in ids[first:]])
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: int) -> None:
-    decoder, ids = random_decoder(kv_heads=kv_heads), np.random.default_rng(0).integers(0, 50, 60)
+def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention() -> None:
+    decoder, ids = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(0), 1, 60, pairs=8, questions=4).ids[0]
     dense = decoder.prompt(ids)[1][30:]
     np.testing.assert_allclose(decoded(decoder, ids, 30, AerpSettings(60, 4, 8), EXACT), dense, atol=1e-4)
     stored = decoded(decoder, ids, 30, AerpSettings(60, 4, 8), CellSettings("fp16"))
-    assert 1e-6 < np.abs(stored - dense).max() < 0.05
+    assert 1e-3 < np.abs(stored - dense).max() < 0.05
 
 
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
     decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 3, 400, pairs=48, questions=14)
-    setup = AccuracySetup(400 + 28)
+    setup = AccuracySetup(400 + 28, "int16", paper_curve())
     variants = {"budgets": EXPERIMENTS["budgets"](setup)[2:6]}
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
     variants["halves"] = [setup.losing("halves", FlipRates.uniform(1e-3), "fp16")]
@@ -64,12 +62,12 @@ def accuracies() -> Accuracies:
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = AccuracySetup(300 + 28), KELLE_INTERVALS.scaled(8)
+    setup, slow = AccuracySetup(300 + 28, "int16", paper_curve()), KELLE_INTERVALS.scaled(8)
     asked = recall(np.random.default_rng(6), 6, 300, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
-        setup.losing("2drp", FlipRates.of_intervals(slow)),
-        setup.losing("iso-failure", iso_failure(slow)),
+        setup.losing("2drp", FlipRates.of_intervals(slow, setup.curve)),
+        setup.losing("iso-failure", iso_failure(slow, setup.curve)),
     ]
     found = evaluate(Decoder.load(RECALL_MODEL), asked, variants)
     for more, less in (("msb 0.03", "lsb 0.03"), ("hst 0.03", "lst 0.03"), ("iso-failure", "2drp")):

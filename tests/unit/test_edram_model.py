@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmcache.arrays import Doubles
 from llmcache.edram.accelerator import evaluate
-from llmcache.edram.chip import evictor_cost, lifetimes_of
-from llmcache.edram.constants import PAPER, PROFILES, Profile
-from llmcache.edram.energy import REFRESH
+from llmcache.edram.chip import evictor_cost
+from llmcache.edram.constants import PAPER
 from llmcache.edram.latency import (
     RESOURCES,
-    Array,
     ConfigurationColumns,
     linear_s,
     recompute_share,
@@ -41,19 +40,6 @@ def test_groups_of_steps_agree_with_every_step() -> None:
     for one, other in zip(grouped, exact, strict=True):
         assert one.latency_s == pytest.approx(other.latency_s, rel=1e-6) and one.fits == other.fits
         assert one.energy_j == pytest.approx(other.energy_j, rel=1e-4)  # refreshes of activations are whole numbers
-
-
-@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
-def test_parts_add_up_and_refresh_is_power_times_time(profile: Profile) -> None:
-    for one in (configuration(system=name, profile=profile, batch=3) for name in SYSTEMS):
-        found = evaluate([one])[0]
-        assert sum(found.by_kind().values()) == pytest.approx(found.energy_j, rel=1e-9)
-        assert all(value >= 0 for value in (*found.energies_j.values(), *found.latencies_s.values()))
-        watts = profile.refresh_w(one.hardware.kv_capacity_bytes, one.policy.intervals.mean_ns) * one.hardware.edram
-        refreshed = sum(found.energies_j[name] for name in REFRESH[:4])
-        assert refreshed == pytest.approx(watts * found.latency_s, rel=1e-9)
-        by_byte = sum(found.energies_j[name] for name in ("dram_weights", "dram_kv", "dram_activations"))
-        assert by_byte == pytest.approx(profile.dram_j_per_byte * found.dram_bytes, rel=1e-9)
 
 
 def test_one_step_by_hand() -> None:
@@ -85,7 +71,7 @@ def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str)
     steps = steps_of(columns, 4)
     best = recompute_share(columns, steps)
 
-    def step_s(share: Array) -> Array:
+    def step_s(share: Doubles) -> Doubles:
         return np.asarray(sum(waits(columns, step_of(columns, steps, share)).values()))
 
     eligible = np.maximum(steps.cached - columns.sinks - columns.window, 0) / steps.cached
@@ -119,20 +105,6 @@ def test_tiles_take_the_cycles_of_scale_sim(rows: int, cycles: int) -> None:
     tiles = replace(tiles_of(c), other=np.full((1, 1), 64.0), kv=np.zeros((1, 1)), head=np.zeros((1, 1)))
     many = np.full((1, 1), float(rows))
     assert linear_s(c, tiles, many, many, 0 * many).item() * 1e9 == pytest.approx(cycles, abs=1.01)
-
-
-@pytest.mark.parametrize("name", ["Original+eDRAM", "Kelle+eDRAM"])
-def test_the_accelerator_model_refreshes_activations_by_their_lifetimes(name: str) -> None:
-    """One decode step, layer by layer, in whole intervals; what the prefill refreshes meanwhile is taken off."""
-    one = configuration("llama2-7b", "PG19", name, context=2000, decode=1)
-    (found,) = evaluate([one])
-    layers, width = one.model.layers, 16 * 4096 * 2.0
-    lives = lifetimes_of(one)
-    refreshes = sum(life // one.policy.activation_interval_ns for life in (lives.x_ns, lives.q_ns, lives.k_ns, lives.v_ns))
-    wanted = layers * width * refreshes * PAPER.refresh_j_per_byte
-    prefill_s = found.latencies_s["prefill_array"] + found.latencies_s["prefill_dram"]
-    live = PAPER.refresh_w(one.hardware.activation_bytes, one.policy.activation_interval_ns) * prefill_s
-    assert found.energies_j["refresh_activations"] - live == pytest.approx(wanted, rel=1e-6) and wanted > 0
 
 
 def test_the_evictor_stalls_for_a_cycle_where_a_scan_takes_one_per_token() -> None:

@@ -28,7 +28,7 @@ def held(state: CacheState) -> int:
 
 def test_members_share_one_numbering() -> None:
     members = [Member("/a", 2 * MIB + 1, 0, 3), Member("/b", 5, 3, 1)]
-    group = Group("shards", members, MIB, None)
+    group = Group("shards", members, MIB)
     assert [group.member_of(extent).path for extent in range(4)] == ["/a", "/a", "/a", "/b"]
     assert [group.offset_of(group.member_of(extent), extent) for extent in range(4)] == [0, MIB, 2 * MIB, 0]
     assert [group.length_of(group.member_of(extent), extent) for extent in range(4)] == [MIB, MIB, 1, 5]
@@ -70,16 +70,16 @@ def test_what_is_dropped_untouched_again_and_again_is_not_fetched_ahead() -> Non
 def test_whole_passes_make_a_loop_and_its_period_which_follows_when_more_of_it_is_pinned() -> None:
     group = new_group(new_state(1 << 40), "file", SIZE)
     whole = tuple(range(SIZE))
-    assert not group.learn(Pass(whole[: SIZE // 2 - 1], 0, 1000)), "a short pass is no evidence"
-    assert group.learn(Pass(whole, 0, 1000)) and group.looping
+    assert not group.learn(Pass(whole[: SIZE // 2 - 1], 1000)), "a short pass is no evidence"
+    assert group.learn(Pass(whole, 1000)) and group.looping
     assert (group.learner.passes, group.learner.period, group.loop_bytes) == (1, 1000, SIZE * MIB)
-    assert not group.learn(Pass(whole, 0, 3000)) and group.learner.period == 2000
+    assert not group.learn(Pass(whole, 3000)) and group.learner.period == 2000
     for _ in range(100):
-        group.learn(Pass(whole, 0, 3000))
+        group.learn(Pass(whole, 3000))
     for extent in whole[: SIZE * 3 // 4]:
         group.set_state(extent, PINNED)
     for _ in range(RECENT):
-        group.learn(Pass(whole[SIZE * 3 // 4 :], 0, 1000))
+        group.learn(Pass(whole[SIZE * 3 // 4 :], 1000))
     assert group.learner.period == 1000
 
 
@@ -92,7 +92,7 @@ def test_states_follow_their_extents_into_a_new_order(seen: list[int]) -> None:
     group.set_state(7, PINNED)
     before = [group.state(extent) for extent in range(SIZE)]
     for _ in range(2):
-        group.learn(Pass(tuple(seen), 0, 1000))
+        group.learn(Pass(tuple(seen), 1000))
     assert [group.state(extent) for extent in range(SIZE)] == before
 
 

@@ -166,7 +166,7 @@ def test_headers_are_read_one_at_a_time_and_others_do_not_wait(files: Files) -> 
 def test_a_written_file_grows_in_bounds() -> None:
     state = new_state(1 << 40)
     member = Member("/new.kv", 0, 0, 1, node=1)
-    group = Group("0", [member], 128 << 10, None)
+    group = Group("0", [member], 128 << 10)
     group.status, group.written = bytearray([SINGLE]), True
     state.groups["0"] = group
     charged = 0

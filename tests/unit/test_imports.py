@@ -2,10 +2,10 @@
 
 import ast
 import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.unit.command_parts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = sorted((ROOT / "llmcache").rglob("*.py"))
@@ -150,6 +150,4 @@ DAEMON = [
 
 
 def test_the_daemon_loads_nothing_large() -> None:
-    code = f"import sys, {', '.join(DAEMON)}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not LARGE & set(result.stdout.split())
+    assert not LARGE & loaded(f"import {', '.join(DAEMON)}")

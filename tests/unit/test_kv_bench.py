@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.synthetic import Accelerator, PolicySession, Setup, Variant, variants_of
+from llmcache.kv.bench.synthetic import Accelerator, PolicySession, Setup, variants_of
 from llmcache.kv.pipeline import Span, Timeline
+from llmcache.kv.planning.latency import Variant
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.workload import StreamSpec
 from llmcache.report import kv_bench
@@ -116,7 +117,7 @@ def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, po
     setup = Setup(StreamSpec(1, 2, 4, 16, 512), Accelerator(), tmp_path, steps=1)
     with PolicySession(setup, Variant(policy)) as session:
         session.prefill()
-        (path,) = tmp_path.glob("*.kv")
+        (path,) = tmp_path.rglob("*.kv")
         with SpillReader.open(path, setup.spec.shape) as file:
             assert file.interleaved == interleaved
 

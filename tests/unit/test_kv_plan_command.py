@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from llmcache import cli
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.planning import profile
 from llmcache.kv.planning.plan import plan
 from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, hardware_of, key_of, profile_of
+from tests.unit.command_parts import called
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.test_kv_planning import LLAMA_8B, QWEN3_30B_A3B
@@ -52,11 +51,10 @@ def config(tmp_path: Path) -> str:
     return str(directory)
 
 
-def run(args: Sequence[str]) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.run(cli.app, "llmcache", ["kv", *args])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+def printed(*words: str | Path) -> str:
+    done = called("kv", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 # kv profile
@@ -84,22 +82,15 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert "emulated" in machine.origins["device_bytes_per_s"].text
 
 
-def test_a_profile_is_measured_once_and_again_by_force(
-    tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["profile", str(tmp_path), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
+def test_a_profile_is_measured_once_and_again_by_force(tmp_path: Path, measured: list[str]) -> None:
+    first = json.loads(printed("profile", tmp_path, "--json"))
     assert first["schema"] == "llmcache.kv-profile/1" and first["cached"] is False and first["beta"] == 30
     assert first["storage"]["sequential_bytes_per_s"] == 2e9 and "device_bytes_per_s" in first["emulated"]
-    assert run(["profile", str(tmp_path), "--json"]) == 0
-    second = json.loads(capsys.readouterr().out)
+    second = json.loads(printed("profile", tmp_path, "--json"))
     assert second["cached"] is True and second["measured_at"] == first["measured_at"] and len(measured) == 1
-    assert run(["profile", str(tmp_path), "--force"]) == 0
-    assert len(measured) == 2
-    told = capsys.readouterr()
-    assert told.err == "" and "measured    now" in told.out and "emulated" in told.out and "2.00 GB/s" in told.out
-    assert run(["profile", str(tmp_path)]) == 0
-    assert "cached; --force measures again" in capsys.readouterr().out
+    told = printed("profile", tmp_path, "--force")
+    assert len(measured) == 2 and "measured    now" in told and "emulated" in told and "2.00 GB/s" in told
+    assert "cached; --force measures again" in printed("profile", tmp_path)
 
 
 def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
@@ -118,33 +109,30 @@ def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
 
 
 def test_memory_is_not_taken_for_storage(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
     monkeypatch.setattr(profile, "filesystem", lambda dev: "tmpfs")
-    assert run(["profile", str(tmp_path)]) == 0
-    assert "tmpfs is memory" in capsys.readouterr().out
-    assert run(["plan", "--model", config, "--context", "128k", "--gpu", "12G", "--ram", "32G", "--ssd", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    assert "tmpfs is memory" in printed("profile", tmp_path)
+    sizes = ("--context", "128k", "--gpu", "12G", "--ram", "32G")
+    told = printed("plan", "--model", config, *sizes, "--ssd", tmp_path)
     parts = ["no speeds of storage", "131,072 tokens x 1", "(modelled", "emulated", "assumed", "M0", "LeoAM-like", "free"]
     assert not [words for words in parts if words not in told] and max(map(len, told.splitlines())) < 140
 
 
-def test_storage_that_cannot_be_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(["profile", str(tmp_path / "nowhere")]) == 2
-    assert "DIR: " in capsys.readouterr().err
+def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = called("kv", "profile", tmp_path / "nowhere")
+    assert refused.returncode == 2 and "DIR: " in refused.stderr
     monkeypatch.setattr(profile, "FILE_BYTES", 1 << 60)
     with pytest.raises(EnvironmentProblem, match="No space left") as caught:
         profile.measure_storage(tmp_path)
     assert caught.value.message.startswith("DIR: ") and "free" in (caught.value.hint or "")
 
-    def refused(*_args: object, **_options: object) -> str:
+    def forbidden(*_args: object, **_options: object) -> str:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.undo()
-    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    monkeypatch.setattr("tempfile.mkdtemp", forbidden)
     with pytest.raises(EnvironmentProblem, match=r"DIR: cannot measure in .*Permission denied"):
         profile.measure_storage(tmp_path)
 
@@ -163,9 +151,9 @@ def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatc
 # kv plan
 
 
-def test_what_fits_where_on_a_typical_pc(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", config, "--context", "128k", "--gpu", "12Gi", "--ram", "32Gi", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_what_fits_where_on_a_typical_pc(config: str) -> None:
+    sizes = ("--context", "128k", "--gpu", "12Gi", "--ram", "32Gi")
+    told = json.loads(printed("plan", "--model", config, *sizes, "--json"))
     assert told["schema"] == "llmcache.kv-plan/1" and told["kind"] == "modelled" and told["fits"]
     assert told["model"]["name"] == "Llama-8B" and told["workload"]["context"] == 131072
     assert told["machine"]["name"] == "typical" and told["machine"]["gpu_bytes"]["origin"] == "given"
@@ -204,28 +192,25 @@ def test_what_the_ssd_has_no_room_for(
         ("--gpu 4G --ram 8G", "--gpu, --ram: the weights of Llama-8B alone take 16.1 GB"),
     ],
 )
-def test_bad_options_are_named(config: str, words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", config, "--context", "8k", *words.split()]) == 2
-    told = capsys.readouterr().err
-    assert f"error: {named}" in told and "hint: " in told
+def test_bad_options_are_named(config: str, words: str, named: str) -> None:
+    refused = called("kv", "plan", "--model", config, "--context", "8k", *words.split())
+    assert refused.returncode == 2 and f"error: {named}" in refused.stderr and "hint: " in refused.stderr
 
 
-def test_a_file_that_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_config(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text in ("[1]", "[" * 100_000):
         file.write_text(text)
-        assert run(["plan", "--model", str(file), "--context", "8k"]) == 2
-        assert "--model: " in capsys.readouterr().err
+        refused = called("kv", "plan", "--model", file, "--context", "8k")
+        assert refused.returncode == 2 and "--model: " in refused.stderr
 
 
-def test_a_mixture_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mixture_is_planned(tmp_path: Path) -> None:
     """All weights have to fit, a token reads few of them; its KV cache is like any other."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-    call = ["plan", "--model", str(tmp_path), "--context", "32k", "--gpu", "24G", "--ram", "64G"]
-    assert run(call) == 0
-    assert "a token uses 8 of 128 experts in 48 layers, 3.04 billion weights" in capsys.readouterr().out
-    assert run([*call, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    call = ("plan", "--model", tmp_path, "--context", "32k", "--gpu", "24G", "--ram", "64G")
+    assert "a token uses 8 of 128 experts in 48 layers, 3.04 billion weights" in printed(*call)
+    found = json.loads(printed(*call, "--json"))
     assert found["model"]["mixture"] == {"layers": 48, "experts": 128, "used": 8, "ffn": 768, "shared_ffn": 0}
     assert found["model"]["kv_token_bytes"] == 2 * 48 * 4 * 128 * 2
     assert found["model"]["token_parameters"] < found["model"]["parameters"] / 10

@@ -263,10 +263,10 @@ def test_what_hillinfer_moves() -> None:
 
 
 def test_each_part_of_hillinfer_counts() -> None:
-    no_hie, no_app = hillinfer(hie=False), hillinfer(app=False)
+    no_hie, no_app = hillinfer("hie"), hillinfer("app")
     assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
     assert parts(no_hie)[0] == parts("prefetch")[0] > parts("hillinfer")[0]
     assert parts(no_app)[2] > parts("hillinfer")[2]
     kept = replace(PLAIN, important_on_ssd=0.5, important_on_ssd_bkp=0.1)
-    assert parts("hillinfer", kept)[1] < parts(hillinfer(bkp=False), kept)[1] == parts("hillinfer")[1]
-    assert hillinfer(False, False, False).title == "HillInfer without HIE, BKP, APP"
+    assert parts("hillinfer", kept)[1] < parts(hillinfer("bkp"), kept)[1] == parts("hillinfer")[1]
+    assert hillinfer("hie", "bkp", "app").title == "HillInfer without HIE, BKP, APP"

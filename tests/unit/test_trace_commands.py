@@ -125,7 +125,7 @@ def test_targets_that_cannot_be_written(target: str, message: str, source: Path)
 def test_a_place_without_room_is_an_environment_problem(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full stands for a full disk: everything can be opened and nothing written."""
 
-    def full(path: Path, mode: int) -> int:
+    def full(path: Path) -> int:
         path.symlink_to("/dev/full")
         return os.open(path, os.O_WRONLY)
 

@@ -9,8 +9,8 @@ import pytest
 
 from llmcache.errors import DataError
 from llmcache.trace.formats import convert, open_trace
-from llmcache.trace.formats.oracle_general import GAP, RECORD
-from llmcache.trace.record import Trace, TraceFile
+from llmcache.trace.formats.oracle_general import RECORD
+from llmcache.trace.record import GAP, Trace, TraceFile
 from llmcache.trace.shapes import SHAPES
 from tests.unit.simulation_parts import plain_belady
 from tests.unit.trace_parts import trace

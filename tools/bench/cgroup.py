@@ -29,7 +29,6 @@ from types import TracebackType
 from typing import final
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.memory import pairs
 from llmcache.mountinfo import mounts
 
 from . import machine
@@ -76,10 +75,12 @@ class Controllers:
         """Return what `Usage` tells of memory."""
         v1, v2 = ("memory.usage_in_bytes", "total_rss", "memory.oom_control"), ("memory.current", "anon", "memory.events")
         current, anon, events = v1 if self.version == 1 else v2
+        files = (self.path / name for name in ("memory.stat", events))
+        stat, counted = (dict(line.split() for line in file.read_text().splitlines()) for file in files)
         return {
             "current_bytes": int((self.path / current).read_text()),
-            "anon_bytes": pairs(self.path / "memory.stat").get(anon, 0),
-            "oom_kills": pairs(self.path / events).get("oom_kill", 0),
+            "anon_bytes": int(stat.get(anon, 0)),
+            "oom_kills": int(counted.get("oom_kill", 0)),
         }
 
     def read_bytes(self, disk: str) -> int:

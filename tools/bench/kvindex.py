@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from rich.console import Console
 
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestScorer, ScorerSettings, as_pages, recall_of
-from llmcache.kv.index.scorers import nearest as find
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.layout import KvShape
 
@@ -145,13 +145,13 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
     used = scorers(halves)
     asked: dict[str, Ask] = {
         "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
-        "tree": lambda query: np.stack([find(one, query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
+        "tree": lambda query: np.stack([one.query(query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
         "scan side by side": lambda query: top(score(query[None], halves[None], threads=1)[0], K, threads=1),
         "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
     }
     asked |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
     seconds, recall = in_turns(asked, queries, best_of(halves.astype(np.float32), queries), rounds)
-    touched = [find(one, query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
+    touched = [one.query(query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
     levels = [int(points) for points in indexes[0].tree.population[1:] if points]
     size = indexes[0].size_bytes
     return {
@@ -170,7 +170,7 @@ def grown(count: int) -> dict[str, Any]:
     insertion(half, keys.keys[count // 2 :])
 
     def recall(index: DciIndex) -> float:
-        found = [find(index, query[None], K)[0].tokens for query in keys.queries]
+        found = [index.query(query[None], K)[0].tokens for query in keys.queries]
         return statistics.mean(recall_of(one[None], best[None]) for one, best in zip(found, truth, strict=True))
 
     return {"keys": count, "recall_grown": recall(half), "recall_built": recall(whole)}
@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         for size in sizes:
             console.print(f"{kind}: {size:,} keys", soft_wrap=True)
             rows.append(figures(kind, size, args.rounds))
-    about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": DciSettings().to_json()}
+    about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": asdict(DciSettings())}
     yield {**about, "rows": rows, "grown": grown(sizes[1])}
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from llmcache.kv.bench.results import Bench, Row
-from llmcache.kv.bench.synthetic import Setup, Variant, compare, fixed, marks_of, sweep
+from llmcache.kv.bench.synthetic import Setup, compare, fixed, marks_of, sweep
 from llmcache.kv.csd import CsdProfile
+from llmcache.kv.planning.latency import Variant
 from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
@@ -46,7 +47,7 @@ def setup_of(directory: Path, context: int, layers: int, steps: int, seed: int) 
 def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     """Idle share with and without looking ahead, where computing takes `SLACK` times as long as what it is to hide."""
     setup = setup_of(directory, 2048 if quick else 4096, 4 if quick else 16, 4 if quick else 8, seed)
-    plain = Variant("hillinfer", app=False)
+    plain = Variant("hillinfer", ("app",))
     timed = replace(setup, accelerator=fixed(int(SLACK * to_hide_ns(compare(setup, [plain]).rows[0], setup))))
     bench = compare(timed, [Variant("hillinfer"), plain])
     ahead, without = bench.rows
@@ -75,7 +76,7 @@ def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     """Pages that go down and come up again within 16 steps, of those that come up, with and without BKP."""
     setup = setup_of(directory, 2048 if quick else 16384, 2, 8 if quick else 64, seed)
     setup = replace(setup, warm_up=2 if quick else PING_PONG_STEPS + 1)  # what the prefill moved down is no ping-pong
-    bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", bkp=False)])
+    bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", ("bkp",))])
     shares = [_seen(row).ping_pong_share for row in bench.rows]
     return {
         "what": "pages that went down and came up again within 16 steps, of those that came up",
@@ -107,7 +108,7 @@ def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     """
     spec = StreamSpec(layers=1, kv_heads=1, heads=64, head_dim=128, context=(1 << 13) if quick else (1 << 17), seed=seed)
     setup = Setup(spec, fixed(1000), directory, steps=4 if quick else 24, warm_up=WARM_UP, alpha=0.001, threads=1)
-    setup, variant = replace(setup, block_tokens=4096), Variant("hillinfer", app=False)
+    setup, variant = replace(setup, block_tokens=4096), Variant("hillinfer", ("app",))
     speed = marks_of(setup, variant).f_c / 3
     device = CsdProfile("a third as fast as the processor", speed, math.inf, math.inf, 60_000, throttle=True)
     bench = sweep(replace(setup, csd=device), variant, factors=FACTORS)

@@ -1,26 +1,29 @@
 """SpillCache in transformers: memory and time against DynamicCache, *measured* on this machine.
 
-The model has random weights and the shape of two layers of Llama-3.1-8B; prompts are keys and values drawn by chance.
-Nothing of them is alike, so what is chosen lies scattered over the whole context, and no tree finds it: the worst case.
+The model has random weights and the shape of two layers of Llama-3.1-8B; the *synthetic* prompts are keys and values drawn
+by chance. Nothing of them is alike, so what is chosen lies scattered over the whole context, and no tree finds it: for
+choosing and fetching that is the worst case.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from llmcache.kv.bench import lengths
-from llmcache.kv.bench.lengths import LengthRow
-from llmcache.kv.bench.results import STOCK
-from llmcache.kv.bench.task import Candidate
+from llmcache.kv.bench.results import STOCK, KvMemory, Speed
+from llmcache.kv.bench.synthetic import Progress, per_step
+from llmcache.kv.bench.task import Candidate, in_turns
 
 from .harness import workplace
 from .results import Document
+
+if TYPE_CHECKING:
+    from llmcache.kv.bench.subject import Run
 
 SCHEMA = "llmcache-bench-kvtransformers/2"
 HEAD = "measured, in transformers"
@@ -34,6 +37,93 @@ PACKED = "icecache-packed"
 """Its index in little memory: where no tree finds anything, `icecache` keeps all keys, which is half of everything."""
 TIMED = ("icecache", PACKED, "quest", "hillinfer")
 
+SHAPE: dict[str, int] = {
+    "vocab_size": 1024, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14336, "num_hidden_layers": 2, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+"""Two layers of Llama-3.1-8B, as float32: 1.8 GB."""
+SMALL: dict[str, int] = {
+    **SHAPE, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+"""Layers with as many query heads to a key head, a quarter as wide: 0.2 GB."""
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """One cache at one length; `moved_bytes` of a step, by link; `whys`: which scorer each layer uses, and why."""
+
+    tokens: int
+    policy: str
+    title: str
+    speed: Speed
+    memory: KvMemory
+    moved_bytes: Mapping[str, float]
+    whys: Sequence[str] = ()
+
+    def document(self, stock: LengthRow) -> dict[str, Any]:
+        """Returns it as JSON-ready values, beside transformers' own cache."""
+        return {
+            **asdict(self), "times_stock": self.times(stock), "kv_share": self.kv_share(stock),
+            "share_with_index": self.share_with_index(stock),
+        }  # fmt: skip
+
+    def times(self, stock: LengthRow) -> float:
+        """Time of a token, of transformers' own cache's."""
+        return self.speed.tpot_ns / stock.speed.tpot_ns
+
+    def kv_share(self, stock: LengthRow) -> float:
+        """Pages of keys and values in memory, of transformers' own cache's."""
+        return self.memory.kv_bytes / stock.memory.kv_bytes
+
+    def share_with_index(self, stock: LengthRow) -> float:
+        """The same with what the policy keeps in memory to choose by."""
+        return (self.memory.kv_bytes + self.memory.index_bytes) / stock.memory.kv_bytes
+
+
+def by_length(
+    shape: Mapping[str, int], lengths: Sequence[int], everyone: Sequence[Candidate], directory: Path, steps: int,
+    threads: int, progress: Progress = lambda _: None,
+) -> list[LengthRow]:  # fmt: skip
+    """Returns a row for each cache at each of `lengths`; caches take turns, step by step.
+
+    EnvironmentProblem: torch or transformers are missing.
+    """
+    from llmcache.kv.transformers import check_versions
+
+    check_versions()
+    from llmcache.kv.bench.subject import Prompt, random_model, torch_threads
+
+    model = random_model(shape)
+
+    def rows(tokens: int) -> list[LengthRow]:
+        def row(one: Candidate, run: Run) -> LengthRow:
+            policy = None if one.policy == STOCK else run.cache.conversation.engine.policy
+            moved, whys = per_step(run.moved(), run.steps), list(getattr(policy, "whys", []))
+            return LengthRow(tokens, one.policy, one.title, run.speed(), run.memory(), moved, whys)
+
+        progress(f"{tokens} tokens by chance")
+        prompt = Prompt.by_chance(model, tokens)
+        return in_turns(model, everyone, scratch, steps, threads, lambda run: run.take(prompt), row)
+
+    with torch_threads(threads), workplace(directory) as scratch:
+        return [row for tokens in lengths for row in rows(tokens)]
+
+
+def stock_at(rows: Sequence[LengthRow], tokens: int) -> LengthRow:
+    """Returns the row of transformers' own cache at a length."""
+    return next(row for row in rows if row.tokens == tokens and row.policy == STOCK)
+
+
+def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
+    """Returns the least length from which on, as far as was measured, `policy` takes less time than transformers' cache."""
+    found = None
+    for row in sorted((row for row in rows if row.policy == policy), key=lambda row: -row.tokens):
+        if row.times(stock_at(rows, row.tokens)) >= 1:
+            break
+        found = row.tokens
+    return found
+
 
 def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
     return {
@@ -46,11 +136,11 @@ def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
 def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     """The bars of memory and time, by policy, and from which length on a policy is faster than DynamicCache."""
     at = BAR_TOKENS if any(row.tokens == BAR_TOKENS for row in rows) else max(row.tokens for row in rows)
-    stock = lengths.stock_at(rows, at)
+    stock = stock_at(rows, at)
     there = {row.policy: row for row in rows if row.tokens == at}
     share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
     with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED)
-    faster = {policy: lengths.faster_from(rows, policy) for policy in TIMED}
+    faster = {policy: faster_from(rows, policy) for policy in TIMED}
     told = ", ".join(f"{policy} from {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
     each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in TIMED)
     return {
@@ -63,7 +153,7 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
         "faster": {
             "what": f"tokens from which on a token is faster than with DynamicCache: {told}",
             "figure": faster["icecache"] or 0, "by_policy": faster,
-            "rows": [_told(row, lengths.stock_at(rows, row.tokens)) for row in rows],
+            "rows": [_told(row, stock_at(rows, row.tokens)) for row in rows],
         },
     }  # fmt: skip
 
@@ -77,10 +167,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     import torch
 
-    torch.set_num_threads(args.threads)
-    with workplace(args.dir) as scratch:
-        everyone = [Candidate(STOCK, None), *(Candidate(policy, BUDGET) for policy in TIMED)]
-        shape, at, steps = (lengths.SMALL, (1024, 2048), 4) if args.quick else (lengths.SHAPE, LENGTHS, 12)
-        parts = against_stock(lengths.measure(shape, at, everyone, scratch, steps, args.threads))
+    everyone = [Candidate(STOCK, None), *(Candidate(policy, BUDGET) for policy in TIMED)]
+    shape, at, steps = (SMALL, (1024, 2048), 4) if args.quick else (SHAPE, LENGTHS, 12)
+    parts = against_stock(by_length(shape, at, everyone, args.dir, steps, args.threads))
     about = {"quick": args.quick, "threads": args.threads, "torch": torch.__version__}
     yield {**about, "shape": shape, "parts": parts}

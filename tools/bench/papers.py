@@ -28,8 +28,7 @@ from rich.console import Console
 from llmcache.cache.policies import policy_class
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.files import replacing
-from llmcache.kv.bench import lengths, synthetic, task
-from llmcache.kv.bench.lengths import LengthRow, stock_at
+from llmcache.kv.bench import synthetic, task
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.synthetic import Setup, fixed, variants_of
 from llmcache.kv.bench.task import Candidate, TaskSetup
@@ -44,6 +43,7 @@ from llmcache.trace.shapes import SHAPES
 
 from . import machine
 from .harness import ROOT
+from .kvtransformers import SMALL, by_length, stock_at
 from .results import Bar, Document
 
 SCHEMA = "llmcache-bench-papers/1"
@@ -223,7 +223,7 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
         tell,
     )
     rows, slow = _tried({"lengths": lambda: _lengths(quick, tell)}, tell)
-    times = {"shape": lengths.SMALL, "synthetic_prompt": True, "rows": rows["lengths"] or []}
+    times = {"shape": SMALL, "synthetic_prompt": True, "rows": rows["lengths"] or []}
     return {"tasks": {name: one for name, one in tasks.items() if one is not None}, "lengths": times}, missing | slow
 
 
@@ -232,7 +232,7 @@ def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
     names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
     everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
     at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
-    rows: list[LengthRow] = lengths.measure(lengths.SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, tell)
+    rows = by_length(SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, tell)
     return [row.document(stock_at(rows, row.tokens)) for row in rows]
 
 

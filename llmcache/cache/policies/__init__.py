@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from llmcache.errors import UsageError
-
 if TYPE_CHECKING:
     from llmcache.cache.policies.base import Policy
 
@@ -29,9 +27,7 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Returns the class of the policy called `name`; UsageError for a name that is not in `POLICIES`."""
-    if name not in POLICIES:
-        raise UsageError(f"policy: there is no policy {name!r}", f"one of: {', '.join(POLICIES)}")
+    """Returns the class of the policy called `name` in `POLICIES`."""
     module, _, attribute = POLICIES[name].partition(":")
     found: type[Policy] = getattr(importlib.import_module(f"llmcache.cache.policies.{module}"), attribute)
     return found

@@ -459,7 +459,7 @@ class InPlaceBackend:
         seen: set[int] = set()
         with self.files.lock:
             for program in file.readers:
-                addresses = program.addresses_of(*file.key, [mixture.probes[expert] for expert in kept])
+                addresses = program.addresses_of(*file.key, list(map(mixture.probes.__getitem__, kept)))
                 accessed = pages.accessed(program.pid, addresses)
                 program.cool(list(itertools.compress(addresses, accessed)))
                 seen.update(itertools.compress(kept, accessed))

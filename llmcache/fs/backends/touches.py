@@ -79,7 +79,7 @@ def _load() -> BpfObject:
     """Has the kernel verify the programs, which takes nearly all of the time that it takes to begin. EnvironmentProblem."""
     try:
         programs = BpfObject(OBJECT)
-        programs.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
+        programs.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
         programs.load([*_PROGRAMS, "begin"])
     except LoadFailure as failure:
         raise _refused(failure) from failure

@@ -31,7 +31,6 @@ from llmcache.cache.sizing import (
     ModeNeed,
     Ram,
     SizingParameters,
-    Storage,
     Weights,
     answer,
     need,
@@ -87,14 +86,10 @@ def advise(question: Question) -> Answer:
                 f"--cache: {format_size(cache_bytes)} do not even hold the hot set of {format_size(hot_bytes)} (--hot)",
                 "the hot set must be kept whole: give a larger --cache or a smaller --hot",
             )
-    if question.measure is not None:
+    storage = question.storage
+    if storage is None:
+        assert question.measure is not None
         storage = measured_storage(question.measure)
-    else:
-        assert question.bandwidth is not None
-        storage = Storage(question.bandwidth, "given")
-        if question.from_device and question.device is not None:
-            about = {"class": question.device.name, "storage": question.device.storage}
-            storage = Storage(question.bandwidth, "device", about)
     setting = SizingParameters(storage.bandwidth, question.period_ns, hot_bytes)
     result = answer(setting, storage, loop, question.caches)
     result = replace(result, device=question.device, model=model, period_source=question.period_source)

@@ -40,6 +40,7 @@ STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
 STRAYS_MAX = 1024
 WINDOW_BYTES = 128 << 10  # by which the kernel reads ahead over FUSE
 COMING_NS, AGAIN_NS = 10_000_000, 100_000_000  # after a slice has come; after what the kernel has read of itself
+_IS_THERE = bytes(state == TOUCHED for state in range(256))
 AHEAD_REACHES = 4  # a fault near the end of a slice has the kernel read on by up to twice what it reads around one
 
 
@@ -84,7 +85,7 @@ class Mixture:
     @property
     def kept(self) -> list[int]:
         """The experts that are there."""
-        return [expert for expert, state in enumerate(self.states) if state == TOUCHED]
+        return list(itertools.compress(range(len(self.states)), self.states.translate(_IS_THERE)))
 
     def sweeps(self, expert: int) -> bool:
         """Notes a miss; True if so many are missed in this visit of the layer that it is a prompt that is computed."""

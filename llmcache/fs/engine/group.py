@@ -87,13 +87,13 @@ class Tripwire(NamedTuple):
 class Group:
     """State of one loop space; `loop` holds the extents that count as loop, first guess or observed."""
 
-    def __init__(self, key: str, members: list[Member], extent_bytes: int, first_guess: Iterable[int] | None) -> None:
+    def __init__(self, key: str, members: list[Member], extent_bytes: int) -> None:
         self.key = key
         self.members = members
         self.extent_bytes = extent_bytes
         self.count = sum(member.count for member in members)
         self.size_bytes = sum(member.size_bytes for member in members)
-        self.learner = LoopLearner(self.count, first_guess)
+        self.learner = LoopLearner(self.count)
         self.order = self.learner.order
         self.status = bytearray(self.count)
         self.charge = array("L", bytes(array("L").itemsize * self.count))

@@ -155,7 +155,7 @@ class Grouping:
             count = max(1, -(-length // extent_bytes))
             members.append(Member(name, length, base, count))
             base += count
-        group = Group(next(self._keys), members, extent_bytes, None)
+        group = Group(next(self._keys), members, extent_bytes)
         group.written, group.paged = written, paged
         group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
         if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):

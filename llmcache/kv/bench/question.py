@@ -5,7 +5,7 @@ Every error names its option.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from platformdirs import user_cache_path
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench import synthetic
 from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
-from llmcache.kv.bench.synthetic import DESIGNS, Accelerator, Setup, Variant, variants_of
+from llmcache.kv.bench.synthetic import Accelerator, Progress, Setup, variants_of
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.csd import PROFILES
 from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
-from llmcache.kv.planning.latency import SYSTEMS, System, hillinfer, latency
+from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, Variant, hillinfer, latency
 from llmcache.kv.planning.models import MODELS, ModelShape, read_config
 from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
 from llmcache.kv.policies import POLICIES
@@ -37,8 +37,6 @@ BETAS = tuple(2.0**power for power in range(-4, 8))
 """Of a modelled sweep."""
 TASK_MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 """Models that `tools/test` fetches, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -118,9 +116,7 @@ def _measured(options: BenchOptions, variants: list[Variant], progress: Progress
             raise UsageError("--beta: --sweep-beta tries several", "give one of the two")
         return synthetic.sweep(setup, variants[0], progress)
     if options.beta == "auto":
-        with synthetic.workplace(setup.directory) as directory:
-            marks = synthetic.marks_of(replace(setup, directory=directory), Variant("hillinfer"), progress)
-        setup = replace(setup, beta=marks.expected)
+        setup = replace(setup, beta=synthetic.marks_of(setup, Variant("hillinfer"), progress).expected)
     return synthetic.compare(setup, variants, progress)
 
 
@@ -186,26 +182,26 @@ def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
         m0 = found.host_kv / (kv_bytes - found.host_kv) if found.host_kv < kv_bytes else None
         marks = Marks(hardware.score_bytes_per_s, hardware.device_bytes_per_s, m0)
         places = [by_beta(kv_bytes, beta) for beta in sorted({beta if m0 is None else min(beta, m0) for beta in BETAS})]
-    rows = []
-    for one in (latency(system, hardware, model, workload, at) for system in systems for at in places):
-        rows.append(
-            Row(
-                policy=one.system.name,
-                title=one.system.title,
-                token_ns=one.token_ns,
-                stages_ns={**one.stages, "update": 0.0},  # moves between the pools are not modelled
-                exposed_ns=one.exposed_ns,
-                idle_share=one.idle_share,
-                moved_bytes=dict(one.moved),
-                beta=one.places.beta if one.places.ssd else None,
-            )
-        )
+    rows = (_row(latency(system, hardware, model, workload, at)) for system in systems for at in places)
     return Bench(MODELLED, {"machine": hardware.title, "model": model.name, **asdict(workload)}, tuple(rows), marks)
+
+
+def _row(one: Latency) -> Row:
+    return Row(
+        policy=one.system.name,
+        title=one.system.title,
+        token_ns=one.token_ns,
+        stages_ns={**one.stages, "update": 0.0},  # moves between the pools are not modelled
+        exposed_ns=one.exposed_ns,
+        idle_share=one.idle_share,
+        moved_bytes=dict(one.moved),
+        beta=one.places.beta if one.places.ssd else None,
+    )
 
 
 def _system(variant: Variant) -> System:
     if variant.policy == "hillinfer":
-        return hillinfer(variant.hie, variant.bkp, variant.app)
+        return hillinfer(*variant.without)
     if variant.policy not in SYSTEMS:
         known = f"with --profile paper there are: {', '.join(SYSTEMS)}"
         raise UsageError(f"--policy: '{variant.policy}' has no latency model", known)

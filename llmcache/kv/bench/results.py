@@ -65,7 +65,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Marks:
-    """Where a sweep of beta should have its minimum: at `rule`, f_c / f_s, or at `m0` where memory ends before it."""
+    """Where a sweep of beta should have its minimum: at `rule`, f_c / f_s, or at `m0` where memory ends before it.
+
+    `f_c`, `f_s`: bytes/s of keys.
+    """
 
     f_c: float
     f_s: float
@@ -80,10 +83,6 @@ class Marks:
     def expected(self) -> float:
         """The smaller of both."""
         return self.rule if self.m0 is None else min(self.rule, self.m0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, f_c and f_s in bytes/s of keys."""
-        return {**asdict(self), "rule": self.rule, "expected": self.expected}
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,10 @@ class Bench:
     def document(self) -> dict[str, Any]:
         """Returns it as JSON-ready values."""
         rows = [{**asdict(row), "speedup_over": self.speedups(row)} for row in self.rows]
-        marks = None if self.marks is None else self.marks.to_json()
+        marks = self.marks
+        told = None if marks is None else {**asdict(marks), "rule": marks.rule, "expected": marks.expected}
         return {
-            "schema": SCHEMA, "kind": self.kind, "conditions": dict(self.conditions), "rows": rows, "marks": marks,
+            "schema": SCHEMA, "kind": self.kind, "conditions": dict(self.conditions), "rows": rows, "marks": told,
             "notes": list(self.notes),
         }  # fmt: skip
 

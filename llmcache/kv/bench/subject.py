@@ -32,9 +32,8 @@ from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.baselines import all_products, softmax
-from llmcache.kv.tasks import Chain, Questions
 from llmcache.kv.tasks.english import Document
-from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
+from llmcache.kv.tasks.recall import VOCABULARY, Chain, Probe, Questions, probe_of
 from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
@@ -160,7 +159,7 @@ def said(model: Any, cache: Any, asked: Probe | Chain | Document) -> Any:
     return follow(model, cache, asked) if isinstance(asked, Document) else ask(model, cache, asked)
 
 
-def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> Flags:
+def answer(model: Any, cache: Any, task: Questions | Chain) -> Flags:
     """Returns which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
     feed(model, cache, task.ids)
     return ask(model, cache, probe_of(task) if isinstance(task, Questions) else task)
@@ -214,7 +213,7 @@ class _Recorder(Conversation):
         self.calls: list[Call] = []
 
     length = 0
-    looks_ahead = False
+    engine_ahead = None
 
     def expect(self, layer: int) -> None:
         return
@@ -232,7 +231,6 @@ class Prompt:
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
-        self._model, self._ids = model, ids
         recorder = _Recorder()
         self._layers = spilled_layers(model.config, lambda count, alone: recorder)
         feed(model, Cache(layers=self._layers), ids)
@@ -249,7 +247,7 @@ class Prompt:
         heads, kv_heads, dim = text.num_attention_heads, text.num_key_value_heads, text.head_dim
         random = torch.Generator().manual_seed(0)
         none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
-        made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
+        made._calls = []
         made._layers = spilled_layers(model.config, lambda count, alone: _Recorder())
         for _ in range(text.num_hidden_layers):
             drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))
@@ -275,7 +273,7 @@ class Run:
 
     def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
         self._model, self.cache, self._timeline = model, cache, timeline
-        self._begin_ns = self._prefill_ns = self._second_ns = 0
+        self._prefill_ns = self._second_ns = 0
         self._steps_ns: list[int] = []
         self._before = Traffic()
 
@@ -287,10 +285,10 @@ class Run:
         self.step()
         self._second_ns = time.perf_counter_ns() - begin_ns
 
-    def take(self, given: Prompt, token: int = 0) -> None:
-        """Takes what a prompt left, and goes on with `token`: for times of steps alone, the prompt's is not measured."""
+    def take(self, given: Prompt) -> None:
+        """Takes what a prompt left, and goes on with any token: for times of steps alone, the prompt's is not measured."""
         given.give(self.cache)
-        self._next = np.array([token])
+        self._next = np.array([0])
 
     def begin(self) -> None:
         """Forgets the steps so far: they were to warm up."""

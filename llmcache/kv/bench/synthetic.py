@@ -15,13 +15,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-import psutil
 
 from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -30,14 +28,14 @@ from llmcache.kv.csd import PROFILES, CsdProfile, Report
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.planning.hardware import Hardware
+from llmcache.kv.planning.latency import DESIGNS, Variant
 from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
+from llmcache.memory import machine_memory
 from llmcache.units import format_duration, format_size
 
-DESIGNS = ("hie", "bkp", "app")
-"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 """Betas of a sweep, as multiples of the one that is expected to be best."""
 SPARE_SHARE = 0.5
@@ -89,30 +87,6 @@ def fixed(duration_ns: int) -> Accelerator:
     return Accelerator(f"emulated: {format_duration(duration_ns)} a layer, as given", lambda tokens: duration_ns)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A policy and, for HillInfer, which of its designs it has."""
-
-    policy: str
-    hie: bool = True
-    bkp: bool = True
-    app: bool = True
-
-    @property
-    def without(self) -> tuple[str, ...]:
-        """The designs that are left out."""
-        return tuple(part for part in DESIGNS if not getattr(self, part))
-
-    @property
-    def name(self) -> str:
-        """As it is given: policy, and "no-" and its name for each design that is left out."""
-        return "-no-".join([self.policy, *self.without])
-
-    def titled(self, title: str) -> str:
-        """Returns the title of the policy with what is left out of it."""
-        return title + (f" without {', '.join(part.upper() for part in self.without)}" if self.without else "")
-
-
 def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
     """Returns the variants in `text`, names joined by commas; `without`: designs that no HillInfer has.
 
@@ -125,7 +99,7 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
             known = ", ".join(f"hillinfer-no-{part}" for part in DESIGNS)
             raise UsageError(f"--policy: there is no '{name}'", f"what can be left out: {known}")
         gone = {*left_out, *(without if policy == "hillinfer" else ())}
-        variant = Variant(policy, *(part not in gone for part in DESIGNS))
+        variant = Variant(policy, tuple(part for part in DESIGNS if part in gone))
         if variant in found:
             raise UsageError(f"--policy: '{name}' is there twice", "name each once")
         found.append(variant)
@@ -138,10 +112,10 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
 class Setup:
     """What all policies of a benchmark have in common.
 
-    `steps` decode steps are measured, after `warm_up` that are not. `beta`: Mc / Ms; None: all in memory.
-    `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was looked ahead for is evaluated again with its
-    true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
-    policies that are meant for a device; all others read the file.
+    `steps` decode steps are measured, after `warm_up` that are not. `beta`: Mc / Ms. `memory_bytes`: M0, of all
+    layers and sequences. `exact`: a layer that was looked ahead for is evaluated again with its true queries. `device`:
+    "csd" (*emulated*, with the speeds of `csd`) or "file", for policies that are meant for a device; all others read the
+    file. `directory`: below it each policy has one of its own for its file.
     """
 
     spec: StreamSpec
@@ -152,47 +126,39 @@ class Setup:
     alpha: float | None = None
     token_budget: int | None = None
     block_tokens: int = 256
-    beta: float | None = 1.0
+    beta: float = 1.0
     memory_bytes: int | None = None
-    sink_tokens: int = 16
-    window_tokens: int = 32
     device: str = "csd"
     csd: CsdProfile = field(default_factory=lambda: PROFILES["smartssd"])
     threads: int | None = None
     exact: bool = False
 
     @property
-    def cpu_pages(self) -> int | None:
-        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound.
+    def cpu_pages(self) -> int:
+        """Capacity of the processor's pool, pages of a layer and sequence.
 
         Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: where M0 binds, that is the size (the paper
         only says that Mc is below it).
         """
-        shape = self.spec.shape
-        pages = shape.pages_of(self._length)
-        if self.beta is not None:
-            pages = math.floor(pages * self.beta / (1 + self.beta))
-        elif self.memory_bytes is None:
-            return None
-        if self.memory_bytes is not None:
-            pages = min(pages, self.memory_bytes // (shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch))
-        return pages
+        pages = self.spec.shape.pages_of(self.spec.context + self.warm_up + self.steps)
+        pages = math.floor(pages * self.beta / (1 + self.beta))
+        return pages if self.memory_bytes is None else min(pages, self.memory_bytes // self._page_bytes)
 
     @property
     def pool_bytes(self) -> int:
         """Memory of the processor's pool, of all layers and sequences."""
-        shape, pages = self.spec.shape, self.cpu_pages
-        pages = shape.pages_of(self._length) if pages is None else pages
-        return pages * shape.page_tokens * shape.token_bytes * shape.layers * self.spec.batch
+        return self.cpu_pages * self._page_bytes
 
     @property
-    def _length(self) -> int:
-        return self.spec.context + self.warm_up + self.steps
+    def _page_bytes(self) -> int:
+        """A page of each layer and sequence."""
+        shape = self.spec.shape
+        return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 
     def conditions(self) -> dict[str, Any]:
         """Returns what was set, in base units, for tables and JSON."""
         return {
-            "stream": self.spec.to_json(),
+            "stream": {"synthetic": True, **asdict(self.spec)},
             "context": self.spec.context,
             "batch": self.spec.batch,
             "layers": self.spec.layers,
@@ -219,19 +185,19 @@ class PolicySession:
         self.stream = SyntheticStream(setup.spec)
         self._steps_ns: list[int] = []
         self._prefill_ns = self._attended = 0
-        path = setup.directory / f"{variant.name}-{id(self):x}.kv" if setup.cpu_pages is not None else None
-        config = StoreConfig(
-            setup.spec.shape, setup.spec.batch, setup.sink_tokens, setup.window_tokens, setup.cpu_pages, path, ssd,
-            setup.csd, threads=setup.threads, interleaved=kind.interleaved,
-        )  # fmt: skip
         settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens)
         if variant.without:
             settings = replace(settings, **{part: False for part in variant.without if part != "app"})  # type: ignore[arg-type]
         with contextlib.ExitStack() as stack:
+            path = stack.enter_context(workplace(setup.directory)) / f"{variant.name}.kv"
+            config = StoreConfig(
+                setup.spec.shape, setup.spec.batch, cpu_pages=setup.cpu_pages, path=path, ssd=ssd, profile=setup.csd,
+                threads=setup.threads, interleaved=kind.interleaved,
+            )  # fmt: skip
             self.store = KvStore(config)
             stack.callback(self.store.discard)
             self.policy = kind(self.store, settings, self.timeline)
-            app = variant.app and kind.ahead
+            app = "app" not in variant.without and kind.ahead
             engine = KvEngine(self.store, self.policy, app=app, exact=setup.exact, timeline=self.timeline)
             self.engine = stack.enter_context(engine)
             self._open = stack.pop_all()
@@ -303,7 +269,7 @@ class PolicySession:
             exposed_ns=token_ns - self._median_ns(ATTEND),
             idle_share=1 - sum(self.timeline.busy_ns(step, COMPUTE) for step in steps) / sum(self._steps_ns),
             moved_bytes=per_step(moved, len(steps)),
-            beta=None if pool is None or pool >= pages else pool / (pages - pool),  # as it came out, in whole pages
+            beta=None if pool >= pages else pool / (pages - pool),  # as it came out, in whole pages
             observed=Observed(
                 steps_ns=tuple(self._steps_ns),
                 prefill_ns=self._prefill_ns,
@@ -324,8 +290,8 @@ class PolicySession:
     def __enter__(self) -> PolicySession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *_error: object) -> None:
+        self._open.close()
 
 
 def since(before: Traffic, now: Traffic) -> Traffic:
@@ -347,8 +313,7 @@ def per_step(traffic: Traffic, steps: int) -> dict[str, float]:
 
 def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lambda _: None) -> Bench:
     """Returns a row for each of `variants`, which take turns if their pools fit in memory together."""
-    with workplace(setup.directory) as directory:
-        rows, notes = _rows([(replace(setup, directory=directory), variant) for variant in variants], progress)
+    rows, notes = _rows([(setup, variant) for variant in variants], progress)
     return Bench(MEASURED, setup.conditions(), tuple(rows), notes=notes)
 
 
@@ -357,13 +322,11 @@ def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, f
 
     Betas at which sink and window alone would fill the pool are left out.
     """
-    with workplace(setup.directory) as directory:
-        here = replace(setup, directory=directory)
-        marks = marks_of(here, variant, progress)
-        betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
-        todo = [replace(here, beta=beta) for beta in betas]
-        pinned = sum(setup.spec.shape.pages_of(tokens) for tokens in (setup.sink_tokens, setup.window_tokens))
-        rows, notes = _rows([(one, variant) for one in todo if (one.cpu_pages or 0) > pinned], progress)
+    marks = marks_of(setup, variant, progress)
+    betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
+    todo = [replace(setup, beta=beta) for beta in betas]
+    pinned = sum(setup.spec.shape.pages_of(tokens) for tokens in (StoreConfig.sink_tokens, StoreConfig.window_tokens))
+    rows, notes = _rows([(one, variant) for one in todo if one.cpu_pages > pinned], progress)
     return Bench(MEASURED, setup.conditions(), tuple(rows), marks, notes)
 
 
@@ -398,7 +361,7 @@ def speeds(session: PolicySession) -> tuple[float, float]:
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
     """Rows in the order of `todo`: all in turns, or one after the other where memory is too small."""
-    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * psutil.virtual_memory().available:
+    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
     return rows, ("policies ran one after the other: their pools together would not fit in memory",)
@@ -423,14 +386,12 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
 def workplace(directory: Path) -> Iterator[Path]:
     """Yields a fresh directory below `directory`, which is removed at the end."""
     try:
-        made = Path(tempfile.mkdtemp(prefix="llmcache-bench-", dir=directory))
+        made = tempfile.TemporaryDirectory(prefix="llmcache-bench-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
         hint = "give a directory that can be written to"
         raise EnvironmentProblem(f"--path: {directory}: {error.strerror}", hint) from error
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with made as name:
+        yield Path(name)
 
 
 def check_space(setup: Setup, files: int) -> None:

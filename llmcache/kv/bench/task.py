@@ -19,17 +19,15 @@ import numpy as np
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
-from llmcache.kv.bench.synthetic import per_step, workplace
+from llmcache.kv.bench.synthetic import Progress, per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.english import Document, documents, texts
-from llmcache.kv.tasks.recall import TASKS, Probe, symbols
+from llmcache.kv.tasks.recall import TASKS, Chain, Probe, chain, symbols
 
 if TYPE_CHECKING:
     from llmcache.kv.bench.subject import Run, Subject
 
-Progress = Callable[[str], None]
 Result = TypeVar("Result")
 Asked = Probe | Chain | Document
 
@@ -89,7 +87,7 @@ class Candidate:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
-    def cache(self, model: Any, setup: TaskSetup, directory: Path | None, timeline: Timeline | None = None) -> Any:
+    def cache(self, model: Any, threads: int | None, directory: Path | None, timeline: Timeline | None = None) -> Any:
         """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
 
         None: all is in memory, as always with the oracle, which looks at every key at every step.
@@ -105,7 +103,7 @@ class Candidate:
         if policy != "oracle" and directory is not None:
             pages = None if self.budget is None else policy_class(policy).least_pages(self.budget)
             options = {**options, "path": directory, "cpu_pages": pages}
-        return SpillCache(model.config, policy, token_budget=self.budget, threads=setup.threads, full_tokens=0, **options)
+        return SpillCache(model.config, policy, token_budget=self.budget, threads=threads, full_tokens=0, **options)
 
 
 @dataclass
@@ -183,7 +181,7 @@ def _rows(
             losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
 
-    return in_turns(subject.model, setup, directory, everyone, lambda run: run.read(first.ids[:1]), row)
+    return in_turns(subject.model, everyone, directory, setup.steps, setup.threads, lambda run: run.read(first.ids[:1]), row)
 
 
 def answered(
@@ -210,7 +208,7 @@ def answered(
             if full is not None and wrong > most_wrong:
                 break
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
-            with one.cache(model, setup, directory) as cache:
+            with one.cache(model, setup.threads, directory) as cache:
                 read.give(cache)
                 own = said(model, cache, asked)
             if full is None:
@@ -235,7 +233,7 @@ def _attention(
     for one in everyone:
         if one.policy == STOCK:
             continue
-        with one.cache(subject.model, setup, directory) as cache:
+        with one.cache(subject.model, setup.threads, directory) as cache:
             read.give(cache)
             watched = watch(cache)
             said(subject.model, cache, few)
@@ -262,7 +260,7 @@ def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
 
 
 def in_turns(
-    model: Any, setup: TaskSetup, directory: Path, everyone: Sequence[Candidate],
+    model: Any, everyone: Sequence[Candidate], directory: Path, steps: int, threads: int | None,
     begin: Callable[[Run], None], told: Callable[[Candidate, Run], Result],
 ) -> list[Result]:  # fmt: skip
     """Returns what is `told` of a sequence of every candidate, which `begin` begins; they take turns, step by step."""
@@ -272,9 +270,9 @@ def in_turns(
         runs: list[Run] = []
         for one in everyone:
             timeline = None if one.policy == STOCK else Timeline()
-            runs.append(Run(model, stack.enter_context(one.cache(model, setup, directory, timeline)), timeline))
+            runs.append(Run(model, stack.enter_context(one.cache(model, threads, directory, timeline)), timeline))
             begin(runs[-1])
-        take_turns(runs, setup.steps)
+        take_turns(runs, steps)
         return [told(one, run) for one, run in zip(everyone, runs, strict=True)]
 
 

@@ -171,7 +171,6 @@ class Scorer(PageIndex):
     def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
         super().__init__(shape, first)
         self.settings = settings or ScorerSettings()
-        self.touched = 0.0
         self._begin()
 
     @property
@@ -180,10 +179,7 @@ class Scorer(PageIndex):
         return f"{self.name}: as asked for"
 
     def top(self, queries: Floats, k: int) -> Int64s:
-        """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all.
-
-        `touched` is then how many keys of a head were looked at, in the mean, for all its queries.
-        """
+        """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all."""
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
             raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [a multiple of {heads}, {dim}] is needed")
@@ -239,48 +235,47 @@ class ExactScorer(Scorer):
     def _begin(self) -> None:
         self._keep(self.shape.head_dim, self.shape.numpy_dtype)
 
-    def _keep(self, dim: int, dtype: DTypeLike, scales: DTypeLike | None = None) -> None:
+    def _keep(self, dim: int, dtype: DTypeLike, *scales: DTypeLike) -> None:
         """Makes room for rows of `dim` numbers, and for a scale of each if these have a type."""
         size = (self.shape.kv_heads, self.shape.page_tokens)
-        self._keys, self._scales = Grown((*size, dim), dtype), None if scales is None else Grown(size, scales)
+        self._kept = [Grown((*size, dim), dtype), *(Grown(size, kind) for kind in scales)]
 
     @property
     def size_bytes(self) -> int:
         """Memory of the keys."""
-        return self._keys.size_bytes + (self._scales.size_bytes if self._scales else 0)
+        return sum(kept.size_bytes for kept in self._kept)
+
+    @property
+    def _pages(self) -> list[NDArray[Any]]:
+        """The keys, and their scales where they have them, as the kernels take both."""
+        return [kept.rows for kept in self._kept]
 
     def _add(self, keys: NDArray[Any]) -> None:
         self._append(keys)
 
-    def _append(self, rows: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
-        self._keys.append(as_pages(rows, self.shape.page_tokens))
-        if self._scales is not None and scales is not None:
-            self._scales.append(as_pages(scales, self.shape.page_tokens))
+    def _append(self, *sides: NDArray[Any]) -> None:
+        for kept, rows in zip(self._kept, sides, strict=True):
+            kept.append(as_pages(rows, self.shape.page_tokens))
 
     def _crop(self, end: int) -> None:
-        pages = (end - self.first) // self.shape.page_tokens
-        self._keys.cut(pages)
-        if self._scales is not None:
-            self._scales.cut(pages)
+        for kept in self._kept:
+            kept.cut((end - self.first) // self.shape.page_tokens)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
-        self.touched = float(len(self))
         found: Int64s = top(self._combined(queries), k, self.settings.threads)
         return found + self.first
 
     def _combined(self, queries: Floats) -> Floats:
         """The scores [kv_heads, tokens] of all keys, of the query heads of a key head together."""
-        scales = None if self._scales is None else self._scales.rows
-        return score_pages(queries, self._keys.rows, scales, combine=self.settings.combine, threads=self.settings.threads)
+        return score_pages(queries, *self._pages, combine=self.settings.combine, threads=self.settings.threads)
 
     def products(self, queries: Floats) -> Floats:
         """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
-        scales = None if self._scales is None else self._scales.rows
-        return products(queries, self._keys.rows, scales, threads=self.settings.threads)
+        return products(queries, *self._pages, threads=self.settings.threads)
 
     def keys(self) -> NDArray[Any]:
         """Returns all keys [kv_heads, tokens, dim], as they are kept."""
-        return _joined(self._keys.rows)
+        return _joined(self._kept[0].rows)
 
 
 class RoundedScorer(ExactScorer):
@@ -342,9 +337,8 @@ class PackedScorer(ExactScorer):
     def products(self, queries: Floats) -> Floats:
         """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
         grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
-        assert self._scales is not None
         turned = np.ascontiguousarray(grouped @ self._turn)
-        found = packed_products(turned, self._keys.rows, self._scales.rows, threads=self.settings.threads)
+        found = packed_products(turned, *self._pages, threads=self.settings.threads)
         ends = [*(first for first, _ in self._means[1:]), len(self)]
         for (first, mean), end in zip(self._means, ends, strict=True):
             found[:, :, first:end] += grouped @ mean.swapaxes(1, 2)
@@ -388,7 +382,6 @@ class QuestScorer(Scorer):
     def _top(self, queries: Floats, k: int) -> Int64s:
         size = self.shape.page_tokens
         bounds = self.bounds(queries)
-        self.touched = 2 * bounds.shape[1]
         count, rest = -(-k // size), -k % size
         pages = top(bounds, count, self.settings.threads)
         tokens: Int64s = (pages[..., None] * size + np.arange(size)).reshape(len(pages), -1)
@@ -454,8 +447,7 @@ class ChunkScorer(QuestScorer):
         least = np.partition(fine, -count, axis=1)[:, -count]
         matter |= (coarse > least[:, None]).any(axis=0)
         found = inside[matter[chunks]]
-        best: Int64s = found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
-        return best
+        return found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
 
 
 class DciScorer(Scorer):
@@ -509,15 +501,12 @@ class DciScorer(Scorer):
 
     def _chosen(self, queries: Floats, k: int, choice: Callable[[DciIndex, list[Nearest]], Int64s]) -> Int64s:
         grouped = queries.reshape(len(self.indexes), -1, queries.shape[-1])
-        out, touched = np.empty((len(self.indexes), k), np.int64), np.zeros(len(self.indexes))
+        out = np.empty((len(self.indexes), k), np.int64)
 
         def choose(head: int) -> None:
-            found = nearest(self.indexes[head], grouped[head], k)
-            out[head] = np.sort(choice(self.indexes[head], found))
-            touched[head] = sum(one.touched for one in found)
+            out[head] = np.sort(choice(self.indexes[head], self.indexes[head].query(grouped[head], k)))
 
         run_all([partial(choose, head) for head in range(len(self.indexes))], self.settings.threads)
-        self.touched = float(touched.mean())
         return out
 
 
@@ -529,7 +518,6 @@ class Trial:
     exact_s: float
     dci_s: float
     recall: float
-    wider: int
     enough: bool
 
     @property
@@ -578,28 +566,25 @@ class AutoScorer(Scorer):
         self._asked.append((queries.copy(), k))
         if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._asked) >= QUERIES:
             self._try(self.used)
-        found = self.used.top(queries, k)
-        self.touched = self.used.touched
-        return found
+        return self.used.top(queries, k)
 
     def _try(self, exact: ExactScorer) -> None:
         """Builds trees and keeps them if they win. Once they do, they stay: a scan grows faster with the number of keys."""
         tree = DciScorer(self.shape, self.first, self.settings)
         tree.add(exact.keys())
+        knobs = self.settings.dci
         for wider in WIDER:
-            knobs = self.settings.dci
-            view, visit = knobs.field_of_view * wider, min(1.0, knobs.visit * wider)
-            wide = replace(knobs, field_of_view=view, visit=visit, visit_each=knobs.visit_each * wider)
+            view, visit, each = knobs.field_of_view * wider, min(1.0, knobs.visit * wider), knobs.visit_each * wider
             for index in tree.indexes:
-                index.settings = replace(wide, seed=index.settings.seed)
-            self.trial = self._measured(exact, tree, wider)
-            if self.trial.enough or self.trial.dci_s > self.trial.exact_s:
+                index.settings = replace(index.settings, field_of_view=view, visit=visit, visit_each=each)
+            self.trial = trial = self._measured(exact, tree)
+            if trial.enough or trial.dci_s > trial.exact_s:
                 break
         self._next = 2 * len(self)
-        if self.trial is not None and self.trial.chosen == "dci":
+        if trial.chosen == "dci":
             self.used = tree
 
-    def _measured(self, exact: ExactScorer, tree: DciScorer, wider: int) -> Trial:
+    def _measured(self, exact: ExactScorer, tree: DciScorer) -> Trial:
         times: dict[str, list[float]] = {"exact": [], "dci": []}
         recalls = []
         for queries, k in [self._asked[0], *self._asked]:  # the first once more: what was never used is slow
@@ -613,7 +598,7 @@ class AutoScorer(Scorer):
         # As far as so few queries can tell.
         enough = recall + float(np.std(recalls[1:])) / len(self._asked) ** 0.5 >= self.settings.recall
         exact_s, dci_s = (float(np.median(times[name][1:])) for name in ("exact", "dci"))
-        return Trial(len(self), exact_s, dci_s, recall, wider, enough)
+        return Trial(len(self), exact_s, dci_s, recall, enough)
 
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -735,8 +720,7 @@ def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.
 @functools.cache
 def rotation(dim: int) -> Floats:
     """Returns a rotation [dim, dim] by chance, always the same."""
-    found: Floats = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
-    return found
+    return np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
 
 
 def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
@@ -757,17 +741,6 @@ def recall_of(found: Int64s, wanted: Int64s) -> float:
     """Returns the share of `wanted` [kv_heads, k] that is in `found` [kv_heads, n]."""
     hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, wanted, strict=True))
     return hits / max(1, wanted.size)
-
-
-def nearest(index: DciIndex, queries: Floats, k: int) -> list[Nearest]:
-    """Returns at least `k` keys for each query, as long as the tree has them: looks wider until it has found them."""
-    knobs, size = index.settings, len(index)
-    view, visit = knobs.field_of_view, knobs.visited(size, k)
-    while True:
-        found = index.query(queries, k, view, visit)
-        if min(len(one.tokens) for one in found) >= min(k, size):
-            return found
-        view, visit = 2 * view, 2 * visit
 
 
 def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:

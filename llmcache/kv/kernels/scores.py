@@ -41,6 +41,7 @@ FEW_WEIGHTS = 1 << 20
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
 """Where a loop finds keys, its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
 from one head to the next; pages; heads; tokens of a page. It takes them as they lie there: all heads of a page together."""
+Loop = Callable[..., None]
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.uint16),
@@ -115,14 +116,14 @@ def single_of(typing_context: Any, value: Any) -> Any:
     return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
 
 
-def _compiled(loop: Any) -> Callable[..., None]:
+def _compiled(loop: Any) -> Loop:
     compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    compiled: Loop = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
     return compiled
 
 
 @functools.cache
-def loop_for(dim: int, count: int) -> Callable[..., None]:
+def loop_for(dim: int, count: int) -> Loop:
     """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
     more queries would need.
 
@@ -158,7 +159,7 @@ def loop_for(dim: int, count: int) -> Callable[..., None]:
 
 
 @functools.cache
-def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
+def products_for(dim: int, count: int, scaled: bool) -> Loop:
     """Returns the loop over keys of `dim` numbers and 1 to 4 queries that keeps their products apart; see `loop_for`.
 
     Its arguments: a `Place`, scales [pages, heads, tokens] float32 (looked at if `scaled`), queries [heads, count, dim]
@@ -195,7 +196,7 @@ def products_for(dim: int, count: int, scaled: bool) -> Callable[..., None]:
 
 
 @functools.cache
-def packed_for(dim: int, count: int) -> Callable[..., None]:
+def packed_for(dim: int, count: int) -> Loop:
     """Returns the loop of `packed_products` over keys of `dim` numbers and 1 to 4 queries.
 
     Its arguments: as those of `products_for`, but keys of bytes, scales the bits of halves; `middles` [heads, count]: what
@@ -275,18 +276,9 @@ def score_pages(
 
 def products(queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, threads: int | None = None) -> Floats:
     """Returns products [kv_heads, queries of each, pages * page_tokens] of queries and keys, as `score_pages` takes them."""
-    grouped = _grouped(queries, pages, scales)
-    count, heads, tokens, dim = pages.shape
-    out = np.empty((heads, grouped.shape[1], count * tokens), np.float32)
+    grouped, (_, heads, tokens, dim) = _grouped(queries, pages, scales), pages.shape
     of_tokens = np.empty((0, heads, tokens), np.float32) if scales is None else scales
-    jobs: list[Job] = []
-    for part, place in _places(pages, threads):
-        for q in range(0, grouped.shape[1], QUERIES[-1]):
-            some = slice(q, q + QUERIES[-1])
-            loop = products_for(dim, grouped[:, some].shape[1], scales is not None)
-            jobs.append(partial(loop, *place, of_tokens[part], grouped[:, some], out[:, some], part.start * tokens))
-    run_all(jobs, _threads(pages, threads))
-    return out
+    return _products(lambda count: products_for(dim, count, scales is not None), pages, of_tokens, threads, grouped)
 
 
 def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *, threads: int | None = None) -> Floats:
@@ -296,18 +288,24 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
     levels 0 to 3, which stand for -1.5 to 1.5, of the numbers j, j + dim // 4, and so on, from its lowest bits up. `scales`
     [pages, kv_heads, page_tokens]: what a key is multiplied by, the bits of halves.
     """
-    heads, group, dim = queries.shape
-    count, tokens = keys.shape[0], keys.shape[2]
-    out = np.empty((heads, group, count * tokens), np.float32)
     middles = 1.5 * queries.sum(axis=2)
+    return _products(partial(packed_for, queries.shape[2]), keys, scales, threads, queries, middles)
+
+
+def _products(
+    loop_of: Callable[[int], Loop], pages: NDArray[Any], scales: NDArray[Any], threads: int | None, *asked: Floats
+) -> Floats:
+    """Products [kv_heads, queries of each, pages * page_tokens], of at most 4 queries a loop; `asked` [kv_heads, queries of
+    each, ..]: what the loops of `loop_of` take of each query.
+    """
+    tokens, (heads, group) = pages.shape[2], asked[0].shape[:2]
+    out = np.empty((heads, group, len(pages) * tokens), np.float32)
     jobs: list[Job] = []
-    for part, place in _places(keys, threads):
+    for part, place in _places(pages, threads):
         for q in range(0, group, QUERIES[-1]):
-            some = slice(q, q + QUERIES[-1])
-            loop = packed_for(dim, queries[:, some].shape[1])
-            asked, into = (queries[:, some], middles[:, some]), (out[:, some], part.start * tokens)
-            jobs.append(partial(loop, *place, scales[part], *asked, *into))
-    run_all(jobs, _threads(keys, threads))
+            *some, into = (side[:, q : q + QUERIES[-1]] for side in (*asked, out))
+            jobs.append(partial(loop_of(into.shape[1]), *place, scales[part], *some, into, part.start * tokens))
+    run_all(jobs, _threads(pages, threads))
     return out
 
 
@@ -441,5 +439,4 @@ def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     else:
         span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) // rows.itemsize
         flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
-    carried: NDArray[Any] = flat.view(_CARRIERS.get(rows.dtype, rows.dtype))
-    return carried
+    return flat.view(_CARRIERS.get(rows.dtype, rows.dtype))

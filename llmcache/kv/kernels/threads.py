@@ -29,14 +29,12 @@ def run_all(jobs: Iterable[Job], threads: int | None = None) -> None:
     """Runs `jobs` on `threads` threads (None: one a processor) and returns when all are done; raises what one raises."""
     jobs = list(jobs)
     threads = min(len(jobs), threads or processors())
-    # Handing a job over costs about as much as a small one takes, so many go together.
-    share = max(1, -(-len(jobs) // max(1, SHARES * threads)))
-    shares = [jobs[first : first + share] for first in range(0, len(jobs), share)]
     if threads <= 1:
-        for one in shares:
-            _run(one)
+        _run(jobs)
         return
-    running = [_pool(threads).submit(_run, one) for one in shares]
+    # Handing a job over costs about as much as a small one takes, so many go together.
+    share = -(-len(jobs) // (SHARES * threads))
+    running = [_pool(threads).submit(_run, jobs[first : first + share]) for first in range(0, len(jobs), share)]
     wait(running)  # all of them, even if one fails: none may write any more where the caller goes on
     for done in running:
         done.result()

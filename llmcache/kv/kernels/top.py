@@ -84,10 +84,10 @@ class RunningTop:
         if self._held > 3 * self.k:
             self._compact()
 
-    def result(self) -> tuple[Int64s, Floats]:
-        """Returns the positions of the `k` best so far, ascending, and their scores: what `top` over all would choose."""
+    def result(self) -> Int64s:
+        """Returns the positions of the `k` best so far, ascending: what `top` over all would choose."""
         self._compact()
-        return self._positions[0], self._scores[0]
+        return self._positions[0]
 
     def _compact(self) -> None:
         scores = np.concatenate([*self._scores, np.empty(0, np.float32)])
@@ -105,9 +105,7 @@ class RunningTop:
 class _Scratch(threading.local):
     """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
 
-    def __init__(self) -> None:
-        self.keys, self.rest = (np.empty(1, np.uint32) for _ in range(2))
-        self.places = np.empty(1, np.int32)
+    places = np.empty(0, np.int32)
 
     def fit(self, size: int) -> None:
         """Makes it large enough for rows of `size`, if it is not."""

@@ -499,7 +499,6 @@ class _Writer:
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._pending: set[BlockKey] = set()
-        self._bytes = 0
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -510,13 +509,13 @@ class _Writer:
     def put(self, task: _Task) -> None:
         """Has `task` written, unless too much waits already."""
         with self._changed:
-            if self._closed or (self._tasks and self._bytes + task.size_bytes > self._most):
+            waiting = sum(other.size_bytes for other in self._tasks)
+            if self._closed or (self._tasks and waiting + task.size_bytes > self._most):
                 self._counters.dropped_blocks += len(task.keys)
                 log.warning("%d blocks are not stored: %s", len(task.keys), "closed" if self._closed else "too much waits")
                 return
             self._tasks.append(task)
             self._pending.update(task.keys)
-            self._bytes += task.size_bytes
             if self._thread is None or not self._thread.is_alive():  # of a process that forked it has none
                 self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
                 self._thread.start()
@@ -560,7 +559,6 @@ class _Writer:
                 self._counters.dropped_blocks += len(task.keys) - written
                 self._tasks.popleft()
                 self._pending.difference_update(task.keys)
-                self._bytes -= task.size_bytes
                 self._changed.notify_all()
 
     def _write(self, task: _Task, key: BlockKey, used_ns: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmcache.units import BLOCK_BYTES
 
@@ -20,8 +20,7 @@ RUNTIME_BYTES = 500 << 20
 PAPER, ASSUMED, MEASURED, GIVEN = ORIGINS = ("paper", "assumed", "measured", "given")
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a number comes from: `kind` is one of ORIGINS, `text` says which section, data sheet or measurement."""
 
     kind: str
@@ -92,14 +91,14 @@ class Hardware:
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
         """Returns it with memory of other sizes (None: as it is), which then are given. Without a GPU the host computes."""
-        if gpu_bytes == 0 and self.has_gpu:
-            memory, flops = self.origins["host_bytes_per_s"], _PROCESSORS[self.name]
-            speed = (self.host_bytes_per_s, memory.kind, memory.text)
-            none = (0, ASSUMED, "there is no GPU")
-            host = {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": flops, "gpu_reserved_bytes": none}
-            return self.with_numbers(gpu_bytes=none, **host).with_sizes(gpu_bytes, host_bytes)
         given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
-        told = {name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None}
+        told: dict[str, Sourced] = {
+            name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None
+        }
+        if gpu_bytes == 0 and self.has_gpu:
+            speed = (self.host_bytes_per_s, *self.origins["host_bytes_per_s"])
+            told |= {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": _PROCESSORS[self.name]}
+            told["gpu_reserved_bytes"] = (0, ASSUMED, "there is no GPU")
         return self.with_numbers(**told)
 
     def with_gpu(self, gpu_bytes: int, like: Hardware) -> Hardware:
@@ -111,9 +110,8 @@ class Hardware:
 
     def with_numbers(self, **numbers: Sourced) -> Hardware:
         """Returns it with other numbers, each with its own origin."""
-        values: dict[str, Any] = {name: value for name, (value, _, _) in numbers.items()}
-        origins = dict(self.origins) | {name: Origin(kind, text) for name, (_, kind, text) in numbers.items()}
-        return replace(self, origins=origins, **values)
+        known: dict[str, Sourced] = {name: (getattr(self, name), *origin) for name, origin in self.origins.items()}
+        return Hardware.of(self.name, self.title, **known | numbers)
 
     def faster(self, **factors: float) -> Hardware:
         """Returns it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""

@@ -47,16 +47,36 @@ class System:
     keeps: bool = False
 
 
-def hillinfer(hie: bool = True, bkp: bool = True, app: bool = True) -> System:
-    """HillInfer, or what is left of it without one of its parts.
+DESIGNS = ("hie", "bkp", "app")
+"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy and, for HillInfer, which of `DESIGNS` are left out."""
+
+    policy: str
+    without: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As it is given: policy, and "no-" and its name for each design that is left out."""
+        return "-no-".join([self.policy, *self.without])
+
+    def titled(self, title: str) -> str:
+        """Returns the title of the policy with what is left out of it."""
+        return title + (f" without {', '.join(self.without).upper()}" if self.without else "")
+
+
+def hillinfer(*without: str) -> System:
+    """HillInfer, or what is left of it without some of `DESIGNS`.
 
     Without HIE the host evaluates, as all others do; without BKP important tokens lie anywhere; without APP nothing
     overlaps the computing and the host's pool is as large as it can be.
     """
-    without = [name for name, on in (("HIE", hie), ("BKP", bkp), ("APP", app)) if not on]
-    name = "-".join(["hillinfer", *(f"no-{part.lower()}" for part in without)])
-    title = "HillInfer" + (f" without {', '.join(without)}" if without else "")
-    return System(name, title, in_storage=hie, keeps=bkp, ahead=app, balanced=app)
+    own = Variant("hillinfer", without)
+    hie, bkp, app = (part not in without for part in DESIGNS)
+    return System(own.name, own.titled("HillInfer"), in_storage=hie, keeps=bkp, ahead=app, balanced=app)
 
 
 SYSTEMS: dict[str, System] = {

@@ -30,8 +30,6 @@ from llmcache.units import format_size
 
 BATCHES = (1, 2, 4, 8)
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -83,7 +81,7 @@ def plan(
     alpha: float = 0.2,
     profile: str | None = None,
     kv_dtype: str | None = None,
-    progress: Progress = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> KvPlan:
     """Returns the plan for the model whose config.json, or directory with one, is `model`; tokens, sequences, bytes.
 

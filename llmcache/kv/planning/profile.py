@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from platformdirs import user_cache_path
 
 from llmcache.arrays import Uint64s
@@ -37,6 +36,7 @@ from llmcache.kv.kernels import score
 from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
 from llmcache.kv.spill import KvShape
+from llmcache.memory import machine_memory
 from llmcache.mountinfo import mounts
 from llmcache.storage import timed_reads
 from llmcache.units import format_size
@@ -170,7 +170,7 @@ def profile_of(
     storage = measure_storage(directory)
     progress("measuring memory and processors")
     host = measure_host()
-    told, memory = str(Path(directory).absolute()), psutil.virtual_memory().total
+    told, memory = str(Path(directory).absolute()), machine_memory().total_bytes
     profile = MachineProfile(key, told, time.time(), time.monotonic() - begin, memory, host, storage)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,6 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
     host, storage = profile.host, profile.storage
     measured = f"on this machine, storage of {profile.directory}"
     emulated = f"with an emulated device on the storage of {profile.directory}"
-    reserved = TYPICAL_PC.origins["host_reserved_bytes"]
     machine = Hardware.of(
         "measured",
         "this machine",
@@ -212,7 +211,7 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
         gpu_reserved_bytes=(0, MEASURED, measured),
         host_bytes=(profile.host_bytes, MEASURED, measured),
         host_bytes_per_s=(host.memory_bytes_per_s, MEASURED, measured),
-        host_reserved_bytes=(TYPICAL_PC.host_reserved_bytes, reserved.kind, reserved.text),
+        host_reserved_bytes=(TYPICAL_PC.host_reserved_bytes, *TYPICAL_PC.origins["host_reserved_bytes"]),
         score_bytes_per_s=(host.score_bytes_per_s, MEASURED, measured),
         ssd_bytes_per_s=(storage.sequential_bytes_per_s, MEASURED, measured),
         ssd_requests_per_s=(storage.random_bytes_per_s / storage.page_bytes, MEASURED, measured),
@@ -285,12 +284,11 @@ def _measure_file(path: Path) -> StorageSpeeds:
         _fill(device)
         device.flush()
         scoring = device_rate(device)
-        tokens = device.pages(0, 0) * SHAPE.page_tokens
+        pages = list(range(min(512, device.pages(0, 0))))
     sequential = _disk_rate(path, SEQUENTIAL_BYTES, scattered=False, direct=direct)
     random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
     # Without O_DIRECT the page cache answers, and what is left to time is the way between the processes.
     with EmulatedCsd(path, SHAPE, direct=False) as device:
-        pages = list(range(min(512, tokens // SHAPE.page_tokens)))
         size = len(pages) * sum(SHAPE.slot_sizes)
         link = _rate(lambda: device.read(0, 0, pages), size)
         commands_per_s = _rate(lambda: device.read(0, 0, [0]), 1)

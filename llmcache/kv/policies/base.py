@@ -116,8 +116,7 @@ class TokenTable(Generic[Kind]):
             grown = np.zeros((count + max(SLACK, count // 8), *table.shape[1:]), table.dtype)
             grown[: len(table)] = table
             self._tables[layer][sequence] = table = grown
-        found: NDArray[Kind] = table[:count]
-        return found
+        return table[:count]
 
     def crop(self, count: int) -> None:
         """Sets all rows from number `count` on to zero."""

@@ -57,7 +57,7 @@ class HierarchicalEvaluation:
             self._device(layer, queries, pages, merged)
             self._host(layer, queries, pages, merged)
         with self._span(CPU, layer):  # lines 14 and 15; lines 16 and 17 are `KvStore.gather`
-            return np.array([[top.result()[0] for top in tops] for tops in merged.tops], np.int64)
+            return np.array([[top.result() for top in tops] for tops in merged.tops], np.int64)
 
     def _device(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         """Lines 4 to 8 and 11: the device scores its tokens, block by block, and every block is merged when it comes."""

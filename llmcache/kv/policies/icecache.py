@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.errors import DataError
-from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
-from llmcache.kv.index.dci.index import DciSettings
+from llmcache.kv.index.dci import DciSettings, load_indexes, path_of, save_indexes
 from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings

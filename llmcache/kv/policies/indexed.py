@@ -40,7 +40,7 @@ class IndexedPolicy(KvPolicy):
         self._fed: list[PageIndexes[Any]] = []
         self._feeds(self.indexes)
         self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
-        self._known = np.empty(0, np.int64), np.empty(0, np.int64)  # what `_starts` was made of, and is
+        self._starts = self._first_indexed()
 
     def _feeds(self, indexes: PageIndexes[Any]) -> None:
         """Has `indexes` know what is behind the sink and has left the window, of layers that choose."""
@@ -52,20 +52,15 @@ class IndexedPolicy(KvPolicy):
         behind = layer - self.settings.full_layers
         return layer if behind < 0 else layer - behind % self.settings.anchor_every
 
-    @property
-    def _starts(self) -> Int64s:
+    def _first_indexed(self) -> Int64s:
         """First token [batch] of the first page of each sequence that is indexed: behind the sink, and all of it real."""
-        first, starts = self._known
-        if first is not self.first:
-            lead = self.store.config.sink_pages * self.page_tokens
-            starts = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
-            self._known = self.first, starts
-        return starts
+        return self.page_tokens * np.maximum(self.store.config.sink_pages, -(-self.first // self.page_tokens))
 
     def pad(self, first: Int64s) -> None:
         """Says which tokens are padding: an index of tokens that now are is forgotten."""
         before = self._starts
         super().pad(first)
+        self._starts = self._first_indexed()
         for sequence in np.flatnonzero(self._starts != before):
             for each in self._fed:
                 each.forget(int(sequence))
@@ -132,4 +127,5 @@ class IndexedPolicy(KvPolicy):
     def reordered(self, index: Int64s) -> None:
         """Follows the store; choices are forgotten."""
         super().reordered(index)
+        self._starts = self._starts[index]
         self._choices.clear()

@@ -63,8 +63,6 @@ class Kelle(H2O):
         self._dropped = TokenTable(self.store.shape.layers, self.store.batch, (self.kv_heads,), np.bool_)
         self.remembered.append(self._dropped)
         self._recorder: Recorder | None = None
-        self._recorded_step, self._places = -1, 0
-        self._step_ns: float | None = None
         if self.store.config.cpu_pages is not None:
             self.store.victims = self.victims
 

@@ -71,8 +71,6 @@ class Mass(IndexedPolicy):
         self.values = PageIndexes(self.store, lambda first: ValueSums(shape, first))
         if self.settings.mean_share:
             self._feeds(self.values)
-        self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
-        self._missed: dict[int, tuple[Floats, Floats]] = {}  # [heads] of each sequence of which some tokens were chosen
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest mass, or what the anchor chose."""
@@ -81,14 +79,10 @@ class Mass(IndexedPolicy):
         self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
         if self.first.any():
             np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
-        self._missed.clear()
+        # Of each query head, as `Selection.missed` has it; 0 of a sequence of which all tokens were chosen.
+        self._missed, self._sums = np.zeros((2, *queries.shape[:2]), np.float32)
         found = super().choose(layer, queries, tokens)
-        if not self._missed:
-            return found
-        missed, sums = np.zeros((2, *queries.shape[:2]), np.float32)
-        for sequence, (of_heads, sums_of_heads) in self._missed.items():
-            missed[sequence], sums[sequence] = of_heads, sums_of_heads
-        return Selection(found.positions, (missed, sums))
+        return Selection(found.positions, (self._missed, self._sums)) if self._missed.any() else found
 
     def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
         """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
@@ -111,5 +105,5 @@ class Mass(IndexedPolicy):
         shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
         chosen = (top_shared if shared else top)(mass, count, threads)
         if self.settings.mean_share:
-            self._missed[sequence] = left_out(inside, chosen, threads).reshape(-1), sums.reshape(-1)
+            self._missed[sequence], self._sums[sequence] = left_out(inside, chosen, threads).reshape(-1), sums.reshape(-1)
         return chosen + scorer.first

@@ -1,5 +1,5 @@
 """Questions about a long context whose answers are known: what a policy forgets, it answers wrongly."""
 
-from llmcache.kv.tasks.recall import RECALL_MODEL, Chain, Questions, chain, passkey, recall
+from llmcache.kv.tasks.recall import RECALL_MODEL, Questions, chain, passkey, recall
 
-__all__ = ["RECALL_MODEL", "Chain", "Questions", "chain", "passkey", "recall"]
+__all__ = ["RECALL_MODEL", "Questions", "chain", "passkey", "recall"]

@@ -58,8 +58,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
         raise UsageError(f"model: {type(module).__name__} has no attention that can be replaced", "use another model")
-    found: Output = function(module, *arguments, **options)
-    return found
+    return function(module, *arguments, **options)
 
 
 def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
@@ -132,16 +131,13 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     if layers != len(cache.layers):
         hint = "make it with the config of the model that runs with it"
         raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
-    cache.conversation.begin_step()
     ids = options.get("input_ids", arguments[0] if arguments else None)
-    positions: Any = options.get("position_ids")
-    cache.conversation.noted = None
-    if torch.is_tensor(ids):
-        numbers: Int64s = as_array(ids).astype(np.int64)
-        places: Int64s | None = None
-        if torch.is_tensor(positions) and positions.ndim == 2:
-            places = np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape)
-        cache.conversation.noted = (numbers, places)
+    places: Any = options.get("position_ids")
+    numbers: Int64s | None = as_array(ids).astype(np.int64) if torch.is_tensor(ids) else None
+    positions: Int64s | None = None
+    if numbers is not None and torch.is_tensor(places) and places.ndim == 2:
+        positions = np.broadcast_to(as_array(places).astype(np.int64), numbers.shape)
+    cache.conversation.begin_step(numbers, positions)
 
 
 def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -161,9 +157,9 @@ def look_ahead(behind: Any) -> Hook:
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         layers, index = getattr(options.get("past_key_values"), "layers", []), behind.self_attn.layer_idx
         spilled = layers[index] if index < len(layers) else None
-        if not isinstance(spilled, SpillLayer) or not spilled.conversation.looks_ahead:
+        if not isinstance(spilled, SpillLayer):
             return
-        engine = spilled.conversation.engine
+        engine = spilled.conversation.engine_ahead
         hidden = options.get("hidden_states", arguments[0] if arguments else None)
         rotation = options.get("position_embeddings")
         if engine is None or hidden is None or rotation is None or hidden.shape[1] != 1:

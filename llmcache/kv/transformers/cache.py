@@ -19,13 +19,13 @@ import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from llmcache.arrays import Int64s
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
-from llmcache.kv.transformers.conversation import Conversation, SpillSettings, policy_settings
+from llmcache.kv.transformers.conversation import Conversation, SpillSettings, broken_off, policy_settings
 from llmcache.kv.transformers.tensors import dtype_name
 
 TAG = "_llmcache_layer"
@@ -81,9 +81,9 @@ class SpillCache(Cache):
         full_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        wanted, chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
+        chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
-            wanted, chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
+            *chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
             cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile, lookahead=lookahead, exact=exact, threads=threads,
             timeline=timeline, full_tokens=full_tokens,
         )  # fmt: skip
@@ -112,10 +112,8 @@ class SpillCache(Cache):
 
     def check(self) -> None:
         """DataError if a forward pass ended between a spilled layer and a sliding one: their tokens differ."""
-        for layer in self._stock():
-            if layer.get_seq_length() != self.conversation.length:
-                hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-                raise DataError("cache: the model stopped in the middle of a step before", hint)
+        if any(layer.get_seq_length() != self.conversation.length for layer in self._stock()):
+            raise broken_off()
 
     # What transformers asks of a cache
 

@@ -181,7 +181,7 @@ class Conversation:
 
     def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
         self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
-        self.noted: tuple[Int64s, Int64s | None] | None = None
+        self._noted: tuple[Int64s | None, Int64s | None] = None, None
         self._store: KvStore | None = None
         self.engine: KvEngine | None = None  # None before the first step
         self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
@@ -212,9 +212,9 @@ class Conversation:
         return self.store.ids if self._dense is None else self._dense.ids
 
     @property
-    def looks_ahead(self) -> bool:
-        """True if layers are evaluated before their queries are there."""
-        return self.settings.lookahead and self.length > 0 and self.engine is not None and self._dense is None
+    def engine_ahead(self) -> KvEngine | None:
+        """The engine, if layers are evaluated before their queries are there."""
+        return self.engine if self.settings.lookahead and self.length > 0 and self._dense is None else None
 
     @property
     def memory_bytes(self) -> int:
@@ -231,9 +231,12 @@ class Conversation:
             raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
         self._expected = layer
 
-    def begin_step(self) -> None:
-        """Forgets keys that did not come to attention because a forward pass was broken off between the two."""
-        self._expected = None
+    def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
+        """Notes the ids and positions of the tokens that come [batch, tokens], None for those that are not known.
+
+        Forgets keys that did not come to attention because a forward pass was broken off between the two.
+        """
+        self._expected, self._noted = None, (ids, positions)
 
     def check_step(self) -> None:
         """UsageError if a forward pass has ended and not all layers have attended."""
@@ -246,7 +249,7 @@ class Conversation:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
         engine = self.engine or self._begin(call)
-        self._check(engine, layer, call)
+        self._check(layer, call)
         if not self._done:
             self._note_padding(engine.policy, call.mask)
             if self._dense is not None and not self._stays_full(call):
@@ -286,9 +289,9 @@ class Conversation:
                 engine.prefill(layer, none, *map(as_array, dense.rows(layer, start)))
         engine.finish_step(dense.ids[:, store.length :], dense.positions[:, store.length :])
 
-    def _check(self, engine: KvEngine, layer: int, call: Call) -> None:
+    def _check(self, layer: int, call: Call) -> None:
         if (self._dense or self.store).layer_length(layer) > self.length:
-            self._take_back(engine)
+            self._take_back()
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
@@ -299,13 +302,12 @@ class Conversation:
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
             raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
 
-    def _take_back(self, engine: KvEngine | None) -> None:
+    def _take_back(self) -> None:
         """Takes a step back that an error has broken off; DataError where that cannot be done."""
         if not self.alone:
-            hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-            raise DataError("cache: the model stopped in the middle of a step before", hint)
+            raise broken_off()
         self._done = set()
-        self._cut(engine, self.length)
+        self._cut(self.length)
 
     def _attend_all(self, engine: KvEngine, layer: int, call: Call) -> Output:
         keys, values, before = call.key, call.value, None
@@ -347,9 +349,8 @@ class Conversation:
     def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
         """Ids and positions of the newest tokens, as the model got them."""
         shape = (self.store.batch, count)
-        ids, positions = self.noted or (np.empty(0, np.int64), None)
-        self.noted = None
-        if ids.shape != shape:
+        (ids, positions), self._noted = self._noted, (None, None)
+        if ids is None or ids.shape != shape:
             ids = np.full(shape, UNKNOWN_ID, np.int64)
         if positions is None or positions.shape != shape:
             positions = np.broadcast_to(np.arange(self.length, self.length + count), shape)
@@ -415,7 +416,7 @@ class Conversation:
         if self.engine is not None:
             self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
-            self._take_back(self.engine)
+            self._take_back()
         if self.engine is not None:
             self._hand_over(self.engine)
         try:
@@ -428,7 +429,7 @@ class Conversation:
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
-        self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
+        self._done, self._expected, self._noted, self._padding_known = set(), None, (None, None), False
         self._is_restored = False
         if engine is not None:
             engine.close()
@@ -446,17 +447,17 @@ class Conversation:
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens`."""
         if self._store is not None and tokens < self.length:
-            self._cut(self.engine, tokens)
+            self._cut(tokens)
 
-    def _cut(self, engine: KvEngine | None, tokens: int) -> None:
-        if engine is not None:
-            engine.rest()
+    def _cut(self, tokens: int) -> None:
+        if self.engine is not None:
+            self.engine.rest()
         if self._dense is not None:
             self._dense.crop(tokens)
         self.store.crop(min(tokens, self.store.length))
         self._padding_known = False  # what follows may begin elsewhere, if nothing but padding is left
-        if engine is not None:
-            engine.policy.cropped(tokens)
+        if self.engine is not None:
+            self.engine.policy.cropped(tokens)
 
     def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
@@ -470,6 +471,12 @@ class Conversation:
         self._store.select(index)
         if self.engine is not None:
             self.engine.policy.reordered(index)
+
+
+def broken_off() -> DataError:
+    """What is raised where layers are in the middle of a step that cannot be taken back."""
+    hint = "its sliding layers cannot go back: reset() the cache and begin anew"
+    return DataError("cache: the model stopped in the middle of a step before", hint)
 
 
 # The break-even
@@ -585,5 +592,4 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-    found: Floats = as_array(weights[:, :, 0].float().contiguous())
-    return found
+    return as_array(weights[:, :, 0].float().contiguous())

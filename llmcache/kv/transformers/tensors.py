@@ -16,30 +16,24 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.errors import UsageError
+from llmcache.kv.spill.layout import DTYPES
 from llmcache.kv.tiers import repeated
-
-NAMES: dict[torch.dtype, str] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-"""The types a cache can hold, and their names in `KvShape.dtype`."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of `dtype` in a spill file; UsageError for a type that has none."""
-    if dtype not in NAMES:
-        known = ", ".join(NAMES.values())
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        known = ", ".join(DTYPES)
         raise UsageError(f"dtype: keys and values of type {dtype}, known are {known}", "load the model with one of them")
-    return NAMES[dtype]
+    return name
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Returns `tensor` as numpy has it, sharing its memory where it lies on the host."""
     found = tensor.detach().cpu()
     if found.dtype == torch.bfloat16:
-        bits: NDArray[Any] = found.view(torch.int16).numpy().view(np.uint16)
-        return bits
+        return found.view(torch.int16).numpy().view(np.uint16)
     return found.numpy()
 
 
@@ -60,8 +54,7 @@ def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
         return np.zeros(batch, np.int64)
     seen = visible(mask[:, 0, -1]).expand(batch, -1)
     first = torch.where(seen.any(1), seen.int().argmax(1), seen.shape[1])
-    found: Int64s = first.cpu().numpy().astype(np.int64)
-    return found
+    return first.cpu().numpy().astype(np.int64)
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:
@@ -92,23 +85,14 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
 
 
 class TorchFastTier:
-    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there.
-
-    `moved_bytes`: what was copied to the device so far.
-    """
+    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there."""
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.moved_bytes = dtype, device, 0
+        self.pages, self.dtype, self.device = pages, dtype, device
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(pages))
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory it takes on the device, from the first page on."""
-        sides = (side for side in (self._keys, self._values) if side is not None)
-        return sum(side.numel() * side.element_size() for side in sides)
 
     def have(self, layer: int, pages: Int64s) -> Flags:
         """Returns for each of `pages` whether it is there, and counts it as used."""
@@ -119,12 +103,11 @@ class TorchFastTier:
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Copies pages [n, kv_heads, page_tokens, dim], in place of the longest unused; ValueError if n is more than fit."""
-        room = len(self._slots) + len(self._free)
-        if len(pages) > room:
-            raise ValueError(f"pages: room for {room}, {len(pages)} are used at once")
+        if len(pages) > self.pages:
+            raise ValueError(f"pages: room for {self.pages}, {len(pages)} are used at once")
         slots = torch.tensor([self._slot(layer, page) for page in pages.tolist()], dtype=torch.int64, device=self.device)
-        self._keys = self._filled(self._keys, slots, keys, room)
-        self._values = self._filled(self._values, slots, values, room)
+        self._keys = self._filled(self._keys, slots, keys)
+        self._values = self._filled(self._values, slots, values)
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values [batch, kv_heads, k, dim] on the device: head h's rows `offsets` in `pages`, both [.., k].
@@ -134,8 +117,7 @@ class TorchFastTier:
         used, where = np.unique(pages, return_inverse=True)
         missing = [page for page in used.tolist() if (layer, page) not in self._slots]
         if missing or self._keys is None or self._values is None:
-            room = len(self._slots) + len(self._free)
-            raise ValueError(f"pages: room for {room}, too little for the {len(used)} that one gather needs")
+            raise ValueError(f"pages: room for {self.pages}, too little for the {len(used)} that one gather needs")
         slots = np.array([self._slots[layer, page] for page in used.tolist()], np.int64)[where.reshape(pages.shape)]
         heads = np.broadcast_to(np.arange(pages.shape[1])[:, None], pages.shape)
         index = tuple(torch.tensor(part, device=self.device) for part in (slots, heads, offsets))
@@ -158,10 +140,9 @@ class TorchFastTier:
         self._slots[layer, page] = slot
         return slot
 
-    def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any], room: int) -> torch.Tensor:
+    def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any]) -> torch.Tensor:
         sent = as_tensor(np.ascontiguousarray(rows), self.dtype, self.device)
-        self.moved_bytes += rows.nbytes
         if side is None:
-            side = torch.empty((room, *sent.shape[1:]), dtype=self.dtype, device=self.device)
+            side = torch.empty((self.pages, *sent.shape[1:]), dtype=self.dtype, device=self.device)
         side[slots] = sent
         return side

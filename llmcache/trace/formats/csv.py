@@ -34,7 +34,7 @@ _LONGEST_SHOWN = 200
 _TIME, _TIME_NS = pa.decimal128(38, 18), pa.decimal128(38, 9)
 _TYPES = {"file": pa.binary(), "offset": pa.int64(), "length": pa.int64(), "op": pa.string(), "time": _TIME}
 _HEADER = b"file,offset,length,op,time\n"
-_SECOND_NS = np.uint64(10**9)
+_SECOND_NS = 10**9
 _QUOTED_BYTES = set(b',"\r\n ')
 _HINT = "columns: file,offset,length,op[,time]; bytes, read|write|map, seconds; see: llmcache convert --help"
 
@@ -207,8 +207,8 @@ def _lines(batch: Trace, numbers: Uint32s, paths: Any) -> Any:
     """Returns the lines of a batch, as one buffer of bytes."""
     cells = [
         paths.take(pa.array(np.searchsorted(numbers, batch.file))),
-        _decimal(batch.first * np.uint64(BLOCK_BYTES)),
-        _decimal(batch.count.astype(np.uint64) * np.uint64(BLOCK_BYTES)),
+        _decimal(batch.first * BLOCK_BYTES),
+        _decimal(batch.count.astype(np.uint64) * BLOCK_BYTES),
         pa.array([name.encode() for name in OP_NAMES]).take(pa.array(batch.op)),
         pc.binary_join_element_wise(_decimal(batch.t_ns // _SECOND_NS), _decimal(batch.t_ns % _SECOND_NS, digits=9), b"."),
     ]

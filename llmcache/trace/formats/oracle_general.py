@@ -16,11 +16,21 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Records, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import LAST_BLOCK, BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter, readable
+from llmcache.trace.record import (
+    GAP,
+    LAST_BLOCK,
+    BlockSpace,
+    Provenance,
+    Trace,
+    TraceFile,
+    TraceReader,
+    TraceWriter,
+    largest,
+    readable,
+)
 from llmcache.units import BLOCK_BYTES
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
-GAP = 16
 NEVER = -1
 _BATCH_ROWS = 1 << 18
 _SECOND_NS = 10**9
@@ -35,12 +45,12 @@ def read(path: Path, writer: TraceWriter) -> None:
     for row, records in _batches(path):
         _check(records, row, after_s)
         after_s = int(records["time"][-1])
-        waiting.append(_largest(records["object"], _in_blocks(records["size"])))
+        waiting.append(largest(records["object"], _in_blocks(records["size"])))
         # Merging costs what is known already: only when as much has come.
         if sum(len(ids) for ids, _ in waiting) > max(_BATCH_ROWS, len(known[0])):
             known, waiting = _merged([known, *waiting]), []
     ids, sizes = _merged([known, *waiting])
-    gaps = np.minimum(np.diff(ids) - np.uint64(1), np.uint64(GAP))
+    gaps = np.minimum(np.diff(ids) - 1, GAP)
     starts = np.concatenate(([0], np.cumsum(sizes[:-1] + gaps))).astype(np.uint64)
     blocks = int(starts[-1] + sizes[-1]) if len(ids) else 0
     if blocks >= LAST_BLOCK:
@@ -48,7 +58,7 @@ def read(path: Path, writer: TraceWriter) -> None:
     for _, records in _batches(path):
         writer.append(
             {
-                "t_ns": records["time"].astype(np.uint64) * np.uint64(_SECOND_NS),
+                "t_ns": records["time"].astype(np.uint64) * _SECOND_NS,
                 "file": 0,
                 "first": starts[np.searchsorted(ids, records["object"])],
                 "count": _in_blocks(records["size"]),
@@ -60,23 +70,12 @@ def read(path: Path, writer: TraceWriter) -> None:
 
 
 def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
-    return _largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _largest(ids: Uint64s, sizes: Uint64s) -> tuple[Uint64s, Uint64s]:
-    """Returns each id once, ascending, and the largest of its sizes."""
-    distinct, index = np.unique(ids, return_inverse=True)
-    largest = np.zeros(len(distinct), np.uint64)
-    np.maximum.at(largest, index, sizes)
-    return distinct, largest
+    return largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
     """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
-    blocks: Uint64s = np.maximum(
-        (sizes.astype(np.uint64) + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES), np.uint64(1)
-    )
-    return blocks
+    return np.maximum((sizes.astype(np.uint64) + BLOCK_BYTES - 1) // BLOCK_BYTES, 1)
 
 
 def _batches(path: Path) -> Iterator[tuple[int, Records]]:
@@ -131,7 +130,7 @@ def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]
 
 def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
     """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
-    seconds = (batch.t_ns // np.uint64(_SECOND_NS)).astype(np.int64)
+    seconds = (batch.t_ns // _SECOND_NS).astype(np.int64)
     if len(seconds) and int(seconds[-1]) >> 32:
         raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
     count = batch.count.astype(np.int64)

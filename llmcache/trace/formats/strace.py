@@ -193,15 +193,15 @@ class LoggedFile:
     largest: int = 0
     is_size_known: bool = False
 
-    def resize(self, size: int, is_known: bool = True) -> None:
-        """Note the size."""
-        self.size, self.is_size_known = size, self.is_size_known or is_known
+    def resize(self, size: int) -> None:
+        """Note the size, which was told."""
+        self.size, self.is_size_known = size, True
         self.largest = max(self.largest, size)
 
     def reach(self, end: int) -> None:
         """Note that the file has at least `end` bytes."""
-        if end > self.size:
-            self.resize(end, is_known=False)
+        self.size = max(self.size, end)
+        self.largest = max(self.largest, self.size)
 
 
 class FileNames:
@@ -233,11 +233,6 @@ class FileNames:
         self.remove(new)
         if file is not None:
             self._names[new], file.name = file, new
-
-    def table(self, numbers: set[int]) -> list[TraceFile]:
-        """Returns the files `numbers` for the trace."""
-        chosen = (file for file in self.all if file.number in numbers)
-        return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
 
 @dataclass(eq=False)
@@ -376,7 +371,8 @@ class StraceLog:
 
     def accessed(self) -> list[TraceFile]:
         """Returns the files of all rows."""
-        return self._files.table(self._accessed)
+        chosen = (file for file in self._files.all if file.number in self._accessed)
+        return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
     def provenance(self) -> Provenance:
         """Returns what is to be known of a trace that is made of the log."""

@@ -14,6 +14,7 @@ import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from llmcache.kv.index.dci.tree import (
     Ints,
     Tree,
     empty_tree,
+    sizes_of,
     trimmed,
 )
 from llmcache.kv.spill.raw import explained
@@ -64,8 +66,8 @@ def path_of(spill: Path) -> Path:
     return spill.with_name(f"dci-{spill.name}")
 
 
-def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> int:
-    """Writes indexes in place of those that are there, as a whole; returns the bytes. EnvironmentProblem if it cannot.
+def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
+    """Writes indexes in place of those that are there, as a whole. EnvironmentProblem if it cannot.
 
     `indexes`: by their places. `identity`: what must be the same when they are restored, as plain data.
     """
@@ -78,15 +80,13 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
             arrays.append(data)
             at += -(-data.nbytes // _ALIGN) * _ALIGN
         scale = [index.scale.unit.hex(), index.scale.bound.hex()]
-        entries.append({"place": list(place), "settings": index.settings.to_json(), "scale": scale, "arrays": described})
+        entries.append({"place": list(place), "settings": asdict(index.settings), "scale": scale, "arrays": described})
     header = json.dumps({"identity": dict(identity), "indexes": entries, "bytes": at}).encode()
-    start = _START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header
-    parts: list[Any] = [start, *arrays]
+    parts: list[Any] = [_START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header, *arrays]
     with explained(path, "writing an index"), replacing(path) as stream:
         for part in parts:
             stream.write(part)
             stream.write(bytes(-stream.tell() % _ALIGN))
-    return _data_at(len(header)) + at
 
 
 def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
@@ -123,11 +123,7 @@ def _header(path: Path, data: Bytes) -> tuple[dict[str, Any], int]:
         found = None
     if not isinstance(found, dict):
         raise DataError(f"{path}: header: not a JSON object", _HINT)
-    return found, _data_at(size)
-
-
-def _data_at(header_bytes: int) -> int:
-    return -(-(_START.size + header_bytes) // _ALIGN) * _ALIGN
+    return found, -(-(_START.size + size) // _ALIGN) * _ALIGN
 
 
 def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
@@ -162,11 +158,11 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
     dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
     if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
         return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
-    directions, all_slots = settings.directions, pages * slots
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("lifts", "tokens", "children"), (all_slots,))
-    sizes |= {"rows": (all_slots * dim,), "projections": (all_slots * directions,), "directions": (directions, dim + 1)}
-    sizes |= {"pages": (pages, 4), "nodes": (int(tree.state[NODES]), 4)}
-    return next((f"{name}: its size" for name, size in sizes.items() if getattr(tree, name).shape != size), None)
+    if tree.directions.shape != (settings.directions, dim + 1):
+        return "directions: its size"
+    sizes = sizes_of(tree, pages, int(tree.state[NODES]), len(tree.where))
+    shapes = ((name, (size, *getattr(one, name).shape[1:])) for name, size in sizes.items())
+    return next((f"{name}: its size" for name, shape in shapes if getattr(tree, name).shape != shape), None)
 
 
 def fault_of(tree: Tree) -> str | None:

@@ -11,8 +11,8 @@ rooms that queries need belong to threads (`_Rooms`). The policies keep to that 
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,10 +111,6 @@ class DciSettings:
         """Returns how many keys a query for `k` of `keys` may visit on each level."""
         return max(1, int(self.visit * keys) + self.visit_each * k)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return asdict(self)
-
 
 @dataclass
 class Scale:
@@ -137,13 +133,11 @@ class Scale:
 
     def stretch(self, norms: Floats) -> Floats:
         """Returns what makes queries of these norms as long as all transformed keys are; 1 for zeros."""
-        by: Floats = np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
-        return by
+        return np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
 
     def lifts(self, norms: Doubles) -> Floats:
         """Returns the last coordinates of keys with these norms."""
-        lifts: Floats = (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
-        return lifts
+        return (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
 
 
 class Nearest(NamedTuple):
@@ -293,8 +287,7 @@ class DciIndex:
         lost = np.flatnonzero(counts == 0)  # all that was in view leads nowhere
         if len(lost):
             slots[lost] = self._ask(keys[lost], lifts[lost], level + 1, 1, (ALL, ALL, np.inf), 1.0)[1]
-        nodes: Ints = self.tree.children[slots[:, 0]]
-        return nodes
+        return self.tree.children[slots[:, 0]]
 
     def _ask(
         self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int, float], share: float
@@ -308,21 +301,26 @@ class DciIndex:
         ask(self.tree, keys, lifts, target, bounds, share, _rooms.fit(len(self), k), found)
         return found
 
-    def query(
-        self, queries: Floats, k: int, view: int | None = None, visit: int | None = None, margin: float | None = None
-    ) -> list[Nearest]:
-        """Returns the (about) `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
+    def query(self, queries: Floats, k: int) -> list[Nearest]:
+        """Returns (about) the `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
 
-        `view`, `visit`: nodes a level and keys a level to look at; `margin`: when to stop before (None: as the settings
-        say). Fewer than k are found only if there are no more within these bounds. Any number of threads may ask.
+        Looks wider than the settings say until it has found as many. Any number of threads may ask.
         """
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
             raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [n, {self.dim}] is needed")
         if k < 1:
             raise ValueError(f"k: {k}, at least 1 is needed")
+        view, visit = self.settings.field_of_view, self.settings.visited(len(self), k)
+        while True:
+            found = self._within(queries, k, view, visit)
+            if min(len(one.tokens) for one in found) >= min(k, len(self)):
+                return found
+            view, visit = 2 * view, 2 * visit
+
+    def _within(self, queries: Floats, k: int, view: int, visit: int) -> list[Nearest]:
+        """What is found in `view` nodes a level and `visit` keys a level."""
         knobs = self.settings
-        stop = float(knobs.margin if margin is None else margin)
-        limits = (view or knobs.field_of_view, visit or knobs.visited(len(self), k), stop)
+        limits = (view, visit, float(knobs.margin))
         factor, asked = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
         if knobs.retrieve < 1:  # T_Q makes queries as long as keys are, which the bounds of P-DCI need
             factor = self.scale.stretch(np.linalg.norm(queries, axis=1).astype(np.float32))
@@ -357,12 +355,6 @@ class DciIndex:
                 parents = self._nodes_for(bits, self.tree.lifts[slots], int(self.tree.nodes[below, LEVEL]))
                 self.tree = with_room(self.tree, len(slots), 0, 0)
                 rehang(self.tree, below, bits.reshape(-1), parents)
-
-    def keys(self, tokens: Int64s) -> Floats:
-        """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
-        rows = self.tree.rows.reshape(-1, self.dim)[self.tree.where[tokens - int(self.tree.state[BASE])]]
-        found: Floats = rows.view(np.float16).astype(np.float32) * np.float32(self.scale.unit)
-        return found
 
 
 class _Rooms(threading.local):

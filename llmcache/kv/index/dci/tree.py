@@ -94,8 +94,8 @@ def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree
     return tree
 
 
-def _sizes(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
-    """How long the arrays of a tree are that has so many."""
+def sizes_of(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
+    """Returns how long the arrays of a tree are that has so many."""
     slots = pages * int(tree.state[SLOTS])
     sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
     return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
@@ -113,7 +113,7 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
         return tree
     room = [max(needed, there + there // 4) if needed > there else there for needed, there in zip(needs, has, strict=True)]
     changed: dict[str, NDArray[Any]] = {}
-    for name, size in _sizes(tree, *room).items():
+    for name, size in sizes_of(tree, *room).items():
         array: NDArray[Any] = getattr(tree, name)
         if size > len(array):
             changed[name] = np.empty((size, *array.shape[1:]), array.dtype)
@@ -125,7 +125,7 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
 def trimmed(tree: Tree) -> Tree:
     """Returns the tree without the room it does not use: what is saved."""
     used = np.flatnonzero(tree.where >= 0)
-    sizes = _sizes(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
+    sizes = sizes_of(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
     return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})
 
 
