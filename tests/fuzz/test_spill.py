@@ -85,9 +85,9 @@ def read_all(file: SpillReader, size: int) -> None:
             for kind in (0, 1):
                 with refusal():
                     assert len(file.read_slots(sequence, layer, list(range(pages)), kind)) == pages
-            for place in file.key_ranges(sequence, layer):
-                assert place.offset >= EXTENTS_AT and place.offset + place.pages * shape.key_slot_bytes <= size
-                slots = {place.offset + number * shape.key_slot_bytes for number in range(place.pages)}
+            for there, offset in file.key_ranges(sequence, layer):
+                assert offset >= EXTENTS_AT and offset + len(there) * shape.key_slot_bytes <= size
+                slots = {offset + number * shape.key_slot_bytes for number in range(len(there))}
                 assert not slots & taken
                 taken |= slots
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
-from llmcache.kv.spill.layout import PageBuffer
+from llmcache.kv.spill.layout import aligned, view_slots
 from tests.fuzz.target import Machine, scratch
 from tests.property.test_kv_spill_crashes import SYNC, Disk, recorded
 from tests.property.test_kv_store import Device, Store
@@ -173,14 +173,14 @@ class Operations(RuleBasedStateMachine):
         pages = file.pages(sequence)
         own = np.array(state.get(sequence, ()), np.int64)
         wanted = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
-        found = file.read(sequence, layer, wanted, PageBuffer(self.shape, 8) if shared else None)
-        for side, whole in enumerate((found.keys, found.values)):
-            alone = file.read_side(sequence, layer, wanted, side)
+        room = [aligned(8 * size) for size in self.shape.slot_sizes]
+        found = file.read(sequence, layer, wanted, room if shared else None)
+        for side, whole in enumerate(found):
+            alone = view_slots(self.shape, file.read_slots(sequence, layer, wanted, side), side)
             assert alone.tobytes() == np.ascontiguousarray(whole).tobytes()
         for index, page in enumerate(wanted.tolist()):
             tokens = own[page * PAGE : (page + 1) * PAGE]
-            assert found.tokens[index] == len(tokens)
-            for side, got in ((0, found.keys), (1, found.values)):
+            for side, got in enumerate(found):
                 assert got[index, :, : len(tokens)].tobytes() == rows(self.shape, layer, tokens, side).tobytes()
                 assert not got[index, :, len(tokens) :].any()
 

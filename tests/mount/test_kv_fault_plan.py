@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class KvRig:
         assert isinstance(self.store.ssd, CsdTier)
         device = self.store.ssd.device
         if device.process.poll() is None:
-            os.kill(device.pid, signal.SIGKILL)
+            os.kill(device.process.pid, signal.SIGKILL)
             device.process.wait()
         self.broken.add("device")
 
@@ -281,7 +281,8 @@ class KvRig:
             self.store = KvStore.restore(self.path, self.config)
         except DataError as error:
             assert "it holds no sequence" in error.message and not least, error.message
-            self.store = KvStore(replace(self.config, force=True))
+            self.path.unlink()
+            self.store = KvStore(self.config)
             self.plain = Plain(SHAPE, 2)
             self.possible = [copy.deepcopy(self.plain)]
             self.unsynced = self.possible.copy()

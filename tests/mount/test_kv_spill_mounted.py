@@ -30,7 +30,7 @@ def test_spilled_through_a_mount(mount: Mounter, direct: bool | None) -> None:
         append(file, 0, ids(1600, 40))
         assert restored(file, 0) == list(range(1640))
     with SpillFile.open(path, SHAPE, direct=direct) as file:
-        assert file.recovery.clean and restored(file, 0) == list(range(1640))
+        assert not file.torn and restored(file, 0) == list(range(1640))
         file.truncate(0, 100)
         append(file, 0, ids(1600, 160))
     with SpillReader.open(mounted.source / "context.kv") as behind:
@@ -76,9 +76,9 @@ def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | 
         ends.callback(lambda: file.raw.close())
         append(file, 0, ids(0, 256))
         file.flush()
-        there = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)}
+        there = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)}
         append(file, 0, ids(256, 232))
-        fresh = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)} - there
+        fresh = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)} - there
         disk.starve(path, [keys - 4096 for keys in fresh])  # their tables
         append(file, 0, ids(488, 12))  # whatever the kernel has written back by itself until now is to be written again
         with pytest.raises(EnvironmentProblem, match="writing back"):
@@ -97,4 +97,4 @@ def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | 
         file.close()
         disk.remount()
         with SpillReader.open(path, TINY) as found:
-            assert found.recovery.clean and restored(found, 0) == list(range(length + 16))
+            assert not found.torn and restored(found, 0) == list(range(length + 16))

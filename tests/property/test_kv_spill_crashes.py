@@ -366,7 +366,7 @@ def test_a_commit_that_failed_may_be_on_the_disk_or_not(tmp_path: Path, reached:
         with SpillFile.open(path, SHAPE, direct=False) as file:
             assert restored(file, 0) == list(range(12))
     with SpillFile.open(path, SHAPE, direct=False) as file:
-        torn = file.key_ranges(0, 1, [1])[0].offset
+        torn = file.key_ranges(0, 1, [1])[0][1]
         file.truncate(0, 1)
         cache = Cache(random.Random(1), share=0)
         cache.fails, cache.lasts = True, 1

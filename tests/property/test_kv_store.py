@@ -14,7 +14,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from numpy.typing import NDArray
 
 from llmcache.kv.kernels import score
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig, store
@@ -56,15 +55,12 @@ class Store(RuleBasedStateMachine):
         self.saved = False
         self.starts = 0
 
-    @rule(tokens=st.integers(1, 6), seed=SEEDS)
-    def append(self, tokens: int, seed: int) -> None:
-        self._step(tokens, seed)
-
     @rule(tokens=st.integers(20, 40), seed=SEEDS)
     def prefill(self, tokens: int, seed: int) -> None:
-        self._step(tokens, seed)
+        self.append(tokens, seed)
 
-    def _step(self, tokens: int, seed: int) -> None:
+    @rule(tokens=st.integers(1, 6), seed=SEEDS)
+    def append(self, tokens: int, seed: int) -> None:
         self.plain.append(self.store, tokens, seed)
         self._compare(seed % LAYERS, self._selection(seed), committed=False)
         self.plain.commit(self.store, tokens, seed)
@@ -98,8 +94,8 @@ class Store(RuleBasedStateMachine):
         layer, selection = seed % LAYERS, self._selection(seed)
         staged = self.store.stage(layer, selection)
         if tokens:
-            self._step(tokens, seed)
-        found = self.store.gather(layer, staged=staged)
+            self.append(tokens, seed)
+        found = self.store.complete(staged)
         assert set(selection.positions.reshape(-1).tolist()) <= set(found.positions.reshape(-1).tolist())
         self.plain.check(layer, found)
 
@@ -132,14 +128,13 @@ class Store(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def crop(self, share: float) -> None:
-        tokens = round(share * self.store.length)
-        self.saved = self.saved and tokens == self.store.length
-        self.store.crop(tokens)
-        self.plain.crop(tokens)
+        self._crop(round(share * self.store.length))
 
     @rule(seed=SEEDS)
     def crop_a_little(self, seed: int) -> None:
-        tokens = max(0, self.store.length - seed % 7)
+        self._crop(max(0, self.store.length - seed % 7))
+
+    def _crop(self, tokens: int) -> None:
         self.saved = self.saved and tokens == self.store.length
         self.store.crop(tokens)
         self.plain.crop(tokens)
@@ -147,13 +142,9 @@ class Store(RuleBasedStateMachine):
     @rule(seed=SEEDS, count=st.integers(1, 4))
     def select(self, seed: int, count: int) -> None:
         index = np.random.default_rng(seed).integers(0, self.store.batch, count)
-        self._keeps(index)
+        self.saved = self.saved and index.tolist() == list(range(self.store.batch))
         self.store.select(index)
         self.plain.choose(index)
-
-    def _keeps(self, index: NDArray[np.int64]) -> None:
-        """What is saved stays so only where nothing changes."""
-        self.saved = self.saved and index.tolist() == list(range(self.store.batch))
 
     @precondition(lambda self: self.store.batch < 3)
     @rule()
@@ -180,37 +171,29 @@ class Store(RuleBasedStateMachine):
         self.store.save()
         self.saved = True
 
-    def _crash_and_restore(self) -> None:
-        crash(self.store)
-        wanted = self.store.length if self.saved else self.store.length // 4 * 4
-        self._restore(wanted, self.store.batch)
-
-    def _close_and_restore(self) -> None:
-        self.store.save()
-        self.store.close()
-        self.saved = True
-        self._restore(self.store.length, self.store.batch)
-
     def _restore(self, tokens: int, batch: int) -> None:
         self.plain.crop(tokens)
         self.store = KvStore.restore(self.directory / "a.kv", self.config)
         self.fast = HostFastTier(1000)
         self.starts += self.ssd == "csd"  # a process takes its time
-        told = self.store.restored
-        assert told is not None and told.tokens == tokens and self.store.batch == batch
-        assert told.may_be_lost == (0 if self.saved else 3) and told.tail_tokens == tokens % 4
+        assert self.store.length == tokens and self.store.batch == batch
         assert (self.store.ids == self.plain.ids).all() and (self.store.positions == self.plain.ids + 7).all()
         assert sorted(os.listdir(self.directory)) in (["a.kv"], ["a.kv", "tables-a.kv"])
 
     @precondition(lambda self: self.starts < 3 and (self.store.length >= 4 or self.saved))
     @rule()
     def killed(self) -> None:
-        self._crash_and_restore()
+        crash(self.store)
+        wanted = self.store.length if self.saved else self.store.length // 4 * 4
+        self._restore(wanted, self.store.batch)
 
     @precondition(lambda self: self.starts < 3 and self.store.length > 0)
     @rule()
     def closed(self) -> None:
-        self._close_and_restore()
+        self.store.save()
+        self.store.close()
+        self.saved = True
+        self._restore(self.store.length, self.store.batch)
 
     @invariant()
     def is_within_bounds(self) -> None:

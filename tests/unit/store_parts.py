@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
@@ -139,10 +140,7 @@ class Plain:
         self.layers = [[array[index] for array in arrays] for arrays in self.layers]
 
     def wide(self, layer: int, sequence: int) -> NDArray[np.float32]:
-        keys = self.layers[layer][0][sequence]
-        is_bits = self.shape.dtype == "bfloat16"
-        found: NDArray[np.float32] = (keys.astype(np.uint32) << 16).view(np.float32) if is_bits else keys.astype(np.float32)
-        return found
+        return widened(self.layers[layer][0][sequence])
 
     def check(self, layer: int, found: Gathered) -> None:
         """Compare every byte of what was gathered."""

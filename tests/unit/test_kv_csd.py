@@ -61,13 +61,7 @@ def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
     return found
 
 
-def ready(device: EmulatedCsd) -> int:
-    index = device.load()
-    device.activate(index)
-    return index
-
-
-def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.float32]:
+def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
     """Return the scores [kv_heads, tokens] of all blocks; each token exactly once."""
     found = np.full((2, tokens), np.nan, np.float32)
     for block in blocks:
@@ -82,12 +76,11 @@ def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.floa
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
-        running = device.execute(ready(device), queries, 0, 1, block_tokens=block_tokens)
-        found = gathered(running, tokens)
+        found = gathered(device.score(queries, 0, 1, block_tokens=block_tokens), tokens)
         wanted = score(queries[None], keys[None])[0]
         assert (found == wanted.astype(np.float16).astype(np.float32)).all()
-        assert running.report is not None and running.report.scored_keys == 2 * tokens
-        summed = gathered(device.execute(0, queries, 0, 1, combine="sum"), tokens)
+        assert device.last.scored_keys == 2 * tokens
+        summed = gathered(device.score(queries, 0, 1, combine="sum"), tokens)
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == tokens, "the file is flushed and whole"
@@ -101,12 +94,12 @@ def test_more_than_the_shared_memory_holds(make: Make) -> None:
         device.append(0, 0, keys, keys[:, :, :64])
         before = device.report.link_to_host_bytes
         found = device.read(0, 0, list(range(750)))
-        pages_bytes = 750 * (shape.key_slot_bytes + shape.value_slot_bytes)
+        pages_bytes = 750 * sum(shape.slot_sizes)
         assert device.report.link_to_host_bytes - before == pages_bytes + 16
-        assert found.keys.swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
+        assert found[0].swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
         queries = normal((4, 128), 2)
         best = RunningTop(50)
-        for block in device.execute(ready(device), queries, 0, 0):
+        for block in device.score(queries, 0, 0):
             if block.head == 3:
                 best.add(block.positions, block.scores)
         exact = score(queries[None], keys[None])[0, 3]
@@ -119,17 +112,14 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     with make(slow) as device:
         filled(device, 16_384)
-        index = ready(device)
-        device.execute(index, normal((2, 64), 2), 0, 1).drain()  # compiled, cached
+        list(device.score(normal((2, 64), 2), 0, 1))  # compiled, cached
         firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
         while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine looks as if it came late
             begin, times = time.perf_counter(), []
-            running = device.execute(index, normal((2, 64), 2), 0, 1)
-            for _ in running:
+            for _ in device.score(normal((2, 64), 2), 0, 1):
                 times.append(time.perf_counter() - begin)
-            assert running.report is not None
-            assert running.report.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
-            assert times[-1] >= modelled_s and running.report.wall_ns >= running.report.modelled_ns
+            assert device.last.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
+            assert times[-1] >= modelled_s and device.last.wall_ns >= device.last.modelled_ns
             firsts.append(times[0])
         assert min(firsts) < modelled_s / 2
 
@@ -138,9 +128,9 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     device = make()
     keys = filled(device, 3000)
     device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
-    index, queries = ready(device), normal((2, 64), 2)
-    before = gathered(device.execute(index, queries, 0, 1), 3000)
-    old = device.pid
+    queries = normal((2, 64), 2)
+    before = gathered(device.score(queries, 0, 1), 3000)
+    old = device.process.pid
     os.kill(old, signal.SIGKILL)
     with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
         device.read(0, 1, [0])
@@ -148,24 +138,24 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     with pytest.raises(EnvironmentProblem, match="not running"):
         device.flush()
     device.restart()
-    assert device.pid != old and device.pages(1, 0) == 188
-    assert (gathered(device.execute(index, queries, 0, 1), 3000) == before).all()
-    assert (device.read(1, 0, [3]).keys == keys.reshape(2, -1, 64)[:, 48:64]).all()
+    assert device.process.pid != old and device.pages(1, 0) == 188
+    assert (gathered(device.score(queries, 0, 1), 3000) == before).all()
+    assert (device.read(1, 0, [3])[0] == keys.reshape(2, -1, 64)[:, 48:64]).all()
     device.close()
-    assert not psutil.pid_exists(device.pid)
+    assert not psutil.pid_exists(device.process.pid)
 
 
 @FORKED
 def test_a_device_that_hangs_is_taken_for_dead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     device = make()
     filled(device, 100)
-    os.kill(device.pid, signal.SIGSTOP)
+    os.kill(device.process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match="says nothing"):
         patch.setattr(host, "ANSWER_S", 0.3)
         device.flush()
     assert device.process.poll() is not None, "it does not stay behind"
     device.restart()
-    assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
+    assert device.pages(0, 1) == 7 and device.read(0, 1, [6])
 
 
 def interrupted(command: Callable[[], object]) -> None:
@@ -182,15 +172,15 @@ def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make:
     """Of reading, of scoring, and of writing, whose pages are known."""
     device = make(CsdProfile("slow", math.inf, math.inf, 1e6, 0, throttle=True))
     keys = filled(device, 1600)
-    pages, index, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), ready(device), normal((2, 64), 2)
+    pages, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), normal((2, 64), 2)
     commands: list[Callable[[], object]] = [
         lambda: device.read(0, 1, list(range(60))),
-        lambda: list(device.execute(index, queries, 0, 1, block_tokens=16)),
+        lambda: list(device.score(queries, 0, 1, block_tokens=16)),
         lambda: device.append(0, 1, keys, keys),
     ]
     for command in commands:
         interrupted(command)
-        assert (device.read(0, 1, list(range(40, 100))).keys == pages[40:]).all()
+        assert (device.read(0, 1, list(range(40, 100)))[0] == pages[40:]).all()
     interrupted(commands[-1])
     known = device.pages(0, 1)
     device.read(0, 1, [known - 1])
@@ -236,17 +226,11 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
             make()
         with pytest.raises(ValueError, match="not all of"):
             device.read(0, 0, [1])
-        with pytest.raises(ValueError, match="program: 'sort'"):
-            device.load("sort")
-        index = device.load()
-        with pytest.raises(ValueError, match="not activated"):
-            device.execute(index, normal((2, 64), 1), 0, 0).drain()
         with pytest.raises(ValueError, match="queries: "):
-            device.execute(index, normal((2, 65), 1), 0, 0)
-        device.activate(index)
+            device.score(normal((2, 65), 1), 0, 0)
         with pytest.raises(ValueError, match="block_tokens: 0"):
-            device.execute(index, normal((2, 64), 1), 0, 0, block_tokens=0).drain()
-        assert device.execute(index, normal((2, 64), 1), 0, 0).drain().scored_keys == 0
+            list(device.score(normal((2, 64), 1), 0, 0, block_tokens=0))
+        assert not list(device.score(normal((2, 64), 1), 0, 0))
     with pytest.raises(DataError, match="another model's"):
         make(shape=KvShape("other", 2, 2, 64), create=False)
     assert psutil.Process().children() == before, "no device is left"
@@ -305,23 +289,21 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
     pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
     found = np.full((2, 5000), np.nan, np.float32)
-    index = ready(device)
-    running = device.execute(index, queries, 0, 0, pages=pages, block_tokens=20)
-    for block in running:
+    for block in device.score(queries, 0, 0, pages=pages, block_tokens=20):
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
     tokens = [token for page in pages for token in range(page * 16, min(5000, page * 16 + 16))]
     wanted = score(queries[None], keys[None])[0]
     assert (found[:, tokens] == wanted.astype(np.float16).astype(np.float32)[:, tokens]).all()
     assert np.isnan(np.delete(found, tokens, axis=1)).all()
-    report = running.report
-    assert report is not None and report.scored_keys == 2 * len(tokens)
+    report = device.last
+    assert report.scored_keys == 2 * len(tokens)
     assert report.internal_read_bytes == len(pages) * ROWS.key_slot_bytes
     assert report.link_to_device_bytes == 64 + queries.nbytes + 4 * 8, "four runs of pages, 8 bytes each"
     with pytest.raises(ValueError, match="not all of"):
-        device.execute(index, queries, 0, 0, pages=[313]).drain()
+        list(device.score(queries, 0, 0, pages=[313]))
     with pytest.raises(ValueError, match="pages: none"):
-        device.execute(index, queries, 0, 0, pages=[])
+        device.score(queries, 0, 0, pages=[])
 
 
 @FORKED
@@ -336,7 +318,7 @@ def test_rows_are_gathered_near_the_data(make: Make) -> None:
         wanted = np.concatenate([side[head, of_head] for head, of_head in enumerate(positions)])
         assert got.dtype == wanted.dtype and (got == wanted).all()
     pages = len(np.unique(np.concatenate(positions) // 16))
-    assert device.report.internal_read_bytes - written[0] == pages * (shape.key_slot_bytes + shape.value_slot_bytes)
+    assert device.report.internal_read_bytes - written[0] == pages * sum(shape.slot_sizes)
     moved = 703 * 96 * 2
     assert device.report.link_to_host_bytes - written[1] == moved + 16
     assert device.report.modelled_ns - written[2] >= 1000 + moved * 10, "the link is the slowest"

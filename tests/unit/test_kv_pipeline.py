@@ -263,7 +263,8 @@ def test_the_timeline_has_every_stage_of_every_layer() -> None:
 
 def spilling(path: Path, ssd: str) -> tuple[KvStore, HillInfer]:
     """Return a store that holds half of its pages in memory, and HillInfer over it."""
-    config = StoreConfig(SPEC.shape, SPEC.batch, cpu_pages=10, path=path / "context.kv", ssd=ssd, force=True, threads=2)
+    (path / "context.kv").unlink(missing_ok=True)
+    config = StoreConfig(SPEC.shape, SPEC.batch, cpu_pages=10, path=path / "context.kv", ssd=ssd, threads=2)
     store = KvStore(config)
     return store, HillInfer(store, HillInferSettings(0.4, score_block_tokens=32))
 
@@ -294,7 +295,7 @@ def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_
         first = layer_step(engine, 0, 1)
         engine.rest()
         assert isinstance(store.ssd, CsdTier)
-        os.kill(store.ssd.device.pid, signal.SIGKILL)
+        os.kill(store.ssd.device.process.pid, signal.SIGKILL)
         engine.ahead(1, STREAM.queries(1, 1))
         with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
             layer_step(engine, 1, 1)

@@ -397,8 +397,7 @@ def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockS
     store.write(key(1), block(1))
     for _ in range(3):
         store.used([key(1)], 256, 1000)
-    uses = store.uses(MODEL)
-    assert (uses.restores, uses.tokens, uses.restored_bytes) == (3, 768, 3000)
+    assert store.uses(MODEL) == (3, 768, 3000)
     (store.directory / MODEL / "uses").write_bytes(b"x")
     (store.directory / MODEL / "model.json").write_bytes(b"{")
     assert store.uses(MODEL).restores == 0 and store.description(MODEL) == {}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, layout, raw, reader
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader, layout, raw, reader
 from llmcache.kv.spill.checksum import by_tables, checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
@@ -41,7 +41,7 @@ def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, d
         append(file, 0, ids(21, 8))  # 2 of its pages are whole, the last has 2 tokens
         assert restored(file, 0) == list(range(29))
     with SpillFile.open(tmp_path / "a.kv", shape) as file:
-        assert file.recovery.clean
+        assert not file.torn
         assert file.sequences == [0, 5]
         assert restored(file, 0) == list(range(29)) and restored(file, 5) == [100, 101, 102]
         with pytest.raises(ValueError, match="partial page"):
@@ -56,25 +56,23 @@ def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, d
 def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
     with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8, interleaved=interleaved) as file:
         append(file, 0, ids(0, 80))
-        whole = file.read(0, 1, list(range(20)))
+        keys, values = file.read(0, 1, list(range(20)))
         order = [19, 2, 3, 4, 0, 15, 16, 3]
         reads = counted_reads(monkeypatch)
         part = file.read(0, 1, order, threads=1)
-        assert part.keys.tobytes() == whole.keys[order].tobytes()
-        assert part.values.tobytes() == whole.values[order].tobytes()
+        assert part[0].tobytes() == keys[order].tobytes()
+        assert part[1].tobytes() == values[order].tobytes()
         together = [2, 3, 2, 3, 2, 2, 2] if interleaved else [1, 2, 2, 1, 1, 1] * 2
         assert sorted(size // 4096 for size in reads) == sorted(together), "15 and 16 lie in two extents"
         taken: list[tuple[int, int, bytes]] = []
         file.read_through(0, 1, order, lambda *given: taken.append((*given[:2], given[2].tobytes())), threads=1)
-        for side, rows in ((0, part.keys), (1, part.values)):
+        for side, rows in enumerate(part):
             of_side = sorted((first, data) for taken_side, first, data in taken if taken_side == side)
             assert b"".join(data for _, data in of_side) == rows.tobytes()
-        room = PageBuffer(SHAPE, 8)
+        room = [layout.aligned(8 * size) for size in SHAPE.slot_sizes]
         again = file.read(0, 1, order[:5], room)
-        assert again.values.tobytes() == whole.values[order[:5]].tobytes()
-        assert np.shares_memory(again.keys, room.sides[0])
-        with pytest.raises(ValueError, match="room: for 8 pages"):
-            file.read(0, 1, list(range(9)), room)
+        assert again[1].tobytes() == values[order[:5]].tobytes()
+        assert np.shares_memory(again[0], room[0])
         for wrong in ([20], [-1]):
             with pytest.raises(ValueError, match="has 20 pages"):
                 file.read(0, 0, wrong)
@@ -104,11 +102,11 @@ def test_of_rows_only_their_blocks_are_read(
             of_page, rows = random.integers(0, 4, count), random.integers(0, 24, count)
             reads.clear()
             found, read_bytes = file.read_rows(0, 0, order[of_page], rows)
-            for got, wanted in zip(found, (whole.keys, whole.values), strict=True):
+            for got, wanted in zip(found, whole, strict=True):
                 assert got.tobytes() == wanted.reshape(4, 24, -1)[of_page, rows].tobytes()
             assert sum(reads) == read_bytes <= count * (4 if interleaved else 3) * 4096
             assert count != 1 or len(reads) == 2 - interleaved
-            assert count > 9 or read_bytes < 4 * (shape.key_slot_bytes + shape.value_slot_bytes)
+            assert count > 9 or read_bytes < 4 * sum(shape.slot_sizes)
     assert len(raw.free_queues) == 1
 
 
@@ -132,7 +130,7 @@ def test_files_of_before_go_on_as_they_are(
             assert restored(file, 0) == list(range(first))
             append(file, 0, ids(first, 16))
             (keys, _), read_bytes = file.read_rows(0, 0, np.array([3]), np.array([7]))
-            assert keys.tobytes() == file.read(0, 0, [3]).keys[0, 0, 7].tobytes()
+            assert keys.tobytes() == file.read(0, 0, [3])[0][0, 0, 7].tobytes()
             assert read_bytes == blocks * 4096, "of version 1 a page is the least that can be compared"
     assert path.read_bytes()[:4096] == header.ljust(4096, b"\0")
 
@@ -143,8 +141,6 @@ def test_one_writer_and_many_readers(tmp_path: Path) -> None:
         append(file, 0, ids(0, 8))
         with pytest.raises(EnvironmentProblem, match="another process writes"):
             SpillFile.open(path)
-        with pytest.raises(EnvironmentProblem, match="another process writes"):
-            SpillFile.create(path, SHAPE, force=True)
         with SpillReader.open(path) as reader:
             assert restored(reader, 0) == list(range(8))
 
@@ -168,39 +164,28 @@ def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pyt
         assert seen[0] != seen[-1]
 
 
-def test_a_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     SpillFile.create(path, SHAPE).close()
     with pytest.raises(UsageError, match="there already"):
         SpillFile.create(path, SHAPE)
-    SpillFile.create(path, SHAPE, force=True).close()
     with pytest.raises(UsageError, match="none: is not a directory"):
         SpillFile.create(tmp_path / "none" / "a.kv", SHAPE)
     assert os.listdir(tmp_path) == ["a.kv"]
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
-    """The second begins while the first is about to give its file the name; forced, both to replace an older file."""
+def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins while the first is about to give its file the name."""
     path, made, sync = tmp_path / "a.kv", list[SpillFile](), RawFile.sync
-    if force:
-        SpillFile.create(path, SHAPE).close()
 
     def second(self: RawFile) -> None:
         monkeypatch.setattr(RawFile, "sync", sync)
         sync(self)
-        if force:
-            with pytest.raises(EnvironmentProblem, match="another process writes this file"):
-                SpillFile.create(path, SHAPE, force=True)
-        else:
-            made.append(SpillFile.create(path, SHAPE))
+        made.append(SpillFile.create(path, SHAPE))
 
     monkeypatch.setattr(RawFile, "sync", second)
-    if force:
-        made.append(SpillFile.create(path, SHAPE, force=True))
-    else:
-        with pytest.raises(UsageError, match="there already"):
-            SpillFile.create(path, SHAPE)
+    with pytest.raises(UsageError, match="there already"):
+        SpillFile.create(path, SHAPE)
     (owner,) = made
     append(owner, 0, ids(0, 8))
     owner.close()
@@ -268,7 +253,7 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
     path = tmp_path / "a.kv"
     with SpillFile.create(path, SHAPE) as file:
         append(file, 3, ids(0, 40))
-        place = file.key_ranges(3, 1)[0].offset + 2 * SHAPE.key_slot_bytes + at
+        place = file.key_ranges(3, 1)[0][1] + 2 * SHAPE.key_slot_bytes + at
     flip(path, place)
     taken: list[int] = []
     with SpillReader.open(path, SHAPE) as reader:
@@ -352,7 +337,7 @@ def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name
         with SpillFile.open(path, SHAPE) as again:
             found = restored(again, 0)
             assert found == list(range(24 if done else 16))
-            assert again.recovery.torn_entries == 0
+            assert not again.torn
             assert set(restored(again, 1)) <= set(range(12, 20))
         path.unlink()
         if done:

@@ -48,7 +48,7 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
 
 def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
     store, plain = make(40, cpu_pages=None, path=None)
-    assert pages(store) == list(range(10)) and store.restored is None
+    assert pages(store) == list(range(10))
     assert not list(store.score_ssd(0, 0, np.ones((2, 8), np.float32)))
     with pytest.raises(ValueError, match="no ssd tier"):
         store.move_down(0, 0, np.array([3]))
@@ -170,15 +170,11 @@ def test_staged_rows_are_completed_with_the_ends_of_later(make: Make) -> None:
     for _ in range(5):
         plain.step(store, 1)
     before = store.traffic.bytes_between("ssd", "cpu")
-    found = store.gather(1, staged=staged)
+    found = store.complete(staged)
     plain.check(1, found)
     wanted = [0, 1, 2, 3, 5, 20, 21, *range(32, 46)]
     assert (found.positions == wanted).all(), "what left the window meanwhile comes along"
     assert store.traffic.bytes_between("ssd", "cpu") == before
-    with pytest.raises(ValueError, match="staged: it is of layer 1"):
-        store.gather(0, staged=staged)
-    with pytest.raises(ValueError, match="either a selection or"):
-        store.gather(0)
 
 
 def test_released_memory_is_used_again(make: Make) -> None:
@@ -261,7 +257,7 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
             plain.grow_ids(256, step)
 
     tier, pool = store.ssd, store.pools[1]
-    name = "read" if ssd == "file" else "gather"
+    name = "read_rows" if ssd == "file" else "gather"
     plainly, know = getattr(tier, name), pool.know
 
     def at(call: int, owner: object, name: str, real: Callable[..., Any]) -> None:
@@ -283,7 +279,7 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
     again = store.stage(1, chosen(store, 6, 9, 31))
     store.append(1, *(array[:, :, 60:] for array in plain.layers[1]))
     for found in (staged, again):
-        plain.check(1, store.gather(1, staged=found))
+        plain.check(1, store.complete(found))
 
 
 @pytest.mark.parametrize(

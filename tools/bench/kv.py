@@ -24,7 +24,7 @@ from llmcache.arrays import Int64s
 from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels import score, top
 from llmcache.kv.kernels.threads import run_all
-from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import aligned
 
 from .harness import in_turns, measured_apart, workplace
@@ -142,7 +142,7 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
             file.append(0, 0, noise, noise)
             file.append_tokens(0, ids, ids)
         file.flush()
-        size, direct = file.size_bytes, file.direct
+        size, direct = path.stat().st_size, file.direct
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "file_bytes": size, "kv_bytes": tokens * SHAPE.token_bytes, "direct": direct}
 
@@ -183,7 +183,7 @@ def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: C
 
 def fetch(path: Path, rounds: int) -> dict[str, Any]:
     """Fetch scattered pages, in turns with plain reads."""
-    room = PageBuffer(SHAPE, FETCH_PAGES)
+    room = [aligned(FETCH_PAGES * size) for size in SHAPE.slot_sizes]
     with SpillReader.open(path, SHAPE) as file:
 
         def fetched_s(pages: Int64s) -> float:
@@ -200,10 +200,10 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
     queries = np.random.default_rng(2).standard_normal((8, 128), dtype=np.float32)
     wall, report = [], None
     with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
-        index = device.load()
-        device.activate(index)
         for _ in range(rounds + 1):
-            report = device.execute(index, queries, 0, 0).drain()
+            for _ in device.score(queries, 0, 0):
+                pass
+            report = device.last
             wall.append(report.wall_ns)
     assert report is not None
     moved = report.link_to_host_bytes + report.link_to_device_bytes

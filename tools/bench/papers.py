@@ -33,7 +33,8 @@ from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.synthetic import Setup, fixed, variants_of
 from llmcache.kv.bench.task import Candidate, TaskSetup
 from llmcache.kv.planning.models import MODELS
-from llmcache.kv.spill import KvShape, PageBuffer, SpillFile
+from llmcache.kv.spill import KvShape, SpillFile
+from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.kv.workload import StreamSpec
 from llmcache.report.judge import PAPERS
@@ -171,7 +172,7 @@ def _read_s(file: SpillFile, tokens: int) -> float:
     """Seconds to read `tokens` of the layer, page after page into the same room; the median of several times."""
     pages = file.shape.pages_of(tokens)
     step = PART // file.shape.page_tokens
-    room = PageBuffer(file.shape, step)
+    room = [aligned(step * size) for size in file.shape.slot_sizes]
     taken = []
     for _ in range(3):
         begin = time.perf_counter()

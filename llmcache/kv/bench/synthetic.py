@@ -397,8 +397,7 @@ def workplace(directory: Path) -> Iterator[Path]:
 def check_space(setup: Setup, files: int) -> None:
     """EnvironmentProblem if the spill files of `files` policies will not fit below the setup's directory."""
     shape, spec = setup.spec.shape, setup.spec
-    page_bytes = shape.key_slot_bytes + shape.value_slot_bytes
-    needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * page_bytes
+    needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * sum(shape.slot_sizes)
     free = shutil.disk_usage(setup.directory).free
     if needed > free:
         hint = "a shorter context, fewer layers or fewer policies need less"

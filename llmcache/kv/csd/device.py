@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +28,6 @@ from llmcache.kv.csd.wire import (
     HEADER_BYTES,
     MOST_TOKENS,
     RING_BYTES,
-    SCORE_KEYS,
     Data,
     Shared,
     encode,
@@ -40,7 +39,6 @@ from llmcache.kv.kernels.threads import processors
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.spill.layout import KEYS, VALUES, aligned, view_slots
 
-Result = dict[str, Any]
 FULL_NAP_S = 50e-6
 
 
@@ -53,8 +51,6 @@ class Device:
         self._profile = PROFILES["none"]  # until the file is open
         self._clock = ModelledClock(self._profile)
         self._threads = 1
-        self._programs: list[str] = []
-        self._active: set[int] = set()
         self._begun_ns = 0
         self._report = Report()
 
@@ -63,18 +59,18 @@ class Device:
         try:
             while True:
                 command, arguments = receive(self._end)
-                self._end.send(self._done(COMMANDS[command], arguments))
+                self._end.send(self._done(getattr(self, f"_{command}"), arguments))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             if self._file is not None:
                 self._file.close()
 
-    def _done(self, method: Callable[..., Result], arguments: dict[str, Any]) -> Result | Exception:
+    def _done(self, method: Callable[..., dict[str, Any] | None], arguments: dict[str, Any]) -> dict[str, Any] | Exception:
         """The result of a command, with its report; what the world or the host did wrong. A bug ends the device."""
         self._begun_ns = time.perf_counter_ns()
         self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
         self._clock = ModelledClock(self._profile)
         try:
-            result = method(self, **arguments)
+            result = method(**arguments) or {}
         except (LlmcacheError, ValueError) as error:
             return error
         self._report.modelled_ns = self._clock.now_ns
@@ -103,43 +99,26 @@ class Device:
         create: bool,
         again: bool,
         direct: bool | None,
-        force: bool,
         threads: int | None,
-    ) -> Result:
-        if max(shape.key_slot_bytes, shape.value_slot_bytes) > RING_BYTES // 2:
+    ) -> dict[str, Any]:
+        if max(shape.slot_sizes) > RING_BYTES // 2:
             raise ValueError(f"page_tokens: {shape.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
         if create:
-            self._file = SpillFile.create(path, shape, direct=direct, force=force)
+            self._file = SpillFile.create(path, shape, direct=direct)
         else:
             self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
         self._profile, self._clock = profile, ModelledClock(profile)
         self._threads = threads or processors()
         return self._identify()
 
-    def _identify(self) -> Result:
+    def _identify(self) -> dict[str, Any]:
         """Tells what is there: pages of each layer, and last those of the tokens, by sequence."""
         file = self.file
         pages = {number: file.pages_by_layer(number) for number in file.sequences}
-        return {"direct": file.direct, "recovery": file.recovery, "pages": pages}
+        return {"direct": file.direct, "pages": pages}
 
-    def _load_program(self, name: str) -> Result:
-        if name != SCORE_KEYS:
-            raise ValueError(f"program: '{name}', this device can load {SCORE_KEYS}")
-        self._programs.append(name)
-        return {"index": len(self._programs) - 1}
-
-    def _activate_program(self, index: int) -> Result:
-        if not 0 <= index < len(self._programs):
-            raise ValueError(f"program: number {index} is not loaded")
-        self._active.add(index)
-        return {}
-
-    def _execute_program(
-        self, index: int, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
-    ) -> Result:
-        """Runs a program over the keys of a layer, or of `runs` of its pages (none: of all)."""
-        if index not in self._active:
-            raise ValueError(f"program: number {index} is not activated")
+    def _score(self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int) -> None:
+        """Scores the keys of a layer, or of `runs` of its pages (none: of all)."""
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
         self._receive(queries.nbytes + runs.nbytes)
@@ -153,8 +132,7 @@ class Device:
                     block = of_head[first : first + block_tokens]
                     at, room = self._room(4 * len(block))
                     encode(block, room.view(np.uint16).reshape(-1, 2))
-                    self._send(Data(at, room.size, head, base + first, len(block)), HEADER_BYTES, True)
-        return {}
+                    self._send(Data(at, room.size, head, base + first), HEADER_BYTES, True)
 
     def _scored(
         self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None
@@ -166,9 +144,9 @@ class Device:
         file, shape = self.file, self.file.shape
         length, most = file.length(sequence, layer), max(1, self._profile.buffer_bytes // shape.key_slot_bytes)
         todo = [
-            range(first, min(first + most, found.first_page + found.pages))
-            for found in file.key_ranges(sequence, layer, pages)
-            for first in range(found.first_page, found.first_page + found.pages, most)
+            found[first : first + most]
+            for found, _ in file.key_ranges(sequence, layer, pages)
+            for first in range(0, len(found), most)
         ]
         buffers = [aligned(max(map(len, todo), default=0) * shape.key_slot_bytes) for _ in range(2)]
 
@@ -182,7 +160,7 @@ class Device:
                 slots = ahead.result()
                 if index + 1 < len(todo):
                     ahead = reader.submit(read, index + 1)
-                keys = view_slots(shape, slots, shape.head_dim)
+                keys = view_slots(shape, slots, KEYS)
                 base = own.start * shape.page_tokens
                 scores = score_pages(queries, keys, combine=combine, threads=self._threads)
                 yield base, scores[:, : length - base], slots.size
@@ -219,30 +197,27 @@ class Device:
         self._report.internal_written_bytes += size_bytes
         self._clock.read(size_bytes)  # the same path inside, the other way
 
-    def _write(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> Result:
+    def _write(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         self._receive(keys.nbytes + values.nbytes)
         self._count_written(self.file.append(sequence, layer, keys, values))
-        return {}
 
-    def _write_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> Result:
+    def _write_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
         self._receive(ids.nbytes + positions.nbytes)
         self._count_written(self.file.append_tokens(sequence, ids, positions))
-        return {}
 
-    def _read(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> Result:
+    def _read(self, sequence: int, layer: int, pages: Int64s, sides: Sequence[int]) -> None:
         """Sends the slots of pages, keys before values (or one of both alone), in as many parts as the ring needs."""
         self._receive(pages.nbytes)
         shape = self.file.shape
-        share = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
+        share = max(1, RING_BYTES // 8 // max(shape.slot_sizes))
         for first in range(0, len(pages), share):
             part = pages[first : first + share]
             for side in sides:
                 slots = self.file.read_slots(sequence, layer, part, side)
                 self._count_read(slots.size)
                 self._send_bytes(slots)
-        return {"length": self.file.length(sequence, layer)}
 
-    def _gather(self, sequence: int, layer: int, positions: list[Uint32s]) -> Result:
+    def _gather(self, sequence: int, layer: int, positions: list[Uint32s]) -> None:
         """Reads pages but sends only the rows that are asked for: token numbers of each head."""
         shape, asked = self.file.shape, [of_head.astype(np.int64) for of_head in positions]
         self._receive(sum(of_head.nbytes for of_head in positions))
@@ -251,11 +226,10 @@ class Device:
             heads = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
             page, token = np.divmod(np.concatenate([flat[part] for part in parts]), shape.page_tokens)
             places = np.searchsorted(pages, page), heads, token
-            for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
+            for side in (KEYS, VALUES):
                 slots = self.file.read_slots(sequence, layer, pages, side)
                 self._count_read(slots.size)
-                self._send_bytes(view_slots(shape, slots, dim)[places])
-        return {}
+                self._send_bytes(view_slots(shape, slots, side)[places])
 
     def _send_bytes(self, data: Any) -> None:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -263,28 +237,11 @@ class Device:
         room[:] = flat
         self._send(Data(at, room.size), 0, False)
 
-    def _deallocate(self, sequence: int, pages: int) -> Result:
+    def _deallocate(self, sequence: int, pages: int) -> None:
         self.file.truncate(sequence, pages)
-        return {}
 
-    def _flush(self) -> Result:
+    def _flush(self) -> None:
         self.file.flush()
-        return {}
-
-
-COMMANDS: dict[str, Callable[..., Result]] = {
-    "open": Device._open,
-    "identify": Device._identify,
-    "load_program": Device._load_program,
-    "activate_program": Device._activate_program,
-    "execute_program": Device._execute_program,
-    "write": Device._write,
-    "write_tokens": Device._write_tokens,
-    "read": Device._read,
-    "gather": Device._gather,
-    "deallocate": Device._deallocate,
-    "flush": Device._flush,
-}
 
 
 def main(argv: list[str]) -> int:

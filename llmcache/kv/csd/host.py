@@ -13,7 +13,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Bytes, Floats, Int64s
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.arrays import Floats, Int64s
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import (
     BLOCK_TOKENS,
-    SCORE_KEYS,
     WRITE_BYTES,
     Data,
     ScoreBlock,
@@ -36,8 +35,8 @@ from llmcache.kv.csd.wire import (
     receive,
     shares,
 )
-from llmcache.kv.spill import KvPages, KvShape, Recovery
-from llmcache.kv.spill.layout import KEYS, VALUES, check_rows, check_tokens, view_slots
+from llmcache.kv.spill import KvShape
+from llmcache.kv.spill.layout import KEYS, VALUES, view_slots
 
 ANSWER_S = 120.0
 """A device that says nothing for so long is taken for dead: the longest answer is a flush of a slow disk."""
@@ -46,34 +45,11 @@ Rows = NDArray[Any]
 Pages = Int64s | list[int]
 
 
-class Execution:
-    """A running program: iterate over it for its score blocks as they come; `report` is there after the last."""
-
-    def __init__(self, device: EmulatedCsd) -> None:
-        self._device = device
-        self.report: Report | None = None
-
-    def __iter__(self) -> Iterator[ScoreBlock]:
-        while self.report is None:
-            found = self._device._receive()
-            if isinstance(found, Data):
-                yield self._device._block(found)
-            else:
-                self.report = self._device._ended(found)["report"]
-
-    def drain(self) -> Report:
-        """Takes what is left without looking at it, and returns the report."""
-        for _ in self:
-            pass
-        assert self.report is not None
-        return self.report
-
-
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
-    `create` makes the file, else it is opened; `direct`, `force` and errors as there. `threads` of the engine: None for one
-    a processor. `report` adds up what all commands took.
+    `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one
+    a processor. `report` adds up what all commands took, `last` is what the last one took.
     """
 
     def __init__(
@@ -85,15 +61,11 @@ class EmulatedCsd:
         create: bool = False,
         direct: bool | None = None,
         threads: int | None = None,
-        force: bool = False,
     ) -> None:
         self.path, self.shape, self.profile = Path(path), shape, profile
-        self.report = Report()
-        self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
-        self._programs: list[str] = []
-        self._active: list[int] = []
-        self._running: Execution | None = None
-        self._amid = False  # from the first byte of a command to the last of its answer, of an execution of each block
+        self.report, self.last = Report(), Report()
+        self._options: dict[str, Any] = {"direct": direct, "threads": threads}
+        self._amid = False  # from the first byte of a command to the last of its answer
         self.end: Connection | None = None
         self._pages = self._start(create)
 
@@ -124,17 +96,11 @@ class EmulatedCsd:
             self.kill()
             raise
         self.direct: bool = found["direct"]
-        self.recovery: Recovery = found["recovery"]
         pages: dict[int, list[int]] = found["pages"]
         return pages
 
-    @property
-    def pid(self) -> int:
-        """Process id of the device."""
-        return self.process.pid
-
     def restart(self) -> None:
-        """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
+        """Starts a device anew over the same file; DataError if acknowledged pages are missing."""
         self.kill()
         found = self._start(create=False, again=True)
         for sequence, pages in self._pages.items():
@@ -143,17 +109,13 @@ class EmulatedCsd:
                 lost = f"{there} pages by layer, {pages} were acknowledged"
                 raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
         self._pages = found
-        for name in self._programs:
-            self._command("load_program", name=name)
-        for index in self._active:
-            self._command("activate_program", index=index)
 
     def kill(self) -> None:
         """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._running, self._amid = None, False
+        self._amid = False
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -206,8 +168,6 @@ class EmulatedCsd:
 
     def _send(self, command: str, **arguments: Any) -> None:
         self._recover()
-        if self._running is not None:
-            self._running.drain()
         pipe = self._pipe
         self._amid = True
         try:
@@ -229,10 +189,8 @@ class EmulatedCsd:
         except EOFError:
             raise self._dead() from None
         if isinstance(found, Exception):
-            self._running, self._amid = None, False
-            raise found
-        if self._running is not None:
             self._amid = False
+            raise found
         return found
 
     def _dead(self, silent: bool = False) -> EnvironmentProblem:
@@ -247,8 +205,9 @@ class EmulatedCsd:
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
-        self._running, self._amid = None, False
-        self.report.add(found["report"])
+        self._amid = False
+        self.last = found["report"]
+        self.report.add(self.last)
         return found
 
     def _block(self, data: Data) -> ScoreBlock:
@@ -256,20 +215,8 @@ class EmulatedCsd:
         self._shared.consumed(data)
         return block
 
-    def load(self, program: str = SCORE_KEYS) -> int:
-        """Loads a program into the device; returns its number. It runs once it is activated."""
-        index = int(self._command("load_program", name=program)["index"])
-        self._programs.append(program)
-        return index
-
-    def activate(self, index: int) -> None:
-        """Makes a loaded program ready to run."""
-        self._command("activate_program", index=index)
-        self._active.append(index)
-
-    def execute(
+    def score(
         self,
-        index: int,
         queries: Floats,
         sequence: int,
         layer: int,
@@ -277,8 +224,8 @@ class EmulatedCsd:
         pages: Pages | None = None,
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
-    ) -> Execution:
-        """Starts an activated program over the keys of a layer (of `pages`, if given), and returns while it runs.
+    ) -> Iterator[ScoreBlock]:
+        """Starts to score the keys of a layer (of `pages`, if given) near their data, and returns the blocks as they come.
 
         `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
         fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
@@ -290,20 +237,31 @@ class EmulatedCsd:
         if pages is not None and not len(runs):
             raise ValueError("pages: none is named")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
-        self._send("execute_program", index=index, sequence=sequence, layer=layer, **options)
-        self._running, self._amid = Execution(self), False
-        return self._running
+        self._send("score", sequence=sequence, layer=layer, **options)
+        return self._blocks()
+
+    def _blocks(self) -> Iterator[ScoreBlock]:
+        found = self._receive()
+        try:
+            while isinstance(found, Data):
+                yield self._block(found)
+                found = self._receive()
+        except GeneratorExit:  # what is still to come must not be taken for the next answer
+            with contextlib.suppress(LlmcacheError):
+                while isinstance(found := self._receive(), Data):
+                    self._shared.consumed(found)
+                self._ended(found)
+            raise
+        self._ended(found)
 
     def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
         """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
-        check_rows(self.shape, keys, values)
         for part in self._shares(keys.shape[1], self.shape.token_bytes):
             self._change("write", sequence=sequence, layer=layer, keys=keys[:, part], values=values[:, part])
             self._note(sequence, layer, part.stop - part.start)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
         """Writes the ids and positions of tokens; as `SpillFile.append_tokens`."""
-        check_tokens(ids, positions)
         for part in self._shares(len(ids), 16):
             self._change("write_tokens", sequence=sequence, ids=ids[part], positions=positions[part])
             self._note(sequence, self.shape.layers, part.stop - part.start)
@@ -323,23 +281,12 @@ class EmulatedCsd:
         self._recover()
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
-    def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
-        """Fetches whole pages of a layer over the link; as `SpillFile.read`."""
+    def read(self, sequence: int, layer: int, pages: Pages, sides: Sequence[int] = (KEYS, VALUES)) -> list[Rows]:
+        """Fetches whole pages of a layer over the link, keys and values or one of both; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
-        length, (keys, values) = self._fetched(sequence, layer, wanted, (KEYS, VALUES))
-        tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
-        return KvPages.of_slots(self.shape, keys, values, tokens)
-
-    def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> Rows:
-        """Fetches the keys or values of pages alone; as `SpillFile.read_side`."""
-        _, (slots,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (side,))
-        return view_slots(self.shape, slots, (self.shape.head_dim, self.shape.value_dim)[side])
-
-    def _fetched(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> tuple[int, list[Bytes]]:
-        """The layer's length, and slots [pages, slot bytes] of `sides`, which come over the link in turns, in parts."""
-        self._send("read", sequence=sequence, layer=layer, pages=pages, sides=sides)
-        sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
-        slots = [np.empty((len(pages), sizes[side]), np.uint8) for side in sides]
+        self._send("read", sequence=sequence, layer=layer, pages=wanted, sides=sides)
+        slots = [np.empty((len(wanted), self.shape.slot_sizes[side]), np.uint8) for side in sides]
+        # They come in turns, in parts.
         left = [of_side.reshape(-1) for of_side in slots]
         turn = 0
         while isinstance(found := self._receive(), Data):
@@ -347,7 +294,8 @@ class EmulatedCsd:
             left[turn] = left[turn][found.size_bytes :]
             self._shared.consumed(found)
             turn = (turn + 1) % len(left)
-        return int(self._ended(found)["length"]), slots
+        self._ended(found)
+        return [view_slots(self.shape, of_side, side) for of_side, side in zip(slots, sides, strict=True)]
 
     def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> list[Rows]:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes, Floats, Int64s
-from llmcache.kv.kernels.scores import bits_of, single_of, widened
+from llmcache.kv.kernels.scores import bits_of, single_of
 from llmcache.kv.spill import KvShape
 
 RING_BYTES = 1 << 23
@@ -41,21 +41,18 @@ HEADER_BYTES = 16
 BLOCK_TOKENS = 1024
 MOST_TOKENS = 1 << 16
 """Tokens of a score block: what 16 bits can tell apart."""
-SCORE_KEYS = "score_keys"
-"""The program that a device can load."""
 
 _RING_AT = 4096
 _OFFSET, _SCORE = 0, 1
 
 
 class Data(NamedTuple):
-    """Data in the ring: `size_bytes` at `at` (ever increasing). `head`, `base` and `tokens`: of a score block."""
+    """Data in the ring: `size_bytes` at `at` (ever increasing). `head` and `base`: of a score block."""
 
     at: int
     size_bytes: int
     head: int = 0
     base: int = 0
-    tokens: int = 0
 
 
 def receive(pipe: Connection) -> Any:
@@ -108,7 +105,7 @@ def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, li
     size = shape.page_tokens
     pages = np.unique(np.concatenate(positions) // size)
     starts = np.cumsum([0, *map(len, positions)])
-    most = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
+    most = max(1, RING_BYTES // 8 // max(shape.slot_sizes))
     for first in range(0, len(pages), most):
         part = pages[first : first + most]
         ends = (part[0] * size, (part[-1] + 1) * size)
@@ -118,9 +115,7 @@ def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, li
 
 def decode(head: int, base: int, data: NDArray[np.uint16]) -> ScoreBlock:
     """Returns the block in `data` [tokens, 2], whose first token is at `base`."""
-    positions, scores = np.empty(len(data), np.int64), np.empty(len(data), np.float32)
-    _decode(data, base, positions, scores)
-    return ScoreBlock(head, positions, scores)
+    return ScoreBlock(head, base + data[:, _OFFSET].astype(np.int64), data[:, _SCORE].view(np.float16).astype(np.float32))
 
 
 @numba.njit(inline="always")
@@ -146,10 +141,3 @@ def encode(scores, out):  # type: ignore[no-untyped-def]
     for i in range(scores.size):
         out[i, _OFFSET] = i
         out[i, _SCORE] = _narrowed(scores[i])
-
-
-@numba.njit(nogil=True, cache=True)
-def _decode(data, base, positions, scores):  # type: ignore[no-untyped-def]
-    for i in range(len(data)):
-        positions[i] = base + data[i, _OFFSET]
-        scores[i] = widened(data[i, _SCORE])

@@ -32,7 +32,6 @@ from llmcache.arrays import Uint64s
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.files import replacing
 from llmcache.kv.csd import EmulatedCsd
-from llmcache.kv.csd.wire import SCORE_KEYS
 from llmcache.kv.kernels import score
 from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
@@ -290,7 +289,7 @@ def _measure_file(path: Path) -> StorageSpeeds:
     random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
     # Without O_DIRECT the page cache answers, and what is left to time is the way between the processes.
     with EmulatedCsd(path, SHAPE, direct=False) as device:
-        size = len(pages) * (SHAPE.key_slot_bytes + SHAPE.value_slot_bytes)
+        size = len(pages) * sum(SHAPE.slot_sizes)
         link = _rate(lambda: device.read(0, 0, pages), size)
         commands_per_s = _rate(lambda: device.read(0, 0, [0]), 1)
     return StorageSpeeds(
@@ -321,11 +320,9 @@ def _fill(device: EmulatedCsd) -> None:
 
 def device_rate(device: EmulatedCsd) -> float:
     """Bytes of keys that `device` scores in a second."""
-    program = device.load(SCORE_KEYS)
-    device.activate(program)
     queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
     size = device.pages(0, 0) * SHAPE.key_slot_bytes
-    return _rate(lambda: device.execute(program, queries, 0, 0).drain(), size)
+    return _rate(lambda: list(device.score(queries, 0, 0)), size)
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:

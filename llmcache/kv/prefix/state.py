@@ -132,11 +132,10 @@ class State:
     def block(self, start: int, end: int, out: Bytes) -> None:
         """Fills `out` [(end - start) * layout.token_bytes] with the tokens from `start` to `end`, strip after strip."""
         at = 0
-        strips = (strip for part in self.layout.parts for strip in (*part.keys, *part.values))
-        for strip, (lines, order) in zip(strips, self._places, strict=True):
-            target = strip.lines_in(out, at, end - start)
-            target[...] = lines[:, start:end] if order is None else lines[:, order[start:end]]
-            at += target.size
+        for lines, order in self._places:
+            rows = lines[:, start:end] if order is None else lines[:, order[start:end]]
+            out[at : at + rows.size].reshape(rows.shape)[...] = rows
+            at += rows.size
 
 
 def read_state(data: Bytes, architecture: str | None = None) -> State:
@@ -224,10 +223,10 @@ class Joined:
 
         ValueError if its size is not that of whole tokens, or they do not fit.
         """
-        per_token = sum(lines.shape[0] * lines.shape[2] for lines in self._lines)
+        per_token = self.layout.token_bytes
         held, rest = divmod(len(block), per_token)
         tokens = held if tokens is None else tokens
-        if rest or tokens > held or start + tokens > self._lines[0].shape[1]:
+        if rest or tokens > held or start + tokens > self.tokens:
             raise ValueError(f"a block of {len(block)} bytes, {per_token} a token, for {tokens} tokens at {start}")
         at = 0
         for lines in self._lines:

@@ -41,7 +41,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class Uses(NamedTuple):
     """What was restored of a model: how often, tokens and bytes of it."""
 
     restores: int = 0
-    tokens: int = 0
+    restored_tokens: int = 0
     restored_bytes: int = 0
 
 
@@ -225,10 +225,12 @@ class BlockStore:
             status = os.fstat(raw.fd)
             if not stat.S_ISREG(status.st_mode):
                 return None
-            head = _Head.read(raw.read(_MOST_HEAD, 0), status.st_size, key, path)
-            data = aligned(head.size_bytes if payload else 0)
-            raw.read_into(data, head.end)
-            return head.block(data, path) if payload else Block(data, head.tokens, head.layout)
+            end, crc, block = _head(raw.read(_MOST_HEAD, 0), status.st_size, key, path)
+            if not payload:
+                return block
+            data = aligned(status.st_size - end)
+            raw.read_into(data, end)
+            return _filled(block, data, crc, path)
         except (LlmcacheError, MemoryError) as error:
             log.warning("%s: dropped", error.message if isinstance(error, LlmcacheError) else f"{path}: too large")
             self.drop([key])
@@ -346,15 +348,11 @@ class BlockStore:
 
         Returns what was removed. A model of which nothing is left is forgotten. OSError.
         """
+        if keep_bytes is None:
+            keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # not even an empty one stays, or whatever was used
         with self._account() as account:
             entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
-            now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
-            for entry in entries:
-                is_old = unused_ns is not None and now - entry.used_ns > unused_ns
-                if is_old or (left > keep_bytes if keep_bytes is not None else unused_ns is None):
-                    gone.append(entry)
-                    left -= entry.size_bytes
-            self._remove(gone)
+            gone = self._remove_oldest(entries, keep_bytes, unused_ns)
             rest = self._aged()
             account.used_bytes = sum(entry.size_bytes for entry in rest)
             if gone:
@@ -437,25 +435,26 @@ class BlockStore:
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
         used = sum(entry.size_bytes for entry in entries)
         aim = int(self.limit_bytes * _SPARE) - size if used + size > self.limit_bytes else used
-        gone: list[Entry] = []
-        for entry in entries:
-            if not (self._is_old(entry.used_ns) or used > aim or least > 0):
-                break
-            gone.append(entry)
-            used -= entry.size_bytes
-            least -= entry.size_bytes
-        self._remove(gone)
+        gone = self._remove_oldest(entries, min(aim, used - least), self.ttl_ns or None)
         self.evicted += len(gone)
-        account.used_bytes = used
+        account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
-    def _remove(self, entries: Iterable[Entry]) -> None:
-        """Removes blocks, and links that lead nowhere."""
+    def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
+        """Removes the first of `entries`, which are `_aged`, and returns them: those unused for longer than `unused_ns`, and
+        until `keep_bytes` are left. Links that lead nowhere go too.
+        """
+        now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
+            if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
+                break
             (self.directory / entry.key.file).unlink(missing_ok=True)
+            gone.append(entry)
+            left -= entry.size_bytes
         for model in self.models():
             for item in self._files(model):
                 if _NEXT.fullmatch(item.name) and item.is_symlink() and not os.path.exists(item.path):
                     os.unlink(item.path)
+        return gone
 
     def _forget(self, models: Iterable[str]) -> None:
         for model in models:
@@ -527,7 +526,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
         by_model[entry.key.model].append(entry)
     found = []
     for model in store.models():
-        entries, described, uses = by_model[model], store.description(model), store.uses(model)
+        entries, described = by_model[model], store.description(model)
         if not entries and not described:
             continue
         tokens, ages = described.get("block_tokens"), [max(0, now - entry.used_ns) for entry in entries]
@@ -541,9 +540,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
                 longest_tokens=longest * (tokens if isinstance(tokens, int) else 0),
                 used_ns_ago=min(ages, default=0),
                 unused_ns=max(ages, default=0),
-                restores=uses.restores,
-                restored_tokens=uses.tokens,
-                restored_bytes=uses.restored_bytes,
+                **store.uses(model)._asdict(),
                 described=described,
             )
         )
@@ -598,50 +595,43 @@ def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
 
 def unpack(data: Bytes, key: BlockKey, where: object) -> Block:
     """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
-    head = _Head.read(data[:_MOST_HEAD].tobytes(), len(data), key, where)
-    return head.block(data[head.end :], where)
+    end, crc, block = _head(data[:_MOST_HEAD].tobytes(), len(data), key, where)
+    return _filled(block, data[end:], crc, where)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The header of a file: where it ends, and what it tells of the payload behind it."""
+def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:
+    """Where the header ends that `data` begins with, the checksum of the payload behind it, and the block without that.
 
-    end: int
-    size_bytes: int
-    crc: int
-    tokens: tuple[int, ...]
-    layout: StateLayout | None
+    DataError if it is not the header of `key` in a file of `size_bytes`.
+    """
+    if len(data) < _HEAD.size:
+        raise DataError(f"{where}: is cut off")
+    magic, version, length, crc = _HEAD.unpack_from(data)
+    text = data[_HEAD.size : _HEAD.size + length]
+    if magic != _MAGIC or version != VERSION or len(text) != length or zlib.crc32(text) != crc:
+        raise DataError(f"{where}: its header is damaged, or of another version")
+    try:
+        told = json.loads(text)
+        layout = StateLayout.from_json(told["layout"]) if told["layout"] is not None else None
+        payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
+        if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
+            raise ValueError("tokens that are none")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{where}: header: {str(error)[:200]}") from None
+    if named != [key.model, key.name, key.index, key.kind]:
+        raise DataError(f"{where}: is another block")
+    end = whole_blocks(_HEAD.size + length)
+    is_whole = payload_bytes == size_bytes - end and type(payload_bytes) is int
+    if not is_whole or (layout and payload_bytes != len(tokens) * layout.token_bytes):
+        raise DataError(f"{where}: its size is wrong")
+    return end, sum_, Block(np.empty(0, np.uint8), tuple(tokens), layout)
 
-    @classmethod
-    def read(cls, data: bytes, size_bytes: int, key: BlockKey, where: object) -> _Head:
-        """Returns the header that `data` begins with, of `key`, in a file of `size_bytes`; DataError if it is none."""
-        if len(data) < _HEAD.size:
-            raise DataError(f"{where}: is cut off")
-        magic, version, length, crc = _HEAD.unpack_from(data)
-        text = data[_HEAD.size : _HEAD.size + length]
-        if magic != _MAGIC or version != VERSION or len(text) != length or zlib.crc32(text) != crc:
-            raise DataError(f"{where}: its header is damaged, or of another version")
-        try:
-            told = json.loads(text)
-            layout = StateLayout.from_json(told["layout"]) if told["layout"] is not None else None
-            payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
-            if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
-                raise ValueError("tokens that are none")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{where}: header: {str(error)[:200]}") from None
-        if named != [key.model, key.name, key.index, key.kind]:
-            raise DataError(f"{where}: is another block")
-        head = cls(whole_blocks(_HEAD.size + length), payload_bytes, sum_, tuple(tokens), layout)
-        is_whole = payload_bytes == size_bytes - head.end and type(payload_bytes) is int
-        if not is_whole or (layout and payload_bytes != len(tokens) * layout.token_bytes):
-            raise DataError(f"{where}: its size is wrong")
-        return head
 
-    def block(self, payload: Bytes, where: object) -> Block:
-        """Returns the block with its `payload`; DataError if that is not what was stored."""
-        if _checksum(payload) != self.crc:
-            raise DataError(f"{where}: its checksum is wrong")
-        return Block(payload, self.tokens, self.layout)
+def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
+    """`block` with its `payload`; DataError if that is not what was stored."""
+    if _checksum(payload) != crc:
+        raise DataError(f"{where}: its checksum is wrong")
+    return replace(block, payload=payload)
 
 
 def _checksum(payload: Bytes) -> int:

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from llmcache.kv.spill.layout import (
     EXTENT_TOKENS,
     KEYS,
     RECORD_BYTES,
+    VALUES,
     Commit,
     ExtentEntry,
     ExtentPlan,
@@ -39,7 +40,6 @@ from llmcache.kv.spill.layout import (
     PageEntry,
     aligned,
     check_rows,
-    check_tokens,
     pack,
     slots_of,
 )
@@ -84,36 +84,36 @@ class SpillFile(SpillReader):
         extent_pages: int = 0,
         interleaved: bool = False,
         direct: bool | None = None,
-        force: bool = False,
     ) -> SpillFile:
         """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
 
         `extent_pages` pages of a layer lie side by side (0: 1024 tokens). `interleaved`: for who reads rows, and never keys
-        alone. UsageError if the file is there, unless `force`, or its directory is not.
+        alone. UsageError if the file is there, or its directory is not.
         """
         path = Path(path)
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
         layout = Layout(shape, extent_pages, interleaved=interleaved)
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
-        with _replaced(path, force) as is_there:
-            temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
-            raw: RawFile | None = None
-            try:
-                raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
-                raw.lock()
-                raw.write(layout.header(), 0)
-                raw.write(pack(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
-                raw.sync()
-                raw.open_direct()
-                raw.rename(path, replace=is_there)
-            except BaseException:
-                with contextlib.suppress(LlmcacheError):
-                    if raw is not None:
-                        raw.close()
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
+        if path.exists():
+            raise there_already(path)
+        temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
+        raw: RawFile | None = None
+        try:
+            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+            raw.lock()
+            raw.write(layout.header(), 0)
+            raw.write(pack(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
+            raw.sync()
+            raw.open_direct()
+            raw.rename(path)
+        except BaseException:
+            with contextlib.suppress(LlmcacheError):
+                if raw is not None:
+                    raw.close()
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
         return cls(raw, layout, Scan(raw, layout, Commit(0, 0)))
 
     def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
@@ -125,13 +125,14 @@ class SpillFile(SpillReader):
         check_rows(self.shape, keys, values)
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
-            return slots_of(self.shape, keys[:, part]), slots_of(self.shape, values[:, part])
+            return slots_of(self.shape, keys[:, part], KEYS), slots_of(self.shape, values[:, part], VALUES)
 
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
         """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
-        check_tokens(ids, positions)
+        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
+            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
             pages = self.shape.pages_of(part.stop - part.start)
@@ -159,22 +160,21 @@ class SpillFile(SpillReader):
                 while done < tokens:
                     room = (plan.slots - chain.pages % plan.slots) * page_tokens
                     part = slice(done, min(tokens, done + room))
-                    self._append_run(chain, part.stop - part.start, *fill(part))
+                    self._append_run(chain, part.stop - part.start, fill(part))
                     done = part.stop
             except LlmcacheError:
                 self._undo(chain, first)
                 raise
             return self.written_bytes - before
 
-    def _append_run(self, chain: PageChain, tokens: int, keys: Bytes, values: Bytes) -> None:
+    def _append_run(self, chain: PageChain, tokens: int, sides: tuple[Bytes, Bytes]) -> None:
         """Writes pages that lie side by side: first what is in them, then their entries."""
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
         if ordinal == len(chain.extents):
             self._claim(chain)
         at, size = self._layout.at(chain.extents[ordinal]), self.shape.page_tokens
-        self._write_pages(chain.plan, at, slot, (keys, values))
-        sides = zip((keys, values), chain.plan.parts, strict=True)
-        crcs = np.concatenate([checksums(slots, parts) for slots, parts in sides], axis=1)
+        self._write_pages(chain.plan, at, slot, sides)
+        crcs = np.concatenate([checksums(*pair) for pair in zip(sides, chain.plan.parts, strict=True)], axis=1)
         entries = [
             PageEntry(chain.sequence, chain.layer, chain.pages + index, min(size, tokens - index * size), self._epoch, own)
             for index, own in enumerate(map(tuple, crcs.tolist()))
@@ -212,17 +212,14 @@ class SpillFile(SpillReader):
             self._sync()
             self._cutting = False
 
-    def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: tuple[Bytes, Bytes]) -> None:
+    def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: Sequence[Bytes]) -> None:
         if plan.interleaved:
+            parts = [slots.reshape(len(slots), plan.parts[side], plan.part_bytes(side)) for side, slots in enumerate(sides)]
             joined = aligned(sum(slots.size for slots in sides))
-            shapes = [
-                (len(slots), plan.parts[side], plan.part_bytes(side)) for side, slots in zip(SIDES, sides, strict=True)
-            ]
-            parts = [slots.reshape(shape) for slots, shape in zip(sides, shapes, strict=True)]
-            np.concatenate(parts, axis=2, out=joined.reshape(*shapes[KEYS][:2], sum(shape[2] for shape in shapes)))
+            np.concatenate(parts, axis=2, out=joined.reshape(*parts[KEYS].shape[:2], plan.step_bytes(KEYS)))
             self._write(joined, at + plan.slot_at(KEYS, slot), plan.direct)
             return
-        for side, slots in zip(SIDES, sides, strict=True):
+        for side, slots in enumerate(sides):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
     def _claim(self, chain: PageChain) -> None:
@@ -323,21 +320,16 @@ class SpillFile(SpillReader):
             self._forget(extent)
             self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
 
-    def _whole(self, chain: PageChain, pages: list[int]) -> tuple[Bytes, Bytes]:
+    def _whole(self, chain: PageChain, pages: list[int]) -> list[Bytes]:
         """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
-
-        def read(some: list[int]) -> tuple[Bytes, Bytes]:
-            keys, values = self._read_sides(chain, some, SIDES)
-            return keys, values
-
         try:
-            return read(pages)
+            return self._read_sides(chain, pages, SIDES)
         except DataError:
             for index, page in enumerate(pages):
                 try:
-                    read([page])
+                    self._read_sides(chain, [page], SIDES)
                 except DataError:
-                    return read(pages[:index])
+                    return self._read_sides(chain, pages[:index], SIDES)
             raise
 
     def _forget(self, extent: int) -> None:
@@ -373,21 +365,3 @@ class SpillFile(SpillReader):
 
 def _table(plan: ExtentPlan, entries: list[PageEntry]) -> bytes:
     return b"".join(pack(entry, plan.entry_bytes) for entry in entries)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, force: bool) -> Iterator[bool]:
-    """Yields whether a file is to be replaced, and holds its lock meanwhile; UsageError if there is one, unless `force`."""
-    while path.exists():
-        if not force:
-            raise there_already(path)
-        old = RawFile(path, os.O_RDWR)
-        try:
-            old.lock()
-            # Its owner may have given the name to another one, before the lock was free.
-            if old.is_at(path):
-                yield True
-                return
-        finally:
-            old.close()
-    yield False

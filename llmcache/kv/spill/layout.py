@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
 import zlib
 from array import array
@@ -94,14 +95,15 @@ class KvShape:
         return DTYPES[self.dtype]
 
     @property
-    def key_slot_bytes(self) -> int:
-        """Bytes of the keys of one page in the file, in whole blocks."""
-        return self.slot_bytes(self.head_dim)
+    def slot_sizes(self) -> tuple[int, int]:
+        """Bytes of the keys and of the values of one page in the file, each in whole blocks."""
+        per_dim = self.kv_heads * self.page_tokens * self.numpy_dtype.itemsize
+        return whole_blocks(per_dim * self.head_dim), whole_blocks(per_dim * self.value_dim)
 
     @property
-    def value_slot_bytes(self) -> int:
-        """Bytes of the values of one page in the file, in whole blocks."""
-        return self.slot_bytes(self.value_dim)
+    def key_slot_bytes(self) -> int:
+        """Bytes of the keys of one page in the file, in whole blocks."""
+        return self.slot_sizes[KEYS]
 
     @property
     def token_bytes(self) -> int:
@@ -112,10 +114,6 @@ class KvShape:
         """Returns shapes and types of keys and values, [*lead, dim]."""
         return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
-    def slot_bytes(self, dim: int) -> int:
-        """Returns the bytes of one page of rows of `dim` in the file, in whole blocks."""
-        return whole_blocks(self.kv_heads * self.page_tokens * dim * self.numpy_dtype.itemsize)
-
     def pages_of(self, tokens: int) -> int:
         """Returns how many pages hold `tokens`."""
         return -(-tokens // self.page_tokens)
@@ -125,34 +123,6 @@ class KvShape:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class KvPages:
-    """Pages as they come from a file: arrays [pages, kv_heads, page_tokens, dim] over one buffer, not copied.
-
-    `tokens` [pages]: how many tokens of each page are filled; what lies behind them is zero.
-    """
-
-    keys: NDArray[Any]
-    values: NDArray[Any]
-    tokens: Int64s
-
-    @classmethod
-    def of_slots(cls, shape: KvShape, keys: Bytes, values: Bytes, tokens: Int64s) -> KvPages:
-        """Returns what lies in slots of keys and values [pages, slot bytes], of which `tokens` [pages] are filled."""
-        return cls(view_slots(shape, keys, shape.head_dim), view_slots(shape, values, shape.value_dim), tokens)
-
-
-class PageBuffer:
-    """Memory for up to `pages` pages of keys and values, to fetch into again and again: fresh memory is slow to get."""
-
-    def __init__(self, shape: KvShape, pages: int) -> None:
-        sizes = (shape.key_slot_bytes, shape.value_slot_bytes)
-        self.sides = tuple(aligned(pages * size).reshape(pages, size) for size in sizes)
-
-    def __len__(self) -> int:
-        return len(self.sides[0])
-
-
 def aligned(size_bytes: int) -> Bytes:
     """Returns a buffer of `size_bytes` whose address O_DIRECT accepts; its contents are undefined."""
     raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
@@ -160,19 +130,19 @@ def aligned(size_bytes: int) -> Bytes:
     return raw[skip : skip + size_bytes]
 
 
-def view_slots(shape: KvShape, slots: Bytes, dim: int) -> NDArray[Any]:
-    """Returns the rows [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes]."""
-    size = shape.kv_heads * shape.page_tokens * dim * shape.numpy_dtype.itemsize
-    return slots[:, :size].view(shape.numpy_dtype).reshape(len(slots), shape.kv_heads, shape.page_tokens, dim)
+def view_slots(shape: KvShape, slots: Bytes, side: int) -> NDArray[Any]:
+    """Returns the keys (`side` 0) or values (1) [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes]."""
+    form, dtype = shape.forms(len(slots), shape.kv_heads, shape.page_tokens)[side]
+    return slots[:, : math.prod(form[1:]) * dtype.itemsize].view(dtype).reshape(form)
 
 
-def slots_of(shape: KvShape, rows: NDArray[Any]) -> Bytes:
+def slots_of(shape: KvShape, rows: NDArray[Any], side: int) -> Bytes:
     """Returns `rows` [kv_heads, tokens, dim] laid out in slots [pages, slot bytes]; what they do not fill is zero."""
     heads, tokens, dim = rows.shape
     full, rest = divmod(tokens, shape.page_tokens)
-    slots = aligned(shape.pages_of(tokens) * shape.slot_bytes(dim)).reshape(-1, shape.slot_bytes(dim))
+    slots = aligned(shape.pages_of(tokens) * shape.slot_sizes[side]).reshape(-1, shape.slot_sizes[side])
     slots[:] = 0
-    into = view_slots(shape, slots, dim)
+    into = view_slots(shape, slots, side)
     into[:full] = rows[:, : tokens - rest].reshape(heads, full, shape.page_tokens, dim).swapaxes(0, 1)
     if rest:
         into[full, :, :rest] = rows[:, tokens - rest :]
@@ -186,12 +156,6 @@ def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: 
     for name, found, (form, dtype) in zip(("keys", "values"), (keys, values), forms, strict=True):
         if found.shape != form or not tokens or found.dtype != dtype:
             raise ValueError(f"{name}: {found.dtype} {found.shape}, {dtype} {form} is needed")
-
-
-def check_tokens(ids: Int64s, positions: Int64s) -> None:
-    """ValueError if these are not ids and positions [tokens] of at least one token."""
-    if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
-        raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
 
 
 class PageEntry(NamedTuple):
@@ -318,7 +282,7 @@ class Layout:
     ) -> None:
         if type(extent_pages) is not int or not 1 <= extent_pages <= 1 << 20:
             raise ValueError(f"extent_pages: {extent_pages!r}, between 1 and {1 << 20} is needed")
-        sizes = shape.key_slot_bytes, shape.value_slot_bytes
+        sizes = shape.slot_sizes
         of_keys, of_values = map(parts_of, sizes) if parts is None else parts
         for size, count in zip(sizes, (of_keys, of_values), strict=True):
             if type(count) is not int or not 1 <= count <= MOST_PARTS or size % (count * BLOCK_BYTES):

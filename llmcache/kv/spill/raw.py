@@ -114,13 +114,6 @@ class RawFile:
             if self._wants_direct:
                 raise problem(self.path, "opening with O_DIRECT", error) from None
 
-    def is_at(self, path: Path) -> bool:
-        """Returns whether this is the file that has the name `path`."""
-        try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(path))
-        except FileNotFoundError:
-            return False
-
     def refresh(self) -> None:
         """Makes what is read what is on the disk: a write-back that failed leaves pages in memory that never get there."""
         with contextlib.suppress(EnvironmentProblem):
@@ -197,11 +190,11 @@ class RawFile:
         with explained(self.path, "cutting"):
             os.ftruncate(self.fd, end)
 
-    def rename(self, path: Path, replace: bool) -> None:
-        """Gives the file the name `path`, on the disk when it returns; UsageError if that is another's, unless `replace`."""
+    def rename(self, path: Path) -> None:
+        """Gives the file the name `path`, on the disk when it returns; UsageError if that is another's."""
         with explained(path, "naming"):
             try:
-                files.rename(self.path, path, replace=replace)
+                files.rename(self.path, path, replace=False)
             except FileExistsError:
                 raise there_already(path) from None
         self.path = path

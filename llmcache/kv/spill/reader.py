@@ -15,11 +15,10 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -32,16 +31,13 @@ from llmcache.kv.kernels.top import copy, first_from, sort
 from llmcache.kv.spill.checksum import checksums, first_other
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
-    EXTENTS_AT,
     KEYS,
     RECORD_BYTES,
     VALUES,
     Commit,
     ExtentEntry,
-    KvPages,
     KvShape,
     Layout,
-    PageBuffer,
     PageChain,
     PageEntry,
     aligned,
@@ -75,27 +71,6 @@ Self = TypeVar("Self", bound="SpillReader")
 _of_thread = threading.local()
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """What opening a file dropped: pages without their other layers, torn or half-written entries."""
-
-    unfinished_pages: int = 0
-    torn_entries: int = 0
-
-    @property
-    def clean(self) -> bool:
-        """True if the file was as its last writer left it."""
-        return not (self.unfinished_pages or self.torn_entries)
-
-
-class KeyRange(NamedTuple):
-    """Keys of `pages` pages from `first_page` on, side by side from `offset` of the file on."""
-
-    first_page: int
-    pages: int
-    offset: int
-
-
 class Scan:
     """The contents of a file as of `commit`: chains cut to whole pages, free extents, and entries to be wiped.
 
@@ -107,7 +82,7 @@ class Scan:
         self.chains: dict[tuple[int, int], PageChain] = {}  # by sequence and layer
         self.free: list[int] = []
         self.wipe: list[tuple[int, int]] = []  # (offset, bytes) in tables
-        self.extents = self.torn_entries = 0
+        self.extents = 0
         self.raw, self._layout, self._size = raw, layout, raw.size()
         committed = 0
         for key, extents in self._owners().items():
@@ -170,7 +145,6 @@ class Scan:
         table = self.raw.read(self._layout.table_bytes, self._layout.at(extent))
         if any(table):
             self.wipe.append((self._layout.at(extent), len(table)))
-            self.torn_entries += 1
 
     def _read(self, chain: PageChain) -> int:
         """Adds the whole pages to `chain`; returns how many of them are committed."""
@@ -191,7 +165,6 @@ class Scan:
             # Entries behind the last whole page would come alive again once the pages before them are rewritten.
             rest = table[plan.entry_at(slot) :]
             if any(rest):
-                self.torn_entries += sum(any(rest[i : i + plan.entry_bytes]) for i in range(0, len(rest), plan.entry_bytes))
                 self.wipe.append((at + plan.entry_at(slot), len(rest)))
         return committed
 
@@ -227,7 +200,10 @@ def commit_of(raw: RawFile) -> Commit:
 
 
 class SpillReader:
-    """A spill file, open for reading (a context manager). Safe to use from many threads at a time."""
+    """A spill file, open for reading (a context manager). Safe to use from many threads at a time.
+
+    `torn`: it held torn or half-written entries, as a crash leaves them.
+    """
 
     _flags = os.O_RDONLY
 
@@ -237,7 +213,7 @@ class SpillReader:
         self._chains = found.chains
         self._free = found.free
         self._extents = found.extents
-        self.recovery = Recovery(0, found.torn_entries)
+        self.torn = bool(found.wipe)
 
     @classmethod
     def open(
@@ -248,7 +224,7 @@ class SpillReader:
         direct: bool | None = None,
         keep_unfinished: bool = False,
     ) -> Self:
-        """Opens a file with all that it held; `recovery` tells what of it was not whole and therefore dropped.
+        """Opens a file with all that it held whole; the rest is dropped.
 
         `shape`: refuse the file of another model. `direct`: as `RawFile`. DataError: not a spill file, another model's, a
         newer version's, damaged. `keep_unfinished`: also pages that not all layers have, for who goes on where it ended in
@@ -266,7 +242,6 @@ class SpillReader:
             found = Scan.latest(raw, layout)
             file = cls(raw, layout, found)
             cuts = [] if keep_unfinished else file._unfinished()
-            file.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
             if cuts or found.wipe:
                 file._cut(cuts, found.wipe)
         except BaseException:
@@ -301,11 +276,6 @@ class SpillReader:
         return self._layout.of_layer.interleaved
 
     @property
-    def size_bytes(self) -> int:
-        """Length of the file."""
-        return EXTENTS_AT + self._extents * self._layout.extent_bytes
-
-    @property
     def sequences(self) -> list[int]:
         """Numbers of the sequences that have pages, ascending."""
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
@@ -336,23 +306,18 @@ class SpillReader:
         return ids, positions
 
     def read(
-        self, sequence: int, layer: int, pages: Pages, room: PageBuffer | None = None, threads: int | None = None
-    ) -> KvPages:
-        """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
+        self, sequence: int, layer: int, pages: Pages, room: Sequence[Bytes] | None = None, threads: int | None = None
+    ) -> list[NDArray[Any]]:
+        """Returns keys and values [pages, kv_heads, page_tokens, dim] of `pages` of a layer, in the order asked for.
 
-        `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
-        (None: two a processor, as most of them wait for the disk). DataError: a page is damaged, or the file ends before
-        it. ValueError: there is no such page, or too little room.
+        They are joined into few reads and compared with their checksums; what lies behind the tokens of a page is zero.
+        `room`: aligned memory for keys and for values to read into (else it is fresh): the result is valid until it is read
+        into again. `threads` read at a time (None: two a processor, as most of them wait for the disk). DataError: a page
+        is damaged, or the file ends before it. ValueError: there is no such page, or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
-        room = PageBuffer(self.shape, len(wanted)) if room is None else room
-        if len(room) < len(wanted):
-            raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
-        slots = self._read_sides(
-            chain, wanted, SIDES, [side.reshape(-1) for side in room.sides], threads or 2 * processors()
-        )
-        filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
-        return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
+        slots = self._read_sides(chain, wanted, SIDES, room, threads or 2 * processors())
+        return [view_slots(self.shape, slots[side], side) for side in SIDES]
 
     def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
         """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
@@ -362,7 +327,7 @@ class SpillReader:
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         # None: four a processor, as most of them wait for the disk while some take.
-        threads, dims = threads or 4 * processors(), (self.shape.head_dim, self.shape.value_dim)
+        threads = threads or 4 * processors()
         sizes = chain.plan.sizes
         least = min(TAKEN_BYTES // sum(sizes), len(wanted) // (2 * threads))  # of few pages every thread gets some
 
@@ -373,7 +338,7 @@ class SpillReader:
                 slots[side] = memory[at : at + count * sizes[side]].reshape(count, -1)
             self._read_pages(chain, wanted[first:end], slots)
             for side in SIDES:
-                take(side, first, view_slots(self.shape, slots[side], dims[side]))
+                take(side, first, view_slots(self.shape, slots[side], side))
 
         run_all([partial(read_and_take, *share) for share in _shares(chain, wanted, least)], threads)
 
@@ -410,11 +375,6 @@ class SpillReader:
         begins: Int64s = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
         return begins
 
-    def read_side(self, sequence: int, layer: int, pages: Pages, side: int) -> NDArray[Any]:
-        """Returns the keys (`side` 0) or values (1) alone, [pages, kv_heads, page_tokens, dim]; errors as `read`."""
-        dims = (self.shape.head_dim, self.shape.value_dim)
-        return view_slots(self.shape, self.read_slots(sequence, layer, pages, side), dims[side])
-
     def read_slots(
         self, sequence: int, layer: int, pages: Pages, side: int, into: Bytes | None = None, threads: int | None = None
     ) -> Bytes:
@@ -430,14 +390,14 @@ class SpillReader:
         chains = (self._chains.get((sequence, layer)) for layer in range(self.shape.layers + 1))
         return [chain.pages if chain else 0 for chain in chains]
 
-    def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[KeyRange]:
-        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent.
+    def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[tuple[range, int]]:
+        """Returns which pages have their keys side by side, and from where in the file on, for each extent of a layer.
 
         `pages`: of these alone, in their order; ValueError if there is no such page.
         """
         chain, wanted = self._chain_with(sequence, layer, range(self.pages(sequence, layer)) if pages is None else pages)
         return [
-            KeyRange(run.first, run.pages, self._layout.at(run.extent) + chain.plan.slot_at(KEYS, run.slot))
+            (range(run.first, run.first + run.pages), self._layout.at(run.extent) + chain.plan.slot_at(KEYS, run.slot))
             for run in chain.runs(wanted)
         ]
 

@@ -34,10 +34,9 @@ class StoreConfig:
 
     `cpu_pages`: capacity of the cpu pool in whole pages per layer and sequence, sink and window included (the page that is
     being filled is not); None: no bound. `path`: the spill file, the ssd tier; None: there is none, and no bound can be
-    kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `force`: replace a file that is there. `direct`: as SpillFile.
-    `threads` for copying, reading and scoring: None for one a processor. `cpu_rows`: rows of each head that came from a file
-    and were attended to last stay beside the pages, up to so many, and up to an eighth of the context. `interleaved`: as
-    SpillFile, where one is made.
+    kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `direct`: as SpillFile. `threads` for copying, reading and
+    scoring: None for one a processor. `cpu_rows`: rows of each head that came from a file and were attended to last stay
+    beside the pages, up to so many, and up to an eighth of the context. `interleaved`: as SpillFile, where one is made.
     """
 
     shape: KvShape
@@ -48,7 +47,6 @@ class StoreConfig:
     path: Path | None = None
     ssd: str = "file"
     profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
-    force: bool = False
     direct: bool | None = None
     threads: int | None = None
     cpu_rows: int = 0

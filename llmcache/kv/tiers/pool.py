@@ -301,13 +301,6 @@ def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tu
     return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
 
 
-def mark_missing(index: Int64s, positions: Int64s, tokens: int) -> tuple[int, Int64s]:
-    """Returns how many of `positions` [kv_heads, k] are in pages whose `index` is below 0, and these pages, ascending."""
-    marks = np.zeros(len(index), np.uint8)
-    count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0
-    return count, np.flatnonzero(marks)
-
-
 def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> tuple[int, int]:
     """As `copy_pages`, of so few rows that one call without the interpreter in between costs less than to share them.
 
@@ -383,13 +376,13 @@ def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
+def count_missing(index, positions, tokens):  # type: ignore[no-untyped-def]
+    """How many of `positions` [batch, kv_heads, k] are in pages, of `tokens`, whose `index` [batch, pages] is below 0."""
     count = 0
-    for i in range(positions.size):
-        page = positions[i] // tokens
-        if index[page] < 0:
-            marks[page] = 1
-            count += 1
+    for b in range(positions.shape[0]):
+        for head in range(positions.shape[1]):
+            for i in range(positions.shape[2]):
+                count += index[b, positions[b, head, i] // tokens] < 0
     return count
 
 

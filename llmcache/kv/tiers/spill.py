@@ -78,16 +78,12 @@ class Spill:
             self._state.table.settle(first, full)
         self.note()
 
-    def add(self, layer: int, fresh: Fresh | None) -> None:
-        """Writes pages that are full now, after what is left of taking away; keeps them in memory where that fails."""
+    def add(self, layer: int, fresh: Fresh) -> None:
+        """Writes pages that are full now; keeps them in memory where that fails."""
         try:
-            if fresh is None:
-                self.uncut()
-            else:
-                self.write(layer, fresh)
+            self.write(layer, fresh)
         except LlmcacheError:
-            if fresh is not None:
-                self._keep(layer, fresh)
+            self._keep(layer, fresh)
             raise
 
     def _keep(self, layer: int, fresh: Fresh) -> None:
@@ -268,8 +264,8 @@ class Spill:
         """
         table = self._state.table
         for stream, found in table.by_stream(numbers):
-            with self.ssd.read(stream, layer, table.places(found), why) as pages:
-                yield found, [pages.keys, pages.values]
+            with self.ssd.read(stream, layer, table.places(found), why) as sides:
+                yield found, sides
 
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int

@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats, Int64s
-from llmcache.errors import LlmcacheError
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.kv.csd import EmulatedCsd, ScoreBlock
 from llmcache.kv.kernels import score_pages
-from llmcache.kv.spill import KvPages, PageBuffer, Recovery, SpillFile
-from llmcache.kv.spill.layout import KEYS
+from llmcache.kv.spill import SpillFile
+from llmcache.kv.spill.layout import KEYS, aligned, view_slots
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
-KEPT_ROOMS = 2
+Memory = tuple[Bytes, Bytes]
+"""For keys and for values."""
+KEPT_BUFFERS = 4
+"""Free buffers that are kept: of one layer that computes and one that is staged, twice."""
 SCORE_BYTES = 1 << 22
 """Keys that the host reads before it scores them."""
 MOVED = (
@@ -36,6 +38,28 @@ MOVED = (
 """What a device reports, as `Traffic` counts it."""
 
 
+class Buffers:
+    """Memory for pages that are read and rows that are gathered, used again once released: fresh memory is slow to get."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Memory] = []
+
+    def take(self, key_bytes: int, value_bytes: int) -> Memory:
+        """Returns aligned memory for at least so many bytes of keys and of values."""
+        with self._lock:
+            for index, (keys, values) in enumerate(self._free):
+                if keys.size >= key_bytes and values.size >= value_bytes:
+                    return self._free.pop(index)
+        # An eighth more: the next step needs a little more than this one.
+        return aligned(key_bytes + key_bytes // 8), aligned(value_bytes + value_bytes // 8)
+
+    def give_back(self, memory: Memory) -> None:
+        """Takes memory that nobody uses any more."""
+        with self._lock:
+            self._free = [memory, *self._free][:KEPT_BUFFERS]
+
+
 class FileTier:
     """A spill file that this process reads and writes: whole pages come to the host, or blocks of them with chosen rows.
 
@@ -44,8 +68,7 @@ class FileTier:
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self.file, self._traffic, self._threads = file, traffic, threads
-        self._rooms: list[PageBuffer] = []
-        self._rooms_lock = threading.Lock()
+        self._buffers = Buffers()
 
     def pages(self, stream: int, layer: int) -> int:
         """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
@@ -67,23 +90,21 @@ class FileTier:
         self.file.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
         """Reads whole pages into memory that is used again: they are valid while the context lasts."""
-        room = self._take_room(len(places))
+        sizes = self.file.shape.slot_sizes
+        memory = self._buffers.take(len(places) * sizes[0], len(places) * sizes[1])
         try:
-            found = self.file.read(stream, layer, places, room, self._threads)
-            shape = self.file.shape
-            self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
+            found = self.file.read(stream, layer, places, memory, self._threads)
+            self._traffic.add("ssd", "cpu", why, len(places) * sum(sizes))
             yield found
         finally:
-            with self._rooms_lock:
-                self._rooms = [room, *self._rooms][:KEPT_ROOMS]
+            self._buffers.give_back(memory)
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
         """Reads whole pages and hands them to `take`, some at a time, by many threads."""
         self.file.read_through(stream, layer, places, take, self._threads)
-        shape = self.file.shape
-        self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
+        self._traffic.add("ssd", "cpu", why, len(places) * sum(self.file.shape.slot_sizes))
 
     def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
         """Returns rows of the pages at `places` and no more of these than that takes; `SpillReader.read_rows`."""
@@ -91,19 +112,11 @@ class FileTier:
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
 
-    def _take_room(self, pages: int) -> PageBuffer:
-        with self._rooms_lock:
-            for index, room in enumerate(self._rooms):
-                if len(room) >= pages:
-                    return self._rooms.pop(index)
-        return PageBuffer(self.file.shape, pages + pages // 8)
-
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
         """Returns the keys (`side` 0) or values (1) of pages."""
-        found, shape = self.file.read_side(stream, layer, places, side), self.file.shape
-        sizes = shape.key_slot_bytes, shape.value_slot_bytes
+        slots, sizes = self.file.read_slots(stream, layer, places, side), self.file.shape.slot_sizes
         self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self.file.interleaved else sizes[side]))
-        return found
+        return view_slots(self.file.shape, slots, side)
 
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
@@ -136,8 +149,6 @@ class CsdTier:
         self.device, self._traffic = device, traffic
         self._lock = threading.RLock()
         self._busy = False
-        self._program = device.load()
-        device.activate(self._program)
 
     @contextlib.contextmanager
     def _command(self, why: str) -> Iterator[EmulatedCsd]:
@@ -174,7 +185,7 @@ class CsdTier:
             device.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
         """Reads whole pages over the link."""
         with self._command(why) as device:
             found = device.read(stream, layer, places)
@@ -183,7 +194,8 @@ class CsdTier:
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
         """Returns the keys or values of pages over the link."""
         with self._command(why) as device:
-            return device.read_side(stream, layer, places, side)
+            found: NDArray[Any] = device.read(stream, layer, places, (side,))[0]
+            return found
 
     def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> Arrays:
         """Returns single rows, by ascending token numbers of each head; nothing else crosses the link."""
@@ -195,14 +207,7 @@ class CsdTier:
     ) -> Iterator[ScoreBlock]:
         """Yields what the device scores near its data, as halves."""
         with self._command("score") as device:
-            options: dict[str, Any] = {"combine": combine, "block_tokens": block_tokens}
-            running = device.execute(self._program, queries, stream, layer, pages=places, **options)
-            try:
-                yield from running
-            except GeneratorExit:
-                with contextlib.suppress(LlmcacheError):
-                    running.drain()
-                raise
+            yield from device.score(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
         """Returns when all is on the disk."""
@@ -223,17 +228,15 @@ class CsdTier:
 SsdTier = FileTier | CsdTier
 
 
-def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> tuple[SsdTier | None, Recovery]:
-    """Returns the ssd tier of a store, if it has one, made anew or opened; and what opening dropped."""
+def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> SsdTier | None:
+    """Returns the ssd tier of a store, if it has one, made anew or opened."""
     if config.path is None:
-        return None, Recovery()
-    if config.ssd == "file":
-        if create:
-            options: dict[str, Any] = {"interleaved": config.interleaved, "direct": config.direct, "force": config.force}
-            file = SpillFile.create(config.path, config.shape, **options)
-        else:
-            file = SpillFile.open(config.path, config.shape, direct=config.direct)
-        return FileTier(file, traffic, config.threads), file.recovery
-    options = {"direct": config.direct, "threads": config.threads, "force": config.force}
-    device = EmulatedCsd(config.path, config.shape, config.profile, create=create, **options)
-    return CsdTier(device, traffic), device.recovery
+        return None
+    if config.ssd == "csd":
+        options: dict[str, Any] = {"direct": config.direct, "threads": config.threads}
+        return CsdTier(EmulatedCsd(config.path, config.shape, config.profile, create=create, **options), traffic)
+    if create:
+        file = SpillFile.create(config.path, config.shape, interleaved=config.interleaved, direct=config.direct)
+    else:
+        file = SpillFile.open(config.path, config.shape, direct=config.direct)
+    return FileTier(file, traffic, config.threads)

@@ -8,7 +8,8 @@ pools are exclusive; there a page that moves down is written. Moves are counted 
 What a key passes: `append` lays it out in the pool of its layer (`Pool`, cpu); once its page is full `Spill` writes that to
 the ssd tier (`FileTier`, `CsdTier`); when the window has moved on and the pool is over its bound, the page goes down; a
 policy finds it by `score_cpu` and `score_ssd`, and `gather` brings it from wherever it is (`stage` does the part that may
-have to wait for the disk ahead of time), `gather_fast` through the memory of an accelerator, a `FastTier`.
+have to wait for the disk, ahead of time, `complete` the rest), `gather_fast` through the memory of an accelerator, a
+`FastTier`.
 
 Concurrency: one thread appends, commits, crops and reorders. Another may, meanwhile, score, stage and move pages of
 *other* layers, or of the same layer what was committed: each layer's pool has a lock, held only while memory is looked
@@ -20,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache import files
-from llmcache.arrays import Bytes, Flags, Floats, Int64s
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
-from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import (
@@ -49,23 +48,20 @@ from llmcache.kv.tiers.pool import (
     copy_few,
     copy_pages,
     copy_repeated,
-    mark_missing,
+    count_missing,
     put_rows,
     rows_at,
     score_slots,
 )
 from llmcache.kv.tiers.spill import Fresh, Spill
-from llmcache.kv.tiers.ssd import CsdTier, FileTier, SsdTier, open_tier
-from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
+from llmcache.kv.tiers.ssd import Buffers, CsdTier, FileTier, Memory, SsdTier, open_tier
+from llmcache.kv.tiers.table import Sequences, Snapshot, Tables, look
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
-Memory = tuple[Bytes, Bytes]
 RECENT_SHARE = 8
 """Rows stay in memory of no more than one in so many tokens of the context."""
 MOST_SCATTERED = 0.75
 """Rows of each head of a page, in the mean, that are read by themselves; beyond, pages are read as a whole."""
-KEPT_BUFFERS = 4
-"""Free buffers that are kept: of one layer that computes and one that is staged, twice."""
 
 
 class FastTier(Protocol):
@@ -110,28 +106,6 @@ class Staged:
     sides: Sides
 
 
-class Buffers:
-    """Memory that results are gathered in, used again once they are released: fresh memory is slow to get."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[Memory] = []
-
-    def take(self, key_bytes: int, value_bytes: int) -> Memory:
-        """Returns memory for at least so many bytes of keys and of values."""
-        with self._lock:
-            for index, (keys, values) in enumerate(self._free):
-                if keys.size >= key_bytes and values.size >= value_bytes:
-                    return self._free.pop(index)
-        # An eighth more: the next step needs a little more than this one.
-        return np.empty(key_bytes + key_bytes // 8, np.uint8), np.empty(value_bytes + value_bytes // 8, np.uint8)
-
-    def give_back(self, memory: Memory) -> None:
-        """Takes memory that nobody uses any more."""
-        with self._lock:
-            self._free = [memory, *self._free][:KEPT_BUFFERS]
-
-
 class KvStore(Sequences):
     """Keys and values of `config.batch` sequences of one length; a context manager."""
 
@@ -141,29 +115,29 @@ class KvStore(Sequences):
         self._buffers = Buffers()
         self._recent = [RowCache(config.cpu_rows) for _ in range(config.shape.layers)]
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
-        ssd, recovery = open_tier(config, self.traffic, create=found is None)
+        ssd = open_tier(config, self.traffic, create=found is None)
         core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
         self._spill = None if ssd is None else Spill(core, ssd, None if found is None else found.told)
-        self.restored: Restored | None = None
         try:
             if found is not None and self._spill is not None:
-                self.restored = self._adopt(self._spill, found, recovery)
+                self._adopt(self._spill, found)
             elif config.path is not None:
-                Tables.remove(config.path)  # those of a file that was replaced
+                Tables.remove(config.path)  # those of a file that was removed
         except BaseException:
             self.close()
             raise
 
     @classmethod
     def restore(cls, path: str | Path, config: StoreConfig) -> KvStore:
-        """Goes on with the spill file at `path`, as its last writer left it; `restored` tells what may be missing.
+        """Goes on with the spill file at `path`, as its last writer left it.
 
+        Without `save`, tokens behind the last whole page were not written, and are not there.
         `config`: as for a new store; path and batch are those of the file. DataError: another model's file, or damaged.
         """
         found = look(Path(path), config.shape)
         return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
-    def _adopt(self, spill: Spill, found: Snapshot, recovery: Recovery) -> Restored:
+    def _adopt(self, spill: Spill, found: Snapshot) -> None:
         """Takes over what was found: the tables, the tokens, and in memory sink, window, tail and the latest pages."""
         length = found.ids.shape[1]
         self.table.adopt(found.sequences)
@@ -178,8 +152,6 @@ class KvStore(Sequences):
             spill.bring(layer, self.table.table[:, pages].reshape(-1))
         if rest:
             self.table.unsettle(full)
-        is_saved = found.told is not None and found.told.saved
-        return Restored(length, rest, 0 if is_saved else self.shape.page_tokens - 1, recovery)
 
     # What it is
 
@@ -253,8 +225,10 @@ class KvStore(Sequences):
             if fresh is not None and not any(full.start in part for part in kept):
                 pool.drop(self.table.table[:, full.start])  # it was being filled, is full now, and does not stay
         self.lengths[layer] = end
-        if self._spill is not None and (fresh is not None or self._spill.is_saved):
+        if self._spill is not None and fresh is not None:
             self._spill.add(layer, fresh)
+        elif self._spill is not None and self._spill.is_saved:
+            self._spill.uncut()
         if len(full) > 1 and self._spill is not None:
             self._spill.trim(layer, end, placing=True)
 
@@ -389,7 +363,7 @@ class KvStore(Sequences):
     # What a layer attends to, side by side
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
-        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle.
+        """Fetches what is chosen ahead of time, for a later `complete`; ValueError if it is not all in the middle.
 
         `length`: tokens the layer will have then; None: one more than now, as in a decode step.
         """
@@ -401,20 +375,13 @@ class KvStore(Sequences):
         self._copy_in(staged, positions, middle.start * self.shape.page_tokens, True)
         return staged
 
-    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
-        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
+    def gather(self, layer: int, selection: Selection) -> Gathered:
+        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended."""
+        return self.complete(self.stage(layer, selection, self.layer_length(layer)))
 
-        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
-        """
-        if (selection is None) == (staged is None):
-            raise ValueError("selection: either a selection or what was staged is needed")
-        self.checked(layer)
-        length = int(self.lengths[layer])
-        if selection is not None:
-            staged = self.stage(layer, selection, length)
-        assert staged is not None
-        if staged.layer != layer:
-            raise ValueError(f"staged: it is of layer {staged.layer}, not of {layer}")
+    def complete(self, staged: Staged) -> Gathered:
+        """As `gather`, with the rows that were staged: what has left the window meanwhile comes along."""
+        length = self.layer_length(staged.layer)
         positions = self._with_ends(staged.middle, staged.positions, length)
         lead = staged.middle.start * self.shape.page_tokens
         end = lead + staged.positions.shape[2]
@@ -430,8 +397,7 @@ class KvStore(Sequences):
 
     def attended_positions(self, layer: int, selection: Selection) -> Int64s:
         """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
-        self.checked(layer)
-        return self._with_ends(self.middle, selection.positions, int(self.lengths[layer]))
+        return self._with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     def _checked(self, selection: Selection, middle: range) -> Int64s:
         found = selection.positions
@@ -475,8 +441,8 @@ class KvStore(Sequences):
             if sum(out.nbytes for out in outs) < FEW_BYTES:
                 missing, again = copy_few(pool.sides, index, positions, outs)
             else:
-                marked = (mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True))
-                missing, again = sum(count for count, _ in marked), int(repeated(positions).sum())
+                missing = count_missing(index, positions, self.shape.page_tokens) if (index < 0).any() else 0
+                again = int(repeated(positions).sum())
                 if missing < positions.size:
                     copy_pages(pool.sides, index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
@@ -495,17 +461,18 @@ class KvStore(Sequences):
         `positions` [batch, kv_heads, k]; those that are `repeated` are not brought. `outs`: keys and values [.., k, dim].
         """
         size, recent = self.shape.page_tokens, self._recent[layer]
-        if isinstance(ssd, CsdTier):
-            return self._fetch_rows(ssd, layer, index, positions, outs)
         most = min(recent.capacity, self.length // RECENT_SHARE)
-        if positions.shape[2] > most:
-            absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & ~repeated(positions)
-            self._read(ssd, layer, absent, positions, outs)
+        if isinstance(ssd, FileTier) and positions.shape[2] <= most:
+            with recent.lock:
+                absent = recent.absent(index, positions, size)
+                self._read(ssd, layer, absent, positions, outs)
+                recent.lay(index, positions, size, absent, outs, most)
             return int(absent.sum())
-        with recent.lock:
-            absent = recent.absent(index, positions, size)
+        absent = (np.take_along_axis(index[:, None], positions // size, 2) < 0) & ~repeated(positions)
+        if isinstance(ssd, FileTier):
             self._read(ssd, layer, absent, positions, outs)
-            recent.lay(index, positions, size, absent, outs, most)
+        else:
+            self._read_near_data(ssd, layer, absent, positions, outs)
         return int(absent.sum())
 
     def _read(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
@@ -532,23 +499,19 @@ class KvStore(Sequences):
                 sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows[here], "fetch")
                 put_rows(outs, where[here], sides)
 
-    def _fetch_rows(self, ssd: CsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
-        """As `_fetch`; asks a device for rows alone."""
-        size, count, once = self.shape.page_tokens, 0, ~repeated(positions)
-        for b, of_sequence in enumerate(index):
-            _, pages = mark_missing(of_sequence, positions[b], size)
+    def _read_near_data(self, ssd: CsdTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
+        """As `_read`; asks a device for rows alone."""
+        size = self.shape.page_tokens
+        for b, of_sequence in enumerate(positions):
             streams = self.table.stream[self.table.table[b]]
-            wanted = np.zeros(len(streams), np.bool_)
-            wanted[pages] = True
-            for stream in np.unique(streams[pages]).tolist():
+            of_rows = streams[of_sequence // size]
+            for stream in np.unique(of_rows[absent[b]]).tolist():
                 # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
                 first = int(np.flatnonzero(streams == stream)[0]) * size
-                here = (wanted & (streams == stream))[positions[b] // size] & once[b]
-                count += int(here.sum())
-                local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
+                here = absent[b] & (of_rows == stream)
+                local = [of_head[mask] - first for of_head, mask in zip(of_sequence, here, strict=True)]
                 for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
                     out[b][here] = rows
-        return count
 
     # Through a fast tier
 
@@ -708,15 +671,15 @@ class KvStore(Sequences):
 
         DataError if something is missing that it had.
         """
-        if self._spill is None or not isinstance(self._spill.ssd, CsdTier):
+        if not isinstance(self.ssd, CsdTier):
             raise UsageError("ssd: the store has no device", "make it with ssd='csd'")
-        self._spill.ssd.restart()
-        self._spill.resume()
+        self.ssd.restart()
+        self.spill()
 
     def close(self) -> None:
         """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""
-        if self._spill is not None:
-            self._spill.ssd.close()
+        if self.ssd is not None:
+            self.ssd.close()
 
     def discard(self) -> None:
         """Closes it and deletes its spill file and page tables."""

@@ -29,7 +29,7 @@ import numpy as np
 from llmcache import files
 from llmcache.arrays import Int64s
 from llmcache.errors import DataError
-from llmcache.kv.spill import KvShape, Recovery, SpillReader
+from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import explained
 from llmcache.kv.tiers.config import StoreConfig, Traffic, Victims
 from llmcache.kv.tiers.pool import Pool
@@ -352,20 +352,6 @@ def _checked(runs: Any) -> Runs:
     if len({stream for stream, _ in found}) < len(found):
         raise ValueError("a sequence has a stream twice")
     return found
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `KvStore.restore` found: `tokens` of each sequence, `tail_tokens` of them in a last page that is not full.
-
-    `may_be_lost`: at most so many tokens had been appended behind them and never written; 0 after `save`. `recovery`:
-    what the spill file dropped: pages that not all layers had, torn entries.
-    """
-
-    tokens: int
-    tail_tokens: int
-    may_be_lost: int
-    recovery: Recovery
 
 
 @dataclass(frozen=True)
