@@ -76,11 +76,11 @@ def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
 def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
-        found = gathered(device.score(queries, 0, 1, block_tokens=block_tokens), tokens)
+        found = gathered(device.execute(queries, 0, 1, block_tokens=block_tokens), tokens)
         wanted = score(queries[None], keys[None])[0]
         assert (found == wanted.astype(np.float16).astype(np.float32)).all()
         assert device.last.scored_keys == 2 * tokens
-        summed = gathered(device.score(queries, 0, 1, combine="sum"), tokens)
+        summed = gathered(device.execute(queries, 0, 1, combine="sum"), tokens)
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == tokens, "the file is flushed and whole"
@@ -99,7 +99,7 @@ def test_more_than_the_shared_memory_holds(make: Make) -> None:
         assert found[0].swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
         queries = normal((4, 128), 2)
         best = RunningTop(50)
-        for block in device.score(queries, 0, 0):
+        for block in device.execute(queries, 0, 0):
             if block.head == 3:
                 best.add(block.positions, block.scores)
         exact = score(queries[None], keys[None])[0, 3]
@@ -112,11 +112,11 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     with make(slow) as device:
         filled(device, 16_384)
-        list(device.score(normal((2, 64), 2), 0, 1))  # compiled, cached
+        list(device.execute(normal((2, 64), 2), 0, 1))  # compiled, cached
         firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
         while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine looks as if it came late
             begin, times = time.perf_counter(), []
-            for _ in device.score(normal((2, 64), 2), 0, 1):
+            for _ in device.execute(normal((2, 64), 2), 0, 1):
                 times.append(time.perf_counter() - begin)
             assert device.last.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
             assert times[-1] >= modelled_s and device.last.wall_ns >= device.last.modelled_ns
@@ -129,7 +129,7 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     keys = filled(device, 3000)
     device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
     queries = normal((2, 64), 2)
-    before = gathered(device.score(queries, 0, 1), 3000)
+    before = gathered(device.execute(queries, 0, 1), 3000)
     old = device.process.pid
     os.kill(old, signal.SIGKILL)
     with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
@@ -139,7 +139,7 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
         device.flush()
     device.restart()
     assert device.process.pid != old and device.pages(1, 0) == 188
-    assert (gathered(device.score(queries, 0, 1), 3000) == before).all()
+    assert (gathered(device.execute(queries, 0, 1), 3000) == before).all()
     assert (device.read(1, 0, [3])[0] == keys.reshape(2, -1, 64)[:, 48:64]).all()
     device.close()
     assert not psutil.pid_exists(device.process.pid)
@@ -175,7 +175,7 @@ def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make:
     pages, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), normal((2, 64), 2)
     commands: list[Callable[[], object]] = [
         lambda: device.read(0, 1, list(range(60))),
-        lambda: list(device.score(queries, 0, 1, block_tokens=16)),
+        lambda: list(device.execute(queries, 0, 1, block_tokens=16)),
         lambda: device.append(0, 1, keys, keys),
     ]
     for command in commands:
@@ -227,10 +227,10 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
         with pytest.raises(ValueError, match="not all of"):
             device.read(0, 0, [1])
         with pytest.raises(ValueError, match="queries: "):
-            device.score(normal((2, 65), 1), 0, 0)
+            device.execute(normal((2, 65), 1), 0, 0)
         with pytest.raises(ValueError, match="block_tokens: 0"):
-            list(device.score(normal((2, 64), 1), 0, 0, block_tokens=0))
-        assert not list(device.score(normal((2, 64), 1), 0, 0))
+            list(device.execute(normal((2, 64), 1), 0, 0, block_tokens=0))
+        assert not list(device.execute(normal((2, 64), 1), 0, 0))
     with pytest.raises(DataError, match="another model's"):
         make(shape=KvShape("other", 2, 2, 64), create=False)
     assert psutil.Process().children() == before, "no device is left"
@@ -289,7 +289,7 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
     pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
     found = np.full((2, 5000), np.nan, np.float32)
-    for block in device.score(queries, 0, 0, pages=pages, block_tokens=20):
+    for block in device.execute(queries, 0, 0, pages=pages, block_tokens=20):
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
     tokens = [token for page in pages for token in range(page * 16, min(5000, page * 16 + 16))]
@@ -301,9 +301,9 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
     assert report.internal_read_bytes == len(pages) * ROWS.key_slot_bytes
     assert report.link_to_device_bytes == 64 + queries.nbytes + 4 * 8, "four runs of pages, 8 bytes each"
     with pytest.raises(ValueError, match="not all of"):
-        list(device.score(queries, 0, 0, pages=[313]))
+        list(device.execute(queries, 0, 0, pages=[313]))
     with pytest.raises(ValueError, match="pages: none"):
-        device.score(queries, 0, 0, pages=[])
+        device.execute(queries, 0, 0, pages=[])
 
 
 @FORKED

@@ -201,7 +201,7 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
     wall, report = [], None
     with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
         for _ in range(rounds + 1):
-            for _ in device.score(queries, 0, 0):
+            for _ in device.execute(queries, 0, 0):
                 pass
             report = device.last
             wall.append(report.wall_ns)

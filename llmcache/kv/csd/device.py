@@ -117,7 +117,9 @@ class Device:
         pages = {number: file.pages_by_layer(number) for number in file.sequences}
         return {"direct": file.direct, "pages": pages}
 
-    def _score(self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int) -> None:
+    def _execute_program(
+        self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
+    ) -> None:
         """Scores the keys of a layer, or of `runs` of its pages (none: of all)."""
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")

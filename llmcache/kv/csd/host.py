@@ -215,7 +215,7 @@ class EmulatedCsd:
         self._shared.consumed(data)
         return block
 
-    def score(
+    def execute(
         self,
         queries: Floats,
         sequence: int,
@@ -225,7 +225,7 @@ class EmulatedCsd:
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Iterator[ScoreBlock]:
-        """Starts to score the keys of a layer (of `pages`, if given) near their data, and returns the blocks as they come.
+        """Executes the program: starts to score the keys of a layer (of `pages`, if given), and returns blocks as they come.
 
         `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
         fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
@@ -237,7 +237,7 @@ class EmulatedCsd:
         if pages is not None and not len(runs):
             raise ValueError("pages: none is named")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
-        self._send("score", sequence=sequence, layer=layer, **options)
+        self._send("execute_program", sequence=sequence, layer=layer, **options)
         return self._blocks()
 
     def _blocks(self) -> Iterator[ScoreBlock]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 class CsdProfile:
     """Modelled speeds of an emulated device (bytes/s, ns, bytes). `throttle`: it really takes as long as modelled.
 
-    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` bounds how many are between flash and engine, two at least.
+    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` bounds how many are between flash and engine.
     """
 
     name: str
@@ -22,6 +22,15 @@ class CsdProfile:
     fdm_bytes: int = 1 << 24
     buffer_bytes: int = 1 << 20
     throttle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("internal_bytes_per_s", "compute_bytes_per_s", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)}, more than 0 is needed")
+        if self.latency_ns < 0:
+            raise ValueError(f"latency_ns: {self.latency_ns}, at least 0 is needed")
+        if not 0 < self.buffer_bytes <= self.fdm_bytes // 2:
+            raise ValueError(f"buffer_bytes: {self.buffer_bytes}, at most half of fdm_bytes ({self.fdm_bytes}) is needed")
 
 
 PROFILES: dict[str, CsdProfile] = {

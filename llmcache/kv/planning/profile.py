@@ -322,7 +322,7 @@ def device_rate(device: EmulatedCsd) -> float:
     """Bytes of keys that `device` scores in a second."""
     queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
     size = device.pages(0, 0) * SHAPE.key_slot_bytes
-    return _rate(lambda: list(device.score(queries, 0, 0)), size)
+    return _rate(lambda: list(device.execute(queries, 0, 0)), size)
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:

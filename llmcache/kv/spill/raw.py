@@ -66,7 +66,7 @@ def explained(path: Path, doing: str) -> Iterator[None]:
 
 def there_already(path: Path) -> UsageError:
     """Returns the error to raise where a file would take the place of another unasked."""
-    return UsageError(f"{path}: is there already", "open it to go on with it, or allow that it is replaced")
+    return UsageError(f"{path}: is there already", "restore it to go on with it, or remove it first")
 
 
 class RawFile:

@@ -207,7 +207,7 @@ class CsdTier:
     ) -> Iterator[ScoreBlock]:
         """Yields what the device scores near its data, as halves."""
         with self._command("score") as device:
-            yield from device.score(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
+            yield from device.execute(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
         """Returns when all is on the disk."""
