@@ -8,33 +8,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shlex
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.mount.live import llmcache as run
 from tests.mount.live import wait_for
 from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client
-from tools.bench.sides import environment, is_mounted
+from tools.bench.sides import is_mounted
 
 PATIENCE_S = 240.0
 
 
 def llmcache(*words: object, group: Cgroup | None = None, code: int = 0) -> str:
     """What `llmcache WORDS` prints on stdout, run in `group` where one is given; it must end with `code`."""
-    typed = [str(word) for word in words]
-    command = [sys.executable, "-m", "llmcache", *typed]
-    result = subprocess.run(
-        command if group is None else group.wrap(command),
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment(),
-    )  # fmt: skip
-    print(f"$ llmcache {' '.join(typed)}\n{result.stdout}{result.stderr}", flush=True)
-    assert result.returncode == code, f"llmcache {' '.join(typed)}: {result.returncode}\n{result.stdout}{result.stderr}"
-    return result.stdout
+    result = run(*map(str, words), wrap=list if group is None else group.wrap, timeout=PATIENCE_S)
+    told = f"$ llmcache {shlex.join(map(str, words))}\n{result.stdout}{result.stderr}"
+    print(told, flush=True)
+    assert result.returncode == code, f"{result.returncode}: {told}"
+    return str(result.stdout)
 
 
 def said(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:

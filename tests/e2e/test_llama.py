@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mount.live import live
 from tools.bench.runner import client
+from tools.make_model import main as make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 5
 
 pytestmark = [pytest.mark.mount, pytest.mark.llama]
@@ -21,8 +20,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.llama]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "model.gguf"
-    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "48M"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    make_model([str(path), "--size", "48M"])
     return path
 
 

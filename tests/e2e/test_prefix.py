@@ -24,6 +24,7 @@ import pytest
 from llmcache.kv.prefix.state import StateLayout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
 from tests.conftest import GEMMA
+from tools.make_model import main as generate
 
 if TYPE_CHECKING:
     from llmcache.kv.llama import PrefixCache
@@ -44,9 +45,7 @@ def free_port() -> int:
 
 
 def make_model(path: Path, *more: str) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "3M", *more]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    generate([str(path), "--size", "3M", *more])
     return path
 
 

@@ -19,7 +19,8 @@ import pytest
 from llmcache.fs.client import control
 from tests.e2e.story_parts import mounted, said
 from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes
-from tools.bench.sides import REPOSITORY, environment
+from tools.bench.harness import ROOT
+from tools.bench.sides import environment
 
 pytestmark = [pytest.mark.mount, pytest.mark.transformers]
 
@@ -49,7 +50,7 @@ def talker() -> Iterator[Talker]:
     """Yield a process of its own; what it says to its standard error is this test's."""
     command = [sys.executable, "-m", "tests.e2e.talking"]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=REPOSITORY
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
     )
     with process:
         try:

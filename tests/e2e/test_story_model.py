@@ -24,10 +24,10 @@ from tests.e2e.story_parts import Decoding, decoding, first_served, llmcache, sa
 from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client, forget
 from tools.bench.sides import Mounted
+from tools.make_model import main as make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.llama, pytest.mark.cgroup, pytest.mark.bpf, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "126M"
 RATE = 75_000_000
 COMPUTE_S = 0.77
@@ -62,8 +62,7 @@ class Told:
 def model() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         path = Path(directory) / "model.gguf"
-        make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", MODEL]
-        subprocess.run(make, check=True, capture_output=True)
+        make_model([str(path), "--size", MODEL])
         yield path
 
 

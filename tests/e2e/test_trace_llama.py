@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +12,12 @@ from typing import Any
 import pytest
 
 from llmcache.cache.classify import SAME_PASSES
+from tests.mount.live import said
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
+from tools.make_model import main as make_model
 
 pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
 TOKENS = 8
 PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the time of a token by much
@@ -47,20 +45,12 @@ class Run:
 def run() -> Iterator[Run]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         model = Path(directory) / "model.gguf"
-        make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", "80M"]
-        subprocess.run(make, check=True, capture_output=True)
+        make_model([str(model), "--size", "80M"])
         loop = loop_bytes(model)
         command = client("llama_tokens", model, TOKENS, "--threads", 1, "--pause", PAUSE_S)
         cap = cap_bytes(model, command, int(KEPT * loop))
         made = record(model, command, Path(directory) / "trace.parquet", cap)
-        yield Run(made, classified(made.trace), loop)
-
-
-def classified(trace: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "llmcache", "classify", str(trace), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT)
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+        yield Run(made, said("classify", made.trace), loop)
 
 
 def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:

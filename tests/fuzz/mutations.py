@@ -190,8 +190,3 @@ class Repeated:
             offset += length
         self.total_bytes += len(found)
         return found
-
-
-def nested(levels: int, text: bytes = b"[") -> bytes:
-    """JSON that is only nested, deeper than parsers go."""
-    return text * levels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from llmcache.trace.info import describe, show
 from llmcache.trace.record import COLUMNS, KEY, SCHEMA, Trace, TraceReader, encode
 from llmcache.units import BLOCK_BYTES
 from tests.conftest import examples
-from tests.fuzz.mutations import documents, mutated, nested, written
+from tests.fuzz.mutations import documents, mutated, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch
 from tests.unit.trace_parts import FILES, PROVENANCE, trace
 
@@ -117,9 +118,8 @@ def check_printed(path: Path, classes: TraceClasses) -> None:
             classify.show(classes, str(path), 0, as_json)
 
 
-def check_recording(data: bytes) -> None:
-    """What must hold for any bytes that a recorder is said to have left."""
-    check(data, "a.recording")
+check_recording = partial(check, name="a.recording")
+"""What must hold for any bytes that a recorder is said to have left."""
 
 
 def _rows() -> st.SearchStrategy[bytes]:
@@ -159,7 +159,7 @@ def test_the_seeds_are_read() -> None:
 
 @given(TARGET.inputs)
 @settings(max_examples=examples(150))
-@example(parquet(nested(100_000), ROWS))
+@example(parquet(b"[" * 100_000, ROWS))
 @example(parquet(b"\xff\xfe", ROWS))
 @example(parquet(written(METADATA), ROWS).replace(b"count", b"\x80ount"))  # the name of a column
 @example(parquet(written(METADATA | {"provenance": METADATA["provenance"] | {"tier": "\ud800\x1b"}}), ROWS))
@@ -176,7 +176,7 @@ def test_any_bytes(data: bytes) -> None:
 
 @given(RECORDINGS.inputs)
 @settings(max_examples=examples(120))
-@example(recording({NEW_FILES: nested(100_000), LOST: b"0"}))
+@example(recording({NEW_FILES: b"[" * 100_000, LOST: b"0"}))
 @example(recording({NEW_FILES: b"[]", LOST: b"0"}, empty=True))
 @example(recording({NEW_FILES: b"[5]", LOST: b"0"}))
 @example(recording({NEW_FILES: b'[{"id": "0"}]', LOST: b"0"}))

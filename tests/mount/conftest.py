@@ -57,16 +57,18 @@ class Mounter:
 
     def __call__(self, *options: str, source: Path | None = None, point: Path | None = None) -> Mounted:
         """Mount `source` (default: tmp/source) on `point` (default: tmp/mnt), in steer unless `options` say otherwise."""
-        source = source or self.directory / "source"
-        point = point or self.directory / "mnt"
-        source.mkdir(exist_ok=True)
-        point.mkdir(exist_ok=True)
-        mounted = Mounted(source, point)
-        self.made.append(mounted)
-        result = llmcache(
-            "mount", source, point, *(f"{word}={value}" for word, value in USUAL.items() if word not in options), *options
-        )
+        mounted = self.place(source, point)
+        usual = (f"{word}={value}" for word, value in USUAL.items() if word not in options)
+        result = llmcache("mount", mounted.source, mounted.point, *usual, *options)
         assert result.returncode == 0, result.stderr
+        return mounted
+
+    def place(self, source: Path | None = None, point: Path | None = None) -> Mounted:
+        """The same directories, for a test that mounts by itself."""
+        mounted = Mounted(source or self.directory / "source", point or self.directory / "mnt")
+        mounted.source.mkdir(exist_ok=True)
+        mounted.point.mkdir(exist_ok=True)
+        self.made.append(mounted)
         return mounted
 
     def end(self) -> None:

@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.mount.fault_client import Reply
+from tests.mount.fault_client import FOREVER, Reply
 
 Bytes = NDArray[np.uint8]
-FOREVER = float("inf")
 KEPT_S = 400.0  # longer than any request may take
 PAGE = 4096
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,28 @@ from tests.mount.faulty import Rule, write_rules
 from tests.mount.live import MIB, llmcache, wait_for
 from tests.unit.kv_parts import unmount
 from tools.bench.cgroup import Cgroup
-from tools.bench.sides import environment, is_mounted, wait_mounted
+from tools.bench.sides import end_mount, environment, is_mounted, wait_mounted
 
+SECONDS = float(os.environ.get("LLMCACHE_FAULT_SECONDS", "0"))
+SEED = os.environ.get("LLMCACHE_FAULT_SEED")
+NEEDS = [
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="loop devices need root, e2fsprogs"),
+    pytest.mark.timeout(SECONDS + 600),
+]
+"""Marks of every test of a plan."""
 DISK_MIB = 224
 SIZES = {"loop.bin": 36 * MIB + 321, "second.bin": 9 * MIB + 77, "small.bin": 300_001}
 CACHE_MIB = 24
 READERS = 3
+
+
+def seeds(first: int) -> Iterator[int]:
+    """Seeds of plans: `first`; those of LLMCACHE_FAULT_SECONDS, from a fresh one on; or the one of LLMCACHE_FAULT_SEED."""
+    end = time.monotonic() + SECONDS
+    for seed in itertools.count(int(SEED) if SEED else time.time_ns() % 1_000_000 if SECONDS else first):
+        yield seed
+        if SEED or time.monotonic() > end:
+            return
 
 
 def run(*words: str | Path) -> None:
@@ -47,18 +65,17 @@ def run(*words: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(directory: Path, mib: int, *options: str) -> Iterator[Path]:
-    """Yield an ext4 file system of so many MiB, on a loop device; `options` are mkfs.ext4's."""
+def small_disk(directory: Path, mib: int, *options: str, kind: str = "ext4") -> Iterator[Path]:
+    """Yield a directory of a file system of so many MiB, on a loop device over disk.img; `options` are mkfs's."""
     image, point = directory / "disk.img", directory / "disk"
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(mib * MIB)
-    run("mkfs.ext4", "-q", "-m", "0", *options, image)
+    run(f"mkfs.{kind}", "-q", *(("-m", "0") if kind == "ext4" else ()), *options, image)
     made = subprocess.run(["mount", "-o", "loop", str(image), str(point)], capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.skip(f"no loop devices here: {made.stderr.strip()}")
     try:
-        (point / "lost+found").rmdir()
         (point / "files").mkdir()
         yield point / "files"
     finally:
@@ -147,7 +164,8 @@ class Rig:
             self.point.mkdir()
             run("mount", "-o", "remount,ro", under)
             self.clock = wall_clock(self.directory)
-            self._enter_group(stack)
+            with contextlib.suppress(EnvironmentProblem):
+                self.group = stack.enter_context(Cgroup("faults", directory=self.directory))
             self.log = self.directory / "daemon.log"
             stack.callback(self._end_daemon)
             for path, size in self._sizes.items():
@@ -159,10 +177,6 @@ class Rig:
     def __exit__(self, *_: object) -> None:
         self.stop_clients()
         self._stack.close()
-
-    def _enter_group(self, stack: contextlib.ExitStack) -> None:
-        with contextlib.suppress(EnvironmentProblem):
-            self.group = stack.enter_context(Cgroup("faults", directory=self.directory))
 
     # The files behind the mount
 
@@ -237,17 +251,8 @@ class Rig:
     def _end_daemon(self) -> None:
         if self.daemon is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self.daemon.send_signal(signal.SIGCONT)
-            self.daemon.send_signal(signal.SIGTERM)
-        try:
-            self.daemon.wait(60)
-        except subprocess.TimeoutExpired:
-            self.daemon.kill()
-            subprocess.run(["umount", "-f", str(self.point)], capture_output=True, check=False)
-            self.daemon.wait(60)
-        while is_mounted(self.point):
-            run("umount", "-l", self.point)
+        self.daemon.send_signal(signal.SIGCONT)
+        end_mount(self.point, self.daemon)
         control.files(str(self.point)).remove()
 
     # Clients

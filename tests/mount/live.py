@@ -22,11 +22,12 @@ import numpy as np
 import psutil
 
 from llmcache.fs.client import control, operation
-from tools.bench.sides import end_mount, environment, wait_mounted
+from tools.bench.sides import environment, serving
 
 MIB = 1 << 20
 # what the project promises beside --cache
 OVERHEAD_BYTES = 64 * MIB
+Wrap = Callable[[Sequence[str]], list[str]]
 LOOP_READER = Path(__file__).resolve().parents[2] / "tools" / "bench" / "clients" / "loop_reader.py"
 
 
@@ -66,11 +67,18 @@ class Live:
         return sum(private_bytes(pid) for pid in pids)
 
 
-def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run `llmcache WORDS`; its code and what it printed."""
-    command = [sys.executable, "-m", "llmcache", *map(str, words)]
+def llmcache(*words: str | Path, wrap: Wrap = list, **more: object) -> subprocess.CompletedProcess[str]:
+    """Run `llmcache WORDS`; its code and what it printed. `wrap` puts it into a cgroup."""
+    command = wrap([sys.executable, "-m", "llmcache", *map(str, words)])
     settings: dict[str, object] = {"env": environment(), "timeout": 150, "check": False, **more}
     return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
+
+
+def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
+    """What `llmcache WORDS` says in JSON; it must end with `code`."""
+    done = llmcache(*words, "--json")
+    assert done.returncode == code, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 @contextmanager
@@ -79,7 +87,7 @@ def live(
     mountpoint: Path,
     cache: str,
     *options: str,
-    wrap: Callable[[Sequence[str]], list[str]] = list,
+    wrap: Wrap = list,
 ) -> Iterator[Live]:
     """Yield a serving mount, in steer unless `options` say otherwise; `wrap` puts the daemon into a cgroup.
 
@@ -87,30 +95,12 @@ def live(
     """
     mountpoint.mkdir(exist_ok=True)
     log = mountpoint.with_suffix(".log")
-    command = [
-        sys.executable,
-        "-m",
-        "llmcache",
-        "mount",
-        str(source),
-        str(mountpoint),
-        "--cache",
-        cache,
-        "-f",
-        *(() if "--mode" in options else ("--mode", "steer")),
-        *options,
-    ]
-    with log.open("ab") as sink:
-        daemon = subprocess.Popen(
-            wrap(command), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment(), start_new_session=True
-        )
-    try:
-        wait_mounted(mountpoint, daemon, log)
+    words = ["mount", str(source), str(mountpoint), "--cache", cache, "-f"]
+    mode = () if "--mode" in options else ("--mode", "steer")
+    with serving(wrap([sys.executable, "-m", "llmcache", *words, *mode, *options]), mountpoint, log) as daemon:
         # in place nobody waits at the mount for its daemon
         wait_for(lambda: bool(control.files(str(mountpoint)).describe()), "the daemon serves")
         yield Live(source, mountpoint, daemon, log)
-    finally:
-        end_mount(mountpoint, daemon)
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
@@ -171,24 +161,20 @@ def random_file(path: Path, size: int) -> Path:
 
 def by_read(path: Path) -> str:
     """Hash a file through sequential read()."""
-    digest, fd = hashlib.sha256(), os.open(path, os.O_RDONLY)
-    try:
-        while block := os.read(fd, MIB):
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(MIB):
             digest.update(block)
-    finally:
-        os.close(fd)
     return digest.hexdigest()
 
 
 def by_odd_pread(path: Path) -> str:
     """Hash a file through pread() of 65521 bytes (a prime), so that nothing is ever aligned."""
-    digest, fd, offset = hashlib.sha256(), os.open(path, os.O_RDONLY), 0
-    try:
-        while block := os.pread(fd, 65521, offset):
+    digest, offset = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := os.pread(file.fileno(), 65521, offset):
             digest.update(block)
             offset += len(block)
-    finally:
-        os.close(fd)
     return digest.hexdigest()
 
 

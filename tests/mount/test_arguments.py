@@ -16,16 +16,15 @@ from tools.bench.sides import environment
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
+def places(mount: Mounter) -> tuple[Path, Path]:
     """(SOURCE, MOUNT), both fine."""
-    for name in ("source", "mnt"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "source", tmp_path / "mnt"
+    own = mount.place()
+    return own.source, own.point
 
 
-def refused(code: int, message: str, hint: str | None, *words: str | Path, **more: object) -> None:
+def refused(code: int, message: str, hint: str | None, *words: str | Path, env: dict[str, str] | None = None) -> None:
     """`llmcache WORDS` fails as told, in two lines at most, with nothing on stdout."""
-    result = llmcache(*words, **more)
+    result = llmcache(*words, env=env or environment())
     assert result.returncode == code, result.stderr
     lines = result.stderr.splitlines()
     assert lines[0].startswith("llmcache: error: ")

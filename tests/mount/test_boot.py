@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llmcache.fs.client import control, mountpoint
-from tests.mount.live import llmcache, wait_for
+from tests.mount.conftest import Mounter
+from tests.mount.live import llmcache, said, wait_for
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +23,10 @@ FSTAB = "defaults,rw,nofail,_netdev,x-systemd.automount,noatime,user=root,cache=
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """(SOURCE, MOUNT); the mount is ended whatever a test does."""
-    for name in ("source", "mnt"):
-        (tmp_path / name).mkdir()
-    yield tmp_path / "source", tmp_path / "mnt"
-    if mountpoint.find(str(tmp_path / "mnt")) is not None:
-        llmcache("umount", "--force", tmp_path / "mnt")
+def places(mount: Mounter) -> tuple[Path, Path]:
+    """(SOURCE, MOUNT)."""
+    own = mount.place()
+    return own.source, own.point
 
 
 def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +40,7 @@ def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
     source, point = places
     done = helper(source, point, "-n", "-v", "-o", FSTAB)
     assert done.returncode == 0, done.stderr
-    stats = json.loads(llmcache("stats", point, "--json").stdout)
+    stats = said("stats", point)
     assert (stats["mode"], stats["budget_bytes"]) == ("arena", 32 << 20)
     (point / "new.bin").write_bytes(b"x")  # writable
     assert (source / "new.bin").read_bytes() == b"x"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import subprocess
@@ -29,8 +28,8 @@ from tests.mount.live import (
     wait_for,
 )
 from tools.bench.cgroup import Cgroup
-from tools.bench.clients.loop_reader import crcs
-from tools.bench.runner import client
+from tools.bench.machine import peak_bytes
+from tools.bench.runner import client, crc_file
 
 SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
 CACHE = 64 * MIB
@@ -49,9 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("crcs")
-    for name in SIZES:
-        (directory / name).write_text(json.dumps(crcs(source / name)))
-    return {name: directory / name for name in SIZES}
+    return {name: crc_file(source / name, directory) for name in SIZES}
 
 
 def held(mount: Live) -> dict[str, int]:
@@ -181,12 +178,6 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lists = b'{"a":[' + b"[]," * 1_500_000 + b"1]}"
     (directory / "lists.safetensors").write_bytes(struct.pack("<Q", len(lists)) + lists + bytes(MIB))
     return directory
-
-
-def peak_bytes(pid: int) -> int:
-    """Most memory that a process has had since `forget_peak`."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, wait_for
+from tests.mount.live import llmcache, said, wait_for
 from tests.unit.command_parts import keys
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def told(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
     """The document that `llmcache WORDS --json` prints; all its keys are explained in the text of `page`."""
-    result = llmcache(*words, "--json")
-    assert result.returncode == 0, result.stderr
-    document: dict[str, Any] = json.loads(result.stdout)
+    document = said(*words)
     assert document["schema"] == f"llmcache.{schema or page}/1"
     words_of_page = set(re.findall(r"[a-z0-9_]+", (ROOT / f"llmcache/cli/{page}.txt").read_text()))
     assert sorted({*keys(document)} - words_of_page) == []
@@ -44,13 +41,8 @@ def test_every_key_is_explained(mount: Mounter, tmp_path: Path) -> None:
     assert told("evict", "evict", mounted.point)["groups"]
     pid = mounted.pid
     document = told("umount", "umount", mounted.point)
-    assert document == {
-        "schema": document["schema"],
-        "mount": str(mounted.point),
-        "mounted": True,
-        "pid": pid,
-        "killed": False,
-    }
+    facts = {"mount": str(mounted.point), "mounted": True, "pid": pid, "killed": False}
+    assert document == {"schema": document["schema"], **facts}
 
 
 def row_of(mounted: Mounted, document: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +54,7 @@ def row_of(mounted: Mounted, document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.mount
 def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = mount("--mode", "arena")
-    row = row_of(mounted, json.loads(llmcache("stats", "--json").stdout))
+    row = row_of(mounted, said("stats"))
     assert (row["source"], row["pid"], row["mode"], row["problem"]) == (str(mounted.source), mounted.pid, "arena", None)
     shown = llmcache("stats")
     assert shown.returncode == 0
@@ -71,7 +63,7 @@ def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.Mo
     ]
     os.kill(mounted.pid, signal.SIGKILL)
     wait_for(lambda: control.daemon_pid(str(mounted.point)) is None, "the daemon is dead")
-    dead = row_of(mounted, json.loads(llmcache("stats", "--json").stdout))
+    dead = row_of(mounted, said("stats"))
     assert "dead mount" in dead["problem"] and dead["budget_bytes"] is None
     shown = llmcache("stats")
     (line,) = (line for line in shown.stdout.splitlines() if line.endswith(f"  {mounted.point}"))  # others end theirs beside
@@ -81,11 +73,8 @@ def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.Mo
 
 
 @pytest.mark.mount
-def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
-    own = Mounted(tmp_path / "source", tmp_path / "mnt")
-    for directory in (own.source, own.point):
-        directory.mkdir()
-    mount.made.append(own)  # to be ended with the test
+def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
+    own = mount.place()
     document = told("mount", "mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
     assert isinstance(document.pop("helper_pid"), int)
     assert document == {
@@ -105,12 +94,9 @@ def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
     ],
 )
 def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
-    options: list[str], said: str, flag: str, mount: Mounter, tmp_path: Path
+    options: list[str], said: str, flag: str, mount: Mounter
 ) -> None:
-    own = Mounted(tmp_path / "source", tmp_path / "mnt")
-    for directory in (own.source, own.point):
-        directory.mkdir()
-    mount.made.append(own)
+    own = mount.place()
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"llmcachefs: {own.point}: arena, ") and line.endswith(f"{said}; see: llmcache stats {own.point}")

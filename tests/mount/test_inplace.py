@@ -31,12 +31,12 @@ from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
+from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
 from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
-from tools.bench.clients.loop_reader import crcs
-from tools.bench.runner import forget
+from tools.bench.runner import crc_file, forget
 from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model
 
@@ -44,6 +44,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
 SIZE = 128 * MIB
 CACHE = 64 * MIB
+CHECK = "loop.bin.crc.json"
 CAP = SIZE
 """The cap of memory: less than the file, the daemon and what a reader takes, more than CACHE with them."""
 
@@ -54,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := why_not(str(directory)):
         pytest.skip(reason)
     random_file(directory / "loop.bin", SIZE)
-    (directory / "loop.json").write_text(json.dumps(crcs(directory / "loop.bin")))
+    crc_file(directory / "loop.bin", directory)
     past = time.time() - 60
     os.utime(directory / "loop.bin", (past, past))
     return directory
@@ -123,7 +124,7 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
     with (
         Cgroup("inplace", directory=source, memory_bytes=CAP) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
-        reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap) as passes,
+        reader(mount.mountpoint / "loop.bin", source / CHECK, how, group.wrap) as passes,
     ):
         wrong = [passes.next()["wrong"] for _ in range(8)]
         # The window is as wide as storage is fast, up to half of the budget.
@@ -258,7 +259,7 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
         Cgroup("inplace-daemon", directory=source, memory_bytes=daemons) as other,
         Cgroup("inplace-program", directory=source, memory_bytes=programs) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=other.wrap) as mount,
-        reader(mount.mountpoint / "loop.bin", source / "loop.json", "mmap", group.wrap) as passes,
+        reader(mount.mountpoint / "loop.bin", source / CHECK, "mmap", group.wrap) as passes,
     ):
         assert not any(passes.next()["wrong"] for _ in range(10))
         # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
@@ -271,20 +272,12 @@ def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
     """A loop of SIZE on a file system of its own, the image that this is on, and the checksums of the loop."""
     if shutil.which("mkfs.xfs") is None:
         pytest.skip("no mkfs.xfs (package xfsprogs)")
-    image, source = parent / "image", parent / "source"
-    image.touch()
-    os.truncate(image, 512 * MIB)
-    source.mkdir()
-    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(source)], check=True)
-    try:
-        path = random_file(source / "loop.bin", SIZE)
-        (parent / "loop.json").write_text(json.dumps(crcs(path)))
+    with small_disk(parent, 512, kind="xfs") as files:
+        path = random_file(files / "loop.bin", SIZE)
+        check = crc_file(path, parent)
         os.utime(path, (0, 0))
         forget(path)
-        yield path, image, parent / "loop.json"
-    finally:
-        subprocess.run(["umount", str(source)], check=True)
+        yield path, parent / "disk.img", check
 
 
 @pytest.mark.cgroup
@@ -322,7 +315,7 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
     """What cannot be read is asked for in vain, what is kept is there, and so is the rest of what was in one huge page."""
     with xfs(tmp_path) as (path, image, check), Cgroup("inplace-eio", directory=tmp_path, memory_bytes=CAP) as group:
         places = places_on_disk(path)
-        subprocess.run(["mount", "-o", "remount,ro", str(path.parent)], check=True)
+        run("mount", "-o", "remount,ro", path.parents[1])
         cut = sorted(places)[len(places) * 3 // 4 + 37]
         bad = {4096 * number // PIECE * PIECE for number, place in enumerate(places) if place >= cut}
         command = [sys.executable, "-c", STUBBORN]
@@ -400,7 +393,7 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
     source = empty
     for name in ("one", "two"):
         path = random_file(source / f"{name}.bin", SIZE)
-        (source / f"{name}.json").write_text(json.dumps(crcs(path)))
+        crc_file(path, source)
         os.utime(path, (0, 0))
         forget(path)
     with (
@@ -408,7 +401,7 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         for name in ("one", "two", "one"):
-            with reader(mount.mountpoint / f"{name}.bin", source / f"{name}.json", "mmap", group.wrap) as passes:
+            with reader(mount.mountpoint / f"{name}.bin", source / f"{name}.bin.crc.json", "mmap", group.wrap) as passes:
                 passes.until_kept(mount, CACHE // 3)
 
 
@@ -465,7 +458,7 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
     assert huge() == 0
     with (
         live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount,
-        reader(mount.mountpoint / "loop.bin", source / "loop.json", "read") as program,
+        reader(mount.mountpoint / "loop.bin", source / CHECK, "read") as program,
     ):
         wait_for(lambda: program.next()["wrong"] == 0 and huge() > SIZE // 2, "most is in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
@@ -531,7 +524,7 @@ def test_memory_gets_short_while_it_is_read_again(source: Path, tmp_path: Path) 
     with (
         Cgroup("inplace-renewal", directory=source, memory_bytes=2 * SIZE + OVERHEAD_BYTES) as group,
         live(source, tmp_path / "mnt", str(SIZE), "--mode", "inplace", wrap=group.wrap) as mount,
-        reader(mount.mountpoint / "loop.bin", source / "loop.json", "read", group.wrap) as program,
+        reader(mount.mountpoint / "loop.bin", source / CHECK, "read", group.wrap) as program,
     ):
         wait_for(lambda: program.next()["wrong"] == 0 and mount.stats()["backing_read_bytes"] > 0, "it is read again")
         with subprocess.Popen(group.wrap([sys.executable, "-c", NEIGHBOUR]), stdin=subprocess.PIPE) as neighbour:

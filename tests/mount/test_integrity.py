@@ -5,7 +5,6 @@ LLMCACHE_SOAK_SECONDS sets how long that goes on under load: 2 by default, 600 f
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from tests.mount.live import (
     resident_bytes,
     wait_for,
 )
-from tools.bench.clients.loop_reader import crcs
+from tools.bench.runner import crc_file
 
 # much more than the budget; sizes around blocks and extents, and odd ones
 FILES = {
@@ -64,11 +63,7 @@ def digests(source: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def checks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("crcs")
-    made = {}
-    for name in ("big.bin", "mid.bin"):
-        made[name] = directory / f"{name}.json"
-        made[name].write_text(json.dumps(crcs(source / name)))
-    return made
+    return {name: crc_file(source / name, directory) for name in ("big.bin", "mid.bin")}
 
 
 pytestmark = pytest.mark.timeout(LOAD_SECONDS + 240)

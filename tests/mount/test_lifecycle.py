@@ -27,7 +27,7 @@ from llmcache.fs.client.operation import end_mount
 from llmcache.fs.daemon.sentinel import is_dead
 from llmcache.mountinfo import mounts
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, wait_for
+from tests.mount.live import llmcache, said, wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 
@@ -108,10 +108,7 @@ def test_two_daemons_are_refused(mount: Mounter) -> None:
 
 
 def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
-    mounted = Mounted(mount.directory / "source", mount.directory / "mnt")
-    mounted.source.mkdir()
-    mounted.point.mkdir()
-    mount.made.append(mounted)
+    mounted = mount.place()
     command = [sys.executable, "-m", "llmcache", "mount", str(mounted.source), str(mounted.point), "--cache", "32Mi"]
     running = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
     codes = sorted((process.communicate(timeout=120), process.returncode)[1] for process in running)
@@ -172,51 +169,42 @@ def test_signals_end_it_cleanly(reading: Mounted, number: int, which: int) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_foreground(tmp_path: Path, number: int) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "mnt").mkdir()
-    words = [sys.executable, "-m", "llmcache", "mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "-f"]
+def test_foreground(mount: Mounter, number: int) -> None:
+    own = mount.place()
+    words = [sys.executable, "-m", "llmcache", "mount", str(own.source), str(own.point), "-f"]
     daemon = subprocess.Popen(
         [*words, "--cache", "32Mi", "--mode", "arena", "--json"],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    try:
-        assert daemon.stdout is not None
-        document = json.loads(daemon.stdout.readline())
-        assert (document["pid"], document["log"]) == (daemon.pid, None)
-        assert os.listdir(tmp_path / "mnt") == []
-        daemon.send_signal(number)
-        assert daemon.wait(120) == 0
-    finally:
-        if daemon.poll() is None:
-            daemon.kill()
-            daemon.wait()
-            llmcache("umount", "--force", tmp_path / "mnt")
-    assert mountpoint.find(str(tmp_path / "mnt")) is None
+    assert daemon.stdout is not None
+    document = json.loads(daemon.stdout.readline())
+    assert (document["pid"], document["log"]) == (daemon.pid, None)
+    assert os.listdir(own.point) == []
+    daemon.send_signal(number)
+    assert daemon.wait(120) == 0
+    assert gone(own)
 
 
 @pytest.mark.parametrize("mode", ["arena", "inplace"])
-def test_a_foreground_that_cannot_say_that_it_serves_ends(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "mnt").mkdir()
-    words = ["mount", tmp_path / "source", tmp_path / "mnt", "-f", "--cache", "32Mi", "--mode", mode]
+def test_a_foreground_that_cannot_say_that_it_serves_ends(mount: Mounter, mode: str) -> None:
+    own = mount.place()
+    words = ["mount", own.source, own.point, "-f", "--cache", "32Mi", "--mode", mode]
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "llmcache", *map(str, words)]
         assert subprocess.run(command, env=environment(), stdout=full, timeout=120, check=False).returncode == 3
-    assert mountpoint.find(str(tmp_path / "mnt")) is None
+    assert gone(own)
 
 
-def test_a_daemon_that_takes_too_long_serves_nothing_later(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "mnt").mkdir()
-    words = ["mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "--cache", "32Mi", "--mode", "arena"]
+def test_a_daemon_that_takes_too_long_serves_nothing_later(mount: Mounter) -> None:
+    own = mount.place()
+    words = ["mount", str(own.source), str(own.point), "--cache", "32Mi", "--mode", "arena"]
     impatient = "from llmcache import cli; from llmcache.fs.daemon import daemon; daemon.START_S = 0.0; "
     command = [sys.executable, "-c", f"{impatient}cli.run(cli.app, 'llmcache', {words})"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 4 and "does not serve after 0 s" in done.stderr
     pid = int(done.stderr.partition("(pid ")[2].partition(")")[0])
     wait_for(lambda: is_dead(pid), "the daemon has ended")
-    assert mountpoint.find(str(tmp_path / "mnt")) is None
+    assert gone(own)
 
 
 def test_external_umount_ends_the_daemon(reading: Mounted) -> None:
@@ -254,7 +242,7 @@ def test_caller_is_not_held_by_the_daemon(mount: Mounter) -> None:
 def test_stats(reading: Mounted) -> None:
     (reading.source / "f").write_bytes(bytes(1 << 20))
     assert len((reading.point / "f").read_bytes()) == 1 << 20
-    stats = json.loads(llmcache("stats", "--json", reading.point).stdout)
+    stats = said("stats", reading.point)
     assert {"mode", "budget_bytes", "pinned_bytes", "read_bytes", "backing_read_bytes", "files"} <= set(stats)
     table = llmcache("stats", reading.point).stdout
     assert max(map(len, table.splitlines())) < 80
@@ -352,7 +340,7 @@ def test_ordinary_user(users_place: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "100000", done.stderr
     assert (source / "a.kv").read_text() == "w"
-    assert json.loads(llmcache("stats", "--json", point).stdout)["mode"] == "arena", "root finds a user's daemon"
+    assert said("stats", point)["mode"] == "arena", "root finds a user's daemon"
     assert json.loads(as_nobody(users_place, "stats", "--json", point).stdout)["mode"] == "arena"
     result = as_nobody(users_place, "umount", point)
     assert result.returncode == 0, result.stderr

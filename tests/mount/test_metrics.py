@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import urllib.error
@@ -15,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, random_file, wait_for
+from tests.mount.live import MIB, by_read, llmcache, random_file, said, wait_for
 
 SIZE = 80 * MIB + 7  # more than budget and window: every pass is seen
 
@@ -28,9 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stats(mounted: Mounted) -> dict[str, Any]:
-    done = llmcache("stats", mounted.point, "--json")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return said("stats", mounted.point)
 
 
 def know(mounted: Mounted) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, wait_for
+from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, said, wait_for
 from tools.bench.sides import environment
 
 SLACK = 16 * MIB  # windows, beside the budget
@@ -42,13 +42,6 @@ def write_model(path: Path, name: str, size: int) -> None:
     """A safetensors file of one tensor."""
     header = json.dumps({name: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(size))
-
-
-def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
-    """What a command says in JSON; it must end with `code`."""
-    done = llmcache(*words, "--json")
-    assert done.returncode == code, done.stderr
-    return dict(json.loads(done.stdout))
 
 
 def drawn(*words: str | Path) -> str:
@@ -217,8 +210,8 @@ def test_names_cannot_steer_a_terminal(mount: Mounter, tmp_path: Path) -> None:
     evicted = llmcache("evict", mounted.point)
     assert "\\x1b[31mred is pinned" in evicted.stderr
     other = llmcache("stats", tmp_path)
-    said = [shown, evicted.stdout, llmcache("resize", mounted.point, "40Mi").stdout, other.stderr]
-    assert other.returncode == 4 and all("/\\x1b[31m[bold]mnt" in text and "\x1b" not in text for text in said), said
+    told = [shown, evicted.stdout, llmcache("resize", mounted.point, "40Mi").stdout, other.stderr]
+    assert other.returncode == 4 and all("/\\x1b[31m[bold]mnt" in text and "\x1b" not in text for text in told), told
 
 
 def test_more_files_than_may_be_opened_are_refused(mount: Mounter) -> None:

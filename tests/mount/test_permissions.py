@@ -117,11 +117,11 @@ def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") 
     return path
 
 
-def run_as(uid: int, code: str, *words: str | Path) -> subprocess.Popen[str]:
+def run_as(uid: int, code: str, *words: str | Path, fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
     """A process of that user, of no supplementary groups, that runs `code`; it is told to go on by lines on stdin."""
     begin = f"import os, sys; os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n"
-    pipe = subprocess.PIPE
-    return subprocess.Popen([python(), "-c", begin + code, *map(str, words)], stdin=pipe, stdout=pipe, text=True)
+    command = [python(), "-c", begin + code, *map(str, words)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds)
 
 
 def results(base: Path, names: list[str], uid: int, gid: int, groups: tuple[int, ...]) -> dict[str, list[int]]:
@@ -291,13 +291,10 @@ def test_others_leave_the_blocks_that_are_reserved_for_root(place: Path, mount: 
         assert reserve > before.f_blocks // 8
         files.chmod(0o777)
         mounted = mount("--rw", "-o", "allow_other", source=files, point=place / "mnt")
-        begin = f"import os, sys; os.setgroups([]); os.setgid({BOB}); os.setuid({BOB})\n"
         try:
             with (mounted.point / "root's").open("wb", buffering=0) as inherited:
-                command = [python(), "-c", begin + FILLING, str(mounted.point), str(inherited.fileno())]
-                fds = [inherited.fileno()]
-                done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=120, check=True)
-                refused = json.loads(done.stdout)
+                fd = inherited.fileno()
+                refused = json.loads(run_as(BOB, FILLING, mounted.point, str(fd), fds=(fd,)).communicate(timeout=120)[0])
                 assert set(refused) == {"write", "inherited", "fallocate", "mkdir", "symlink", "mapped"}, refused
                 assert set(refused.values()) <= {errno.ENOSPC, errno.EIO}
                 os.sync()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import stat
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, random_file
+from tests.mount.live import random_file, said
 
 SIZE = (3 << 20) + 777
 
@@ -91,7 +90,7 @@ def test_o_direct_counts_as_read_from_storage(mount: Mounter, mode: str) -> None
             assert os.preadv(fd, [mmap.mmap(-1, 4 << 20)], 0) == 3 << 20
     finally:
         os.close(fd)
-    stats = json.loads(llmcache("stats", mounted.point, "--json").stdout)
+    stats = said("stats", mounted.point)
     names = ("read_bytes", "miss_bytes", "requested_bytes", "backing_read_bytes")
     assert {name: stats[name] for name in names} == dict.fromkeys(names, 6 << 20)
 

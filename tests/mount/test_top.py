@@ -23,7 +23,7 @@ import pytest
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, wait_for
+from tests.mount.live import MIB, by_read, llmcache, said, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -154,10 +154,10 @@ def test_as_json_each_sample_is_a_line(mounted: Mounted) -> None:
 
     def at_rest() -> bool:
         """What was read last may still be pinned between one command and the next."""
-        before = json.loads(llmcache("stats", mounted.point, "--json").stdout)
+        before = said("stats", mounted.point)
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        facts.update(json.loads(llmcache("stats", mounted.point, "--json").stdout))
+        facts.update(said("stats", mounted.point))
         return {each["budget"]["pinned_bytes"] for each in [*found, {"budget": before}]} == {facts["pinned_bytes"]}
 
     wait_for(at_rest, "it says the same before and after")

@@ -20,13 +20,13 @@ from tools.bench import harness, kvmodels, kvstore, mount, results, testtime
 from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry
 from tools.bench.kv import SHAPE
-from tools.bench.results import Bar, bars_of, exit_code, of_json, with_bars
+from tools.bench.results import Bar, exit_code, of_json
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
 
-def bar(value: float = 1.0, sense: str = "<=", name: str = "a", kind: str = "measured") -> Bar:
-    return Bar(name, "what", value, sense, 1.0, kind)
+def bar(value: float, sense: str = "<=") -> Bar:
+    return Bar("a", "what", value, sense, 1.0)
 
 
 @pytest.mark.parametrize(("sense", "passed"), [("<=", [1, 1, 0]), ("<", [1, 0, 0]), (">=", [0, 1, 1]), (">", [0, 0, 1])])
@@ -38,21 +38,13 @@ def test_a_bar_is_reached_on_its_side_and_by_no_number_that_is_none(sense: str, 
         assert not of_json(json.loads(json.dumps(told))).passed and exit_code([bar(value)]) == 1
 
 
-def test_bars_are_read_as_they_were_written() -> None:
-    bars = [bar(), bar(2.0, name="b", kind="modelled")]
-    told = with_bars({"schema": "x/1"}, bars)
-    assert bars_of(json.loads(json.dumps(told))) == bars and [one["passed"] for one in told["bars"]] == [True, False]
-    assert (exit_code(bars), exit_code(bars[:1])) == (1, 0)
-    with pytest.raises(ValueError, match="twice"):
-        with_bars({}, [bar(), bar()])
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> None:
     bench: Any = importlib.import_module(f"tools.bench.{name}")
     told = results.read(results.DIRECTORY / f"{name}.json")
     assert told["schema"] == bench.SCHEMA and told["machine"]["cpus"] and not told.get("quick") and told["bars"]
     assert [bar.to_json() for bar in harness.bars_of(bench, told)] == told["bars"]
+    assert len({bar["name"] for bar in told["bars"]}) == len(told["bars"]), "a name is a key"
 
 
 def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.mount.live import resident_bytes, wait_for
 from tools.bench import cgroup, machine
+from tools.bench.runner import forget
 
 
 @pytest.fixture
@@ -89,8 +90,7 @@ def test_limits_and_counters(tmp_path: Path, version: int, files: dict[str, str]
 
 def left_of(path: Path) -> int:
     """Drop what may be dropped of a file; returns the bytes that are still in memory."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    forget(path)
     return resident_bytes(path)
 
 
@@ -102,8 +102,6 @@ def test_a_real_group_caps_counts_and_is_removed(tmp_path: Path) -> None:
         group = cgroup.Cgroup("unit", directory=data, memory_bytes=16 << 20)
         with group:
             paths = group.paths
-            with data.open("rb") as file:
-                os.fsync(file.fileno())
             wait_for(lambda: not left_of(data), "nothing of it is in memory")
             subprocess.run(group.wrap(["cat", data]), stdout=subprocess.DEVNULL, check=True)
             usage = group.usage()

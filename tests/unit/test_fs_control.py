@@ -27,6 +27,7 @@ from llmcache.fs.daemon import controlserver
 from tests.mount.live import wait_for
 from tools.bench.sides import environment
 
+POINT = "/nowhere"
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -34,7 +35,7 @@ Tell = Callable[[dict[str, Any]], None]
 def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A mount point whose files lie in the test's directory."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
-    return "/nowhere"
+    return POINT
 
 
 def serve(point: str, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> controlserver.ControlServer:
@@ -147,10 +148,9 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
     os.close(lock)
 
 
-def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
-    found = control.files("/nowhere")
-    os.close(controlserver.take_lock(found, "/nowhere"))
+def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = control.files(point)
+    os.close(controlserver.take_lock(found, point))
     looking: list[bool] = []
     plain = fcntl.flock
 
@@ -393,15 +393,13 @@ def test_a_directory_that_is_not_ones_own_is_refused(tmp_path: Path, monkeypatch
             control.make_directory()
 
 
-POINT = "/nowhere"
 QUEUE = 16
 Asked = list[dict[str, Any]]
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+def asked(point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """A server that notes what it is asked, and answers so."""
-    monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
     monkeypatch.setattr(controlserver, "REQUEST_S", 240.0)
     for module in (control, controlserver):
         monkeypatch.setattr(module, "RETRY_S", 0.01)
@@ -411,7 +409,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
         seen.append(request)
         return {"asked": request}
 
-    server = controlserver.ControlServer(control.files(POINT), answer)
+    server = serve(point, answer)
     yield seen
     server.close()
 

@@ -185,8 +185,6 @@ class Cgroup:
 
     def __enter__(self) -> Cgroup:
         """Make the group with its limits; what was made before a failure is removed again."""
-        if self._controllers:
-            raise ValueError(f"cgroup {self.name} exists already")
         try:
             trees: dict[Hierarchy, list[str]] = {}
             for controller in ("memory", "io"):

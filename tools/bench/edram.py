@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
-from .harness import ROOT
+from .harness import ROOT, in_turns
 from .results import Bar, Document, markdown
 
 SCHEMA = "llmcache-bench-edram/2"
@@ -64,21 +65,15 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     """Yield the seconds of every run of every case, run in turns."""
-    made = cases()
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(args.repeat):
-        for name, run in made.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-        console.print(f"run {number + 1} of {args.repeat}", soft_wrap=True)
-    yield document(seconds)
-
-
-def document(seconds: dict[str, list[float]]) -> Document:
-    """Return every run with the medians."""
+    seconds = in_turns({name: partial(_seconds, run) for name, run in cases().items()}, args.repeat, console)
     rows = [{"case": name, "seconds": runs, "median_s": statistics.median(runs)} for name, runs in seconds.items()]
-    return {"configurations": CONFIGURATIONS, "cases": rows}
+    yield {"configurations": CONFIGURATIONS, "cases": rows}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def bars(told: Document) -> list[Bar]:

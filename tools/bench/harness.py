@@ -33,7 +33,7 @@ from rich.markdown import Markdown
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bars_table, exit_code, rounded, with_bars, write
+from .results import Bar, Document, bars_table, exit_code, rounded, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = user_cache_path("llmcache") / "models"
@@ -84,7 +84,7 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
 def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
     """Return what a benchmark writes: what it measured on this machine, with its bars."""
     told = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
-    return with_bars(told, bars_of(bench, told))
+    return {**told, "bars": [bar.to_json() for bar in bars_of(bench, told)]}
 
 
 def report(name: str, error: LlmcacheError) -> None:

@@ -78,9 +78,9 @@ def describe(directory: Path) -> dict[str, Any]:
     }
 
 
-def peak_bytes() -> int:
-    """Most memory that this process has held (VmHWM: unlike ru_maxrss it begins anew with the program)."""
-    return 1024 * int(_first("self/status", "VmHWM").split()[0])
+def peak_bytes(pid: int | str = "self") -> int:
+    """Most memory that a process has held (VmHWM: unlike ru_maxrss it begins anew with the program)."""
+    return 1024 * int(_first(f"{pid}/status", "VmHWM").split()[0])
 
 
 def _first(file: str, key: str) -> str:

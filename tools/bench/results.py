@@ -12,13 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmcache.files import replacing
 
 DIRECTORY = Path(__file__).resolve().parent / "results"
-KINDS = ("measured", "modelled", "emulated")
-"""On this machine; computed from a model; measured here with an emulated device taking part."""
 SENSES: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
@@ -36,9 +34,10 @@ Document = dict[str, Any]
 class Bar:
     """What a benchmark promises of a figure: its limit, and which side of it is good.
 
-    `name` is its key among those of its benchmark, `what` is for people and says what is divided by what; `unit` is empty
-    for shares and ratios; `command` makes the figure alone, where the whole benchmark is not needed for that. A value that
-    is no number (nothing was measured) reaches no bar.
+    `name` is its key among those of its benchmark, `what` is for people and says what is divided by what; `kind`: measured
+    on this machine, modelled (computed from a model), or emulated (measured here with an emulated device taking part);
+    `unit` is empty for shares and ratios; `command` makes the figure alone, where the whole benchmark is not needed for
+    that. A value that is no number (nothing was measured) reaches no bar.
     """
 
     name: str
@@ -46,13 +45,9 @@ class Bar:
     value: float
     sense: str
     limit: float
-    kind: str = "measured"
+    kind: Literal["measured", "modelled", "emulated"] = "measured"
     unit: str = ""
     command: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.sense not in SENSES:
-            raise ValueError(f"kind or sense: {self.kind!r}, {self.sense!r}")
 
     @property
     def passed(self) -> bool:
@@ -92,14 +87,6 @@ def bars_of(document: Document) -> list[Bar]:
     return [of_json(one) for one in document["bars"]]
 
 
-def with_bars(document: Document, bars: Iterable[Bar]) -> Document:
-    """Return the document with its bars; ValueError if two have one name."""
-    told = [bar.to_json() for bar in bars]
-    if len({one["name"] for one in told}) != len(told):
-        raise ValueError("bars: names that come twice")
-    return {**document, "bars": told}
-
-
 def exit_code(bars: Iterable[Bar]) -> int:
     """Return 0 if every bar is reached, 1 if not."""
     return 0 if all(bar.passed for bar in bars) else 1
@@ -114,16 +101,11 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def text(document: Any) -> str:
-    """Return the JSON of `document`, indented, each list of numbers on one line."""
+def write(path: Path, document: Any) -> None:
+    """Write the JSON of `document`, indented, each list of numbers on one line; replaces the file as a whole."""
     indented = json.dumps(document, indent=1)
     # a string holds no line end in JSON, so only lists match
-    return _NUMBERS.sub(lambda found: "[" + re.sub(r",\s+", ", ", found[1]) + "]", indented) + "\n"
-
-
-def write(path: Path, document: Any) -> None:
-    """Write `document`; replaces the file as a whole."""
-    write_text(path, text(document))
+    write_text(path, _NUMBERS.sub(lambda found: "[" + re.sub(r",\s+", ", ", found[1]) + "]", indented) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:

@@ -184,23 +184,16 @@ class _ClientProcess:
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, what the client measured of itself, and what the recorder said.
-
-    `seconds`: how long each step took; `starts`: when it began, if the client tells.
-    """
+    """A trace, when each step of the client began (seconds), and what the recorder said."""
 
     trace: Path
-    seconds: tuple[float, ...]
     starts: tuple[float, ...]
-    cap_bytes: int | None
     said: str
 
     @property
     def step_s(self) -> float:
         """The median time from a step (token, pass) to the next, of the last as many as `classify` takes a period from."""
-        if len(self.starts) > 1:
-            return statistics.median([after - before for before, after in pairwise(self.starts[-RECENT - 1 :])])
-        return statistics.median(self.seconds[-RECENT:])
+        return statistics.median([after - before for before, after in pairwise(self.starts[-RECENT - 1 :])])
 
 
 def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
@@ -210,12 +203,10 @@ def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
     return run.anon_bytes + ROOM_BYTES + kept_bytes
 
 
-def record(
-    file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, read_bps: int | None = None, tier: str = "auto"
-) -> Recording:
+def record(file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, tier: str = "auto") -> Recording:
     """Record what `command` reads of `file`, which starts out of the page cache; EnvironmentProblem if that fails."""
     forget(file)
-    with Cgroup("trace", directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group:
+    with Cgroup("trace", directory=file, memory_bytes=memory_bytes) as group:
         words = ["trace", "-o", str(out), "--force", "--no-writes", "--path", file.name, "--tier", tier, "--"]
         result = subprocess.run(
             [sys.executable, "-m", "llmcache", *words, *group.wrap(command)],
@@ -225,9 +216,7 @@ def record(
         error, _, hint = result.stderr.strip().rpartition("llmcache: error: ")[2].partition("\nhint: ")
         raise EnvironmentProblem(f"llmcache trace: {error or result.returncode}", hint or None)
     events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    steps = [event for event in events if event["event"] == "step"]
-    seconds = tuple(step["seconds"] for step in steps)
-    if not seconds:
+    starts = tuple(event["start"] for event in events if event["event"] == "step")
+    if not starts:
         raise EnvironmentProblem(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
-    starts = tuple(step["start"] for step in steps if "start" in step)
-    return Recording(out, seconds, starts, memory_bytes, result.stderr)
+    return Recording(out, starts, result.stderr)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ from llmcache.fs.client.operation import fetch
 from llmcache.mountinfo import mounts
 
 from .cgroup import Cgroup
+from .harness import ROOT
 from .machine import disk_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # what a mount may use beside its budget: the promise of `--cache`
 MOUNT_OVERHEAD_BYTES = 64 << 20
 
@@ -96,23 +96,30 @@ class Mounted:
         mountpoint.mkdir(parents=True)
         log = mountpoint.with_suffix(".log")
         argv = [*self.command, str(source), str(mountpoint), "--cache", str(cache_bytes), "-f", *self.options]
-        with log.open("w") as sink:
-            daemon = subprocess.Popen(
-                group.wrap(argv), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
-                env=environment(), start_new_session=True,
-            )  # fmt: skip
-        try:
-            wait_mounted(mountpoint, daemon, log)
+        with serving(group.wrap(argv), mountpoint, log):
             yield OpenedSide(mountpoint, is_mount=True)
-        finally:
-            end_mount(mountpoint, daemon)
         log.unlink()
+        mountpoint.rmdir()
 
 
 def environment() -> dict[str, str]:
     """Return the environment of the project's own programs: the tree first, no byte code written into it."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@contextmanager
+def serving(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the daemon that `command` starts in the foreground, once its mount answers; unmounts whatever happens."""
+    with log.open("ab") as sink:
+        daemon = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment(), start_new_session=True
+        )
+    try:
+        wait_mounted(mountpoint, daemon, log)
+        yield daemon
+    finally:
+        end_mount(mountpoint, daemon)
 
 
 def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path) -> None:
@@ -133,7 +140,7 @@ def is_mounted(path: Path) -> bool:
 
 
 def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then a lazy unmount, then SIGKILL; removes the mount point."""
+    """SIGTERM, then SIGKILL, then a lazy unmount."""
     if daemon.poll() is None:
         daemon.send_signal(signal.SIGTERM)
     try:
@@ -146,4 +153,3 @@ def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes]) -> None:
     while is_mounted(mountpoint):
         # only a daemon that did not end properly leaves this behind
         subprocess.run(["umount", "-l", str(mountpoint)], capture_output=True, check=True)
-    mountpoint.rmdir()
