@@ -391,15 +391,15 @@ def check_counters(stats: dict[str, object]) -> None:
 
 
 SHORT_STEPS = 9
-SHORT_SEEDS = {"steer": 272, "arena": 1272}  # both together have every fault
+SHORT_SEEDS = {"steer": 272, "arena": 2118}  # both together have every fault, and each has the daemon's ends
 LONG_STEPS = 40
 
 pytestmark = NEEDS
 
 
 def test_the_short_plans_have_every_fault() -> None:
-    plans = [make_plan(seed, SHORT_STEPS) for seed in SHORT_SEEDS.values()]
-    assert {fault for plan in plans for step in plan for fault in step.faults} == set(FAULTS)
+    plans = [{fault for step in make_plan(seed, SHORT_STEPS) for fault in step.faults} for seed in SHORT_SEEDS.values()]
+    assert set.union(*plans) == set(FAULTS) and {"daemon_killed", "remounted"} <= set.intersection(*plans)
 
 
 @pytest.mark.long
