@@ -11,6 +11,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmcache.procfs import status_of
+
 MACHINE_MARGIN_BYTES = 256 << 20
 MACHINE_MARGIN_SHARE = 0.05
 GROUP_MARGIN_BYTES = 8 << 20
@@ -148,9 +150,8 @@ def total_bytes() -> int:
 
 def lockable_bytes(root: Path = Path("/")) -> int:
     """Returns how much this process may mlock."""
-    for line in (root / "proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:") and int(line.split()[1], 16) >> CAP_IPC_LOCK & 1:
-            return UNLIMITED
+    if int(status_of(proc=root / "proc")["CapEff"], 16) >> CAP_IPC_LOCK & 1:
+        return UNLIMITED
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from platformdirs import user_cache_path
+
+from tools.bench.harness import MODELS
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -39,7 +40,6 @@ def examples(count: int) -> int:
     return max(1, count // 2) if settings().derandomize else count
 
 
-MODELS = user_cache_path("llmcache") / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
 

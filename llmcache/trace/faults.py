@@ -30,6 +30,7 @@ import psutil
 from llmcache.arrays import Records, Uint64s
 from llmcache.bpf.ring import Fence
 from llmcache.errors import EnvironmentProblem
+from llmcache.procfs import status_of
 from llmcache.trace.formats.strace import StraceLog
 from llmcache.trace.processes import FileMapping, descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
@@ -365,9 +366,8 @@ class Strace:
 
 def _tracer(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/status") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("TracerPid:"))
-    except (OSError, StopIteration):
+        return int(status_of(pid)["TracerPid"])
+    except OSError:
         return 0
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from llmcache.arrays import Uint32s, Uint64s
 from llmcache.errors import LlmcacheError
-from llmcache.mountinfo import Mount, mounts
+from llmcache.procfs import Mount, mounts
 from llmcache.trace.processes import FileMapping, mappings
 from llmcache.trace.record import TraceFile
 from llmcache.trace.records import Key, distinct_files

@@ -24,6 +24,7 @@ from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.procfs import status_of
 from llmcache.trace.faults import FaultSource
 from llmcache.trace.records import RECORD, Residency, Scope, Source, no_records, unknown
 from llmcache.trace.rerefs import Sampler
@@ -358,8 +359,7 @@ def _described() -> bool:
 
 def _has_capabilities() -> bool:
     """Whether CAP_BPF (39) and CAP_PERFMON (38) are effective."""
-    with open("/proc/self/status") as status:
-        effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    effective = int(status_of()["CapEff"], 16)
     return bool(effective >> 39 & effective >> 38 & 1)
 
 

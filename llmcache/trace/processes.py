@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.procfs import status_of
 from llmcache.units import BLOCK_BYTES
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
@@ -121,18 +122,17 @@ def _names(pid: int) -> set[str]:
 
 
 def _check(pid: int) -> None:
-    process = Path("/proc") / str(pid)
     try:
-        status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
-        flags = int((process / "stat").read_text().rpartition(")")[2].split()[6])
+        fields = status_of(pid)
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
     except (OSError, IndexError) as error:
         raise EnvironmentProblem(f"PID: process {pid} is not there", _LIST) from error
-    if int(status["Tgid"]) != pid:
-        raise EnvironmentProblem(f"PID: {pid} is a thread of process {status['Tgid']}", f"record {status['Tgid']}")
+    if int(fields["Tgid"]) != pid:
+        raise EnvironmentProblem(f"PID: {pid} is a thread of process {fields['Tgid']}", f"record {fields['Tgid']}")
     if flags & _KERNEL_THREAD:
-        raise EnvironmentProblem(f"PID: {pid} ({status['Name']}) is a thread of the kernel: it has no files", _LIST)
-    if status["State"].startswith(("Z", "X")):
-        raise EnvironmentProblem(f"PID: process {pid} ({status['Name']}) has ended", _LIST)
+        raise EnvironmentProblem(f"PID: {pid} ({fields['Name']}) is a thread of the kernel: it has no files", _LIST)
+    if fields["State"].startswith(("Z", "X")):
+        raise EnvironmentProblem(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
 
 
 def _command_line(pid: int) -> str:

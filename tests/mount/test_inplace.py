@@ -30,7 +30,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk

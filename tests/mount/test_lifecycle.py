@@ -25,7 +25,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
 from llmcache.fs.client.operation import end_mount
 from llmcache.fs.daemon.sentinel import is_dead
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import llmcache, said, wait_for
 from tests.mount.test_posix_read import fails_with

@@ -10,7 +10,7 @@ import pytest
 
 from llmcache.errors import MountProblem, UsageError
 from llmcache.fs.client import mountpoint, operation
-from llmcache.mountinfo import Mount
+from llmcache.procfs import Mount
 from tests.unit.top_parts import file, loop, stats
 
 

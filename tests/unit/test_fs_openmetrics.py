@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.errors import MountProblem, UsageError
 from llmcache.fs.daemon import openmetrics
 from llmcache.fs.daemon.openmetrics import (
     CONNECTIONS,
-    CONTENT_TYPE,
     REQUEST_BYTES,
     MetricsEndpoint,
     exposition,
@@ -156,7 +156,7 @@ def test_the_text_is_served(serve: Callable[..., str], where: str) -> None:
         pytest.skip(f"no {where} here")
     status, headers, body = get(address)
     assert (status, body.decode()) == (200, "hällo\n# EOF\n")
-    assert headers["Content-Type"] == CONTENT_TYPE
+    assert headers["Content-Type"] == CONTENT_TYPE_LATEST
     status, headers, body = get(address, method="HEAD")
     assert (status, body, headers["Content-Length"]) == (200, b"", "13")
 

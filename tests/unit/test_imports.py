@@ -14,15 +14,15 @@ ALL_FILES = [*PACKAGE, *TOOLS, *sorted((ROOT / "tests").rglob("*.py"))]
 LONGEST_FILE = 900
 
 # What each part of the package may import from the others; a part may always import itself.
-BASE = {"units", "errors", "files", "arrays", "mountinfo", "storage", "memory"}
+BASE = {"units", "errors", "files", "arrays", "procfs", "storage", "memory"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
     "files": {"errors"},
     "arrays": set(),
-    "mountinfo": set(),
+    "procfs": set(),
     "storage": set(),
-    "memory": set(),
+    "memory": {"procfs"},
     "bpf": BASE,
     "trace.record": BASE,
     "trace.formats": BASE | {"trace.record"},

@@ -17,7 +17,7 @@ import pytest
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
-from llmcache.mountinfo import Mount
+from llmcache.procfs import Mount
 from llmcache.report.classify import summary
 from llmcache.trace import files
 from llmcache.trace.capture import CaptureSettings

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import final
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 
 from . import machine
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
 PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")

@@ -20,7 +20,7 @@ from typing import Any
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.fs.client.operation import fetch
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 
 from .cgroup import Cgroup
 from .harness import ROOT

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.engine.state import CacheState, Job
     from llmcache.fs.vfs.backing import Backing
-    from llmcache.mountinfo import Mount
+    from llmcache.procfs import Mount
 
 
 FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again

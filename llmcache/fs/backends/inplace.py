@@ -40,7 +40,7 @@ from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, Mappe
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
-from llmcache.mountinfo import mounts
+from llmcache.procfs import mounts
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:

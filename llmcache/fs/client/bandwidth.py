@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from llmcache.cache.sizing import Storage
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.client.mountpoint import FSTYPE
-from llmcache.mountinfo import mounts
+from llmcache.procfs import fstype_of
 from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
@@ -87,14 +87,13 @@ def measure(directory: str) -> Measured:
 
 def refuse_memory(directory: str) -> None:
     """EnvironmentProblem if the file system of `directory` is in memory: it has no storage to measure."""
-    device = os.stat(directory).st_dev
-    kinds = {mount.fstype for mount in mounts().values() if mount.dev == device}
-    if kinds & _IN_MEMORY:
+    kind = fstype_of(os.stat(directory).st_dev)
+    if kind in _IN_MEMORY:
         raise EnvironmentProblem(
-            f"--measure: {directory} is in memory ({', '.join(sorted(kinds))}): there is no storage to measure",
+            f"--measure: {directory} is in memory ({kind}): there is no storage to measure",
             "give a directory on a disk",
         )
-    if FSTYPE in kinds:
+    if kind == FSTYPE:
         raise EnvironmentProblem(
             f"--measure: {directory} is a mount of llmcachefs, which answers from its cache", "give its source directory"
         )

@@ -34,6 +34,7 @@ from typing import Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem
 from llmcache.files import replacing
+from llmcache.procfs import status_of
 
 _LONGEST_REPLY = 1 << 28
 RETRY_S = 0.1
@@ -122,8 +123,7 @@ class Process:
         if end.poll(0):
             return False
         try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+            return status_of(self.pid)["State"][0] not in "ZX"
         except OSError:
             return False
 

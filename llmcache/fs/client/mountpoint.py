@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs import syscalls
 from llmcache.fs.client import control
-from llmcache.mountinfo import Mount, mounts
+from llmcache.procfs import Mount, mounts
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -34,12 +34,6 @@ IN_PLACE = "inplace"
 """In the place of a file system's type, of mounts in place; their id is 0 without a bind mount."""
 # The recorder waits for the answer while its buffers fill: a daemon that takes longer is as good as gone.
 _PATIENCE_S = 2.0
-
-
-def fstype_of(path: str) -> str:
-    """Type of the file system that a real path is on, "unknown" where no mount tells."""
-    device = os.stat(path).st_dev
-    return next((mount.fstype for mount in reversed(mounts().values()) if mount.dev == device), "unknown")
 
 
 def resolve(path: str) -> str:

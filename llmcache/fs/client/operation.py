@@ -25,7 +25,7 @@ from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
-from llmcache.mountinfo import Mount
+from llmcache.procfs import Mount
 from llmcache.units import format_duration, format_percent, format_size
 
 MOUNTS_SCHEMA = "llmcache.mounts/1"

@@ -52,6 +52,7 @@ from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import DEFAULT_SPILL, SourceTree, WritePolicy
+from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
@@ -284,8 +285,7 @@ def _is_own(pid: int) -> bool:
     """True for this process and its children (the engine's helper keeps files of the mount open)."""
     if pid == os.getpid():
         return True
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+    return int(status_of(pid)["PPid"]) == os.getpid()
 
 
 def tune_process() -> None:

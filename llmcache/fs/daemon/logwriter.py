@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import LlmcacheError, report
 from llmcache.fs.daemon.accesslog import FRAME, ROWS
+from llmcache.procfs import status_of
 from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
 
 SCHEME = "llmcache.mount/1"
@@ -102,9 +103,8 @@ class LogWriter:
 def process_of(thread: int) -> int:
     """Returns the process that a thread belongs to; `thread` itself if there is no such thread (0: nobody's)."""
     try:
-        with open(f"/proc/{thread}/status", encoding="utf-8", errors="replace") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Tgid:"))
-    except (OSError, StopIteration):
+        return int(status_of(thread)["Tgid"])
+    except OSError:
         return thread
 
 

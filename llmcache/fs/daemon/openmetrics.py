@@ -38,7 +38,6 @@ RETRY_S = 0.1
 REFUSE_S = 0.05
 _END = b"\r\n\r\n"  # of a request's head, and an answer's
 _HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
@@ -241,11 +240,13 @@ class MetricsEndpoint:
             return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET, HEAD\r\n")
         if words[1].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", b"see /metrics\n")
+        from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+
         try:
             with self._lock:
                 if not self._text or time.monotonic() - self._made_s > FRESH_S:
                     self._text, self._made_s = text().encode(), time.monotonic()
-                return _response("200 OK", self._text, content_type=CONTENT_TYPE)
+                return _response("200 OK", self._text, content_type=CONTENT_TYPE_LATEST)
         except Exception:  # a bug, told to the log and to the scraper; the mount goes on
             log.exception("metrics cannot be made")
             return _response("500 Internal Server Error", b"see the log of the mount\n")

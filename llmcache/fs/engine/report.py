@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
 from llmcache.fs.layout.tensors import Part
+from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.experts import Mixture
@@ -132,11 +133,10 @@ def cpu_s(pid: str) -> float:
 def private_bytes(pid: str) -> int:
     """Returns the anonymous memory of a process (resident and swapped), 0 if it is gone."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = status_of(pid)
     except OSError:
         return 0
-    kilobytes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:"))]
-    return 1024 * sum(kilobytes)
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap") if name in fields)  # none of a zombie
 
 
 HEAT_SCHEMA = "llmcache.heat/1"

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from llmcache.fs import syscalls
+from llmcache.procfs import status_of
 
 _DEFAULT_LIST = "system.posix_acl_default"
 _EXEC = 0x20  # __FMODE_EXEC: the file is opened to be run, which needs no right to read it
@@ -53,12 +54,11 @@ class Caller:
         if self.known_groups is not None:
             return self.known_groups
         try:
-            with open(f"/proc/{self.pid}/status", "rb") as status:
-                lines = {name: numbers.split() for name, _, numbers in (line.partition(b":") for line in status)}
-            if (int(lines[b"Uid"][3]), int(lines[b"Gid"][3])) == (self.uid, self.gid):  # not one that has its number by now
-                return tuple(map(int, lines[b"Groups"]))
-        except (OSError, KeyError):
-            pass
+            fields = {name: value.split() for name, value in status_of(self.pid).items()}
+        except OSError:
+            return ()
+        if (int(fields["Uid"][3]), int(fields["Gid"][3])) == (self.uid, self.gid):  # not one that has its number by now
+            return tuple(map(int, fields["Groups"]))
         return ()
 
     def remembered(self) -> Caller | None:

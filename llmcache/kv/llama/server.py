@@ -15,8 +15,6 @@ from typing import Any
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.llama.cache import PrefixCache
 
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-
 
 def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     """Serves until it is ended; returns the exit code. `arguments` are those of `python -m llama_cpp.server`.
@@ -44,7 +42,8 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     def create(*args: Any, **named: Any) -> Any:
         made = create_app(*args, **named)
         response = importlib.import_module("fastapi").Response
-        made.add_api_route("/metrics", lambda: response(cache.metrics(), media_type=CONTENT_TYPE), include_in_schema=False)
+        kind = importlib.import_module("prometheus_client.openmetrics.exposition").CONTENT_TYPE_LATEST
+        made.add_api_route("/metrics", lambda: response(cache.metrics(), media_type=kind), include_in_schema=False)
         return made
 
     app.LlamaProxy, server.create_app = Proxy, create

@@ -37,7 +37,7 @@ from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
 from llmcache.kv.spill import KvShape
 from llmcache.memory import machine_memory
-from llmcache.mountinfo import mounts
+from llmcache.procfs import fstype_of
 from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
@@ -148,7 +148,7 @@ def key_of(directory: str | Path) -> ProfileKey:
     if not where.is_dir():
         raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
     dev = where.stat().st_dev
-    return ProfileKey(processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", filesystem(dev))
+    return ProfileKey(processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", fstype_of(dev))
 
 
 def profile_of(
@@ -179,11 +179,6 @@ def profile_of(
     except OSError:
         return KnownProfile(profile, False, 0.0, None)  # it costs another measurement only
     return KnownProfile(profile, False, 0.0, file)
-
-
-def filesystem(dev: int) -> str:
-    """Type of the file system of `dev` (st_dev); "" if the kernel does not tell (btrfs has numbers of its own)."""
-    return next((mount.fstype for mount in mounts("self").values() if mount.dev == dev), "")
 
 
 def processor() -> str:

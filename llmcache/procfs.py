@@ -1,4 +1,4 @@
-"""The mounts that a process sees: which device the kernel knows a mount by, and the layers of an overlay."""
+"""What the kernel tells in /proc and psutil does not: the status of a process, and the mounts that it sees."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class Mount:
                 yield from (name.replace("\\:", ":") for name in re.split(r"(?<!\\):+", value) if name)
 
 
+def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
+    """Returns the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
+    with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace") as lines:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
     """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone.
 
@@ -59,6 +65,11 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
+
+
+def fstype_of(dev: int) -> str:
+    """Type of the file system of `dev` (st_dev); "" if the kernel does not tell (btrfs has numbers of its own)."""
+    return next((mount.fstype for mount in reversed(mounts().values()) if mount.dev == dev), "")
 
 
 def _mount(line: str) -> Mount:
