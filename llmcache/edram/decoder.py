@@ -47,8 +47,12 @@ class Config:
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         # Older files say "type" in place of "rope_type".
         plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
-        if not plain or data.get("use_sliding_window", False):
-            raise DataError(f"rope_parameters: {rope}, only default rotations over all tokens are supported", _HINT)
+        if not plain:
+            raise DataError(f"rope_parameters: {rope}, only default rotations are supported", _HINT)
+        # A Mistral has a window unless it says that there is none, a Qwen2 where it says so.
+        is_mistral = data["model_type"] == "mistral"
+        if data.get("sliding_window", 4096) if is_mistral else data.get("use_sliding_window"):
+            raise DataError("sliding_window: only attention to all tokens is supported", _HINT)
         if data.get("hidden_act", "silu") != "silu":
             raise DataError(f"hidden_act: {data['hidden_act']!r}, only silu is supported", _HINT)
         heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")

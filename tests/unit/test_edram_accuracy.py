@@ -116,8 +116,13 @@ def test_models_that_are_not_supported_are_named() -> None:
     ):  # fmt: skip
         with pytest.raises(DataError, match=f"^{name}: "):
             Config.parse(data | {name: value})
-    with pytest.raises(DataError, match=r"^rope_parameters: "):
-        Config.parse(data | {"use_sliding_window": True})
+    for window in ({"use_sliding_window": True}, {"model_type": "mistral", "sliding_window": 99}):
+        with pytest.raises(DataError, match=r"^sliding_window: "):
+            Config.parse(data | window)
+    mistral = {name: value for name, value in data.items() if name != "sliding_window"} | {"model_type": "mistral"}
+    with pytest.raises(DataError, match=r"^sliding_window: "):
+        Config.parse(mistral)
+    assert Config.parse(mistral | {"sliding_window": None}).kv_heads == 2
 
 
 SMALL = ["--model", str(RECALL_MODEL), "--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
