@@ -265,7 +265,19 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts)
                     decode = tokens(plan.threads, tokens_read)
-                    yield Experiment("g", f"llama.cpp {label}", file, size, cache, decode, *counts, rate, routed=decoded)
+                    # What 8 MiB around each fault costs is shown by the reader.
+                    yield Experiment(
+                        "g",
+                        f"llama.cpp {label}",
+                        file,
+                        size,
+                        cache,
+                        decode,
+                        *counts,
+                        rate,
+                        routed=decoded,
+                        own_read_ahead=False,
+                    )
         file.unlink()
 
 
