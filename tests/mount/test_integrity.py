@@ -6,6 +6,7 @@ LLMCACHE_SOAK_SECONDS sets how long that goes on under load: 2 by default, 600 f
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control
+from llmcache.fs.engine.planner import BATCH_BYTES
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,
@@ -24,7 +26,6 @@ from tests.mount.live import (
     random_file,
     readers,
     resident_bytes,
-    wait_for,
 )
 from tools.bench.runner import crc_file
 
@@ -120,6 +121,7 @@ def test_strides(mounted: Live, source: Path) -> None:
 def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live, checks: dict[str, Path]) -> None:
     budgets = (24, 64, 48, 36)
     most_bytes = max(budgets) * MIB + OVERHEAD_BYTES
+    looks: list[int] = []
 
     def held() -> int:
         return resident_bytes(*(mounted.mountpoint / name for name in FILES)) + mounted.memory_bytes()
@@ -133,9 +135,10 @@ def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live
             control.request(str(mounted.mountpoint), {"op": operation, "globs": ["*"]})
             turn += 1
             threading.Event().wait(0.3)
-            # Where others have the processors, pages leave a little later than others come; and what moves counts twice.
-            wait_for(lambda: held() <= most_bytes, f"{most_bytes} bytes or less are held")
+            looks.append(min(held(), held()))  # what moves from memory to the page cache between the two counts twice
         results = [finish_reader(reader, 120) for reader in running]
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
+    # Where others have the processors, what the evictor takes at a time may leave later than other pages come.
+    assert statistics.median(looks) <= most_bytes and max(looks) <= most_bytes + BATCH_BYTES, looks
     mounted.resize(48 * MIB)
     assert mounted.stats()["budget_bytes"] == 48 * MIB
