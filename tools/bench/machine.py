@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.procfs import mounts
+from llmcache.procfs import mounts, status_of
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
 PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
@@ -80,7 +80,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 def peak_bytes(pid: int | str = "self") -> int:
     """Most memory that a process has held (VmHWM: unlike ru_maxrss it begins anew with the program)."""
-    return 1024 * int(_first(f"{pid}/status", "VmHWM").split()[0])
+    return 1024 * int(status_of(pid)["VmHWM"].split()[0])
 
 
 def _first(file: str, key: str) -> str:

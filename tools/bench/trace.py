@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.procfs import status_of
 from llmcache.trace.record import Trace
 
 from .harness import workplace
@@ -82,9 +83,9 @@ class Tracer:
 
     def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
         time.sleep(self.settle_s)
-        deadline, status = time.monotonic() + ATTACH_S, Path(f"/proc/{pid}/status")
+        deadline = time.monotonic() + ATTACH_S
         while process.poll() is None and time.monotonic() < deadline:
-            if self.said in log.read_text() and not (self.ptraces and "\nTracerPid:\t0\n" in status.read_text()):
+            if self.said in log.read_text() and not (self.ptraces and status_of(pid)["TracerPid"] == "0"):
                 return
             time.sleep(0.01)
         raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")

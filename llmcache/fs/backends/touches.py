@@ -58,7 +58,7 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
     if os.geteuid() != 0:
         return "mode inplace needs root"
     if directory is not None and (kind := fstype_of(os.stat(directory).st_dev)) not in _FILE_SYSTEMS:
-        return f"{directory} is on {kind or 'another'}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
+        return f"{directory} is on {kind or 'unknown'}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
     try:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):

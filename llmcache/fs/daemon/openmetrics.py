@@ -240,9 +240,9 @@ class MetricsEndpoint:
             return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET, HEAD\r\n")
         if words[1].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", b"see /metrics\n")
-        from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
-
         try:
+            from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+
             with self._lock:
                 if not self._text or time.monotonic() - self._made_s > FRESH_S:
                     self._text, self._made_s = text().encode(), time.monotonic()

@@ -54,11 +54,12 @@ class Caller:
         if self.known_groups is not None:
             return self.known_groups
         try:
-            fields = {name: value.split() for name, value in status_of(self.pid).items()}
-        except OSError:
-            return ()
-        if (int(fields["Uid"][3]), int(fields["Gid"][3])) == (self.uid, self.gid):  # not one that has its number by now
-            return tuple(map(int, fields["Groups"]))
+            fields = status_of(self.pid)
+            ids = int(fields["Uid"].split()[3]), int(fields["Gid"].split()[3])
+            if ids == (self.uid, self.gid):  # not one that has its number by now
+                return tuple(map(int, fields["Groups"].split()))
+        except (OSError, KeyError):
+            pass
         return ()
 
     def remembered(self) -> Caller | None:
