@@ -149,14 +149,17 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
 
 
-def mixture_of(state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2) -> Mixture:
+def mixture_of(
+    state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
+) -> Mixture:
     """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
-    group = new_group(state, "mixture", mib * layers * experts)
+    group = new_group(state, "mixture", mib * layers * experts + (first_byte > 0))
     group.status = bytearray([SINGLE]) * group.count
     member = group.members[0]
     member.backing = cast(Backing, object())
     size = mib * experts * MIB
-    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
+    names = [f"blk.{n}.ffn_up_exps.weight" for n in range(layers)]
+    tensors = tuple(Tensor(name, first_byte + n * size, size, "F32", experts=experts) for n, name in enumerate(names))
     state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
     assert member.mixture is not None
     return member.mixture
@@ -241,12 +244,57 @@ def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next()
     assert own(0, tail) and own(tail, WINDOW_BYTES), "the rest of a window, and the next"
     assert not own(tail + WINDOW_BYTES, WINDOW_BYTES), "who goes on from there is a program"
     assert own(tail, WINDOW_BYTES) and own(0, tail) and not own(0, tail), "in any order, but once"
-    assert not own(0, WINDOW_BYTES // 2), "around a fault"
-    assert own(0, tail) and own(0, tail, NOW + 10**9), "and once again with the next token"
+    assert own(0, tail, NOW + 10**9), "and once again with the next token"
     assert not mixture.reads_on(0, mixture.layout.starts[0], tail, NOW)
     mixture.states[2], mixture.came_ns[2] = TOUCHED, 2 * NOW
     assert own(0, tail, 2 * NOW + COMING_NS // 2) and not own(tail, WINDOW_BYTES, 2 * NOW + 2 * COMING_NS), (
         "it came long ago"
     )
+    further, now_ns = 5 * WINDOW_BYTES // 4, 2 * NOW + 2 * 10**9
+    mixture.came_ns[2] = now_ns
+    assert not own(further, WINDOW_BYTES, now_ns), "so far it does not reach"
+    assert own(0, 2 * WINDOW_BYTES, now_ns + 10**9) is False, "it came long ago"
+    mixture.came_ns[2] = now_ns + 10**9
+    assert own(further, WINDOW_BYTES, now_ns + 10**9), "but where windows of twice that have been seen"
     mixture.sweeping = True
-    assert not own(0, tail, 2 * NOW + 1), "a prompt reads all"
+    assert not own(0, tail, now_ns + 2 * 10**9), "a prompt reads all"
+
+
+def test_who_was_asked_for_and_is_not_used_leaves_first() -> None:
+    """And not before its layer has been computed since; others may have been used since that was seen last."""
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state, layers=3), state.mixtures
+
+    def leaves() -> set[int]:
+        """Who leaves where one has to."""
+        before = set(mixture.kept)
+        squeeze(state, 0)
+        cache.room_bytes = cache.used_bytes
+        state.resident_bytes -= sum(charged for *_, charged in cache.victims())
+        return before - set(mixture.kept)
+
+    with state.lock:
+        for expert in (1, 3, 5, 9, 11, 17):
+            cache.missed(mixture, expert)
+            cache.arrived(mixture, expert, True)
+        for expert in (5, 5, 9, 9, 11, 11, 17):
+            cache.used(mixture, expert)
+        for expert in (5, 9):
+            mixture.trip(expert)
+        assert list(mixture.unused()) == [] and leaves() == {1}, "it is the last layer that is computed"
+        mixture.reach(3)
+        assert list(mixture.unused()) == [], "its layer is being computed"
+        mixture.reach(11)
+        assert list(mixture.unused()) == [5], "and 9 would be used now"
+        assert leaves() == {5}, "though 3 was used less, as far as is known"
+        mixture.reach(17)
+        assert list(mixture.unused()) == [9] and leaves() == {9}
+
+
+def test_a_page_that_two_slices_share_is_dropped_with_neither() -> None:
+    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=100)
+    start, end = mixture.layout.starts[3], mixture.layout.starts[4]
+    inside = (-(-start // BLOCK_BYTES) * BLOCK_BYTES, end // BLOCK_BYTES * BLOCK_BYTES)
+    assert mixture.inner(3, start - BLOCK_BYTES, end + BLOCK_BYTES) == [(inside[0], inside[1] - inside[0])]
+    assert mixture.inner(3, inside[1] - BLOCK_BYTES, end) == [(inside[1] - BLOCK_BYTES, BLOCK_BYTES)]
+    assert mixture.inner(3, inside[1], end) == mixture.inner(3, end, 2 * end) == []

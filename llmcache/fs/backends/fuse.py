@@ -379,7 +379,7 @@ class SliceReader:
         if mixture.states[expert] == ABSENT:
             found = self.state.mixtures.missed(mixture, expert) if wanted and pid else []
             if not found:
-                self._strays.append((mixture, expert, offset, length))
+                self._strays += [(mixture, expert, *part) for part in mixture.inner(number, offset, offset + length)]
                 return None, False
             for each in found:
                 self._begin(mixture, each, offset)
@@ -389,7 +389,8 @@ class SliceReader:
     def _came_back(self, mixture: Mixture, expert: int, length: int) -> None:
         """Pages of an expert that is there are asked for: that of its tripwire, or the kernel has reclaimed some."""
         if expert in mixture.trips:
-            mixture.trips.discard(expert)
+            del mixture.trips[expert]
+            mixture.reach(expert)
             self.state.mixtures.used(mixture, expert)
             return
         self.state.counters.refault_bytes += length
@@ -508,7 +509,7 @@ class SliceReader:
             if expert in mixture.trips or mixture.computes(expert):  # what is in use now has been counted
                 continue
             if mixture.member.node is not None:
-                mixture.trips.add(expert)
+                mixture.trip(expert)
                 found.append((mixture.member.node, mixture.probes[expert], BLOCK_BYTES))
         self._due -= len(found)
         return found

@@ -38,7 +38,7 @@ UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that
 AHEAD = 4  # experts that are brought ahead of a prompt
 STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
 STRAYS_MAX = 1024
-WINDOW_BYTES = 128 << 10  # by which the kernel reads ahead over FUSE
+WINDOW_BYTES = 128 << 10  # by which the kernel reads ahead over FUSE, or twice that: POSIX_FADV_SEQUENTIAL, as llama.cpp
 COMING_NS, AGAIN_NS = 10_000_000, 100_000_000  # after a slice has come; after what the kernel has read of itself
 _IS_THERE = bytes(state == TOUCHED for state in range(256))
 AHEAD_REACHES = 4  # a fault near the end of a slice has the kernel read on by up to twice what it reads around one
@@ -57,9 +57,9 @@ class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
 
     `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
-    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, and `pages`: that page of each;
-    `came_ns`: when an expert that is there had arrived, and `read_on`: slices that the kernel read of itself: when, from
-    which offset and up to which.
+    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, each with the (round, layer) in
+    which that comes, and `pages`: that page of each; `came_ns`: when an expert that is there had arrived, and `read_on`:
+    slices that the kernel read of itself: when, from which offset and up to which.
     """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
@@ -72,11 +72,13 @@ class Mixture:
             self.probes.append((offset + length // 2) // BLOCK_BYTES * BLOCK_BYTES)
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
+        self.rounds = 0  # how often that began again, as far as is known: tokens
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
         self.sweeping = False  # a prompt is computed
+        self.window = WINDOW_BYTES
         self.loads: dict[int, ExpertLoad] = {}
         self.fresh: set[int] = set()
-        self.trips: set[int] = set()
+        self.trips: dict[int, tuple[int, int]] = {}
         self.pages: dict[int, bytes] = {}
         self.refaults: dict[int, int] = {}
         self.came_ns: dict[int, int] = {}
@@ -89,14 +91,29 @@ class Mixture:
 
     def sweeps(self, expert: int) -> bool:
         """Notes a miss; True if so many are missed in this visit of the layer that it is a prompt that is computed."""
-        _, first, count = self.layout.layer_of(expert)
-        end = first + count
-        if self.layer != (first, end) or expert < self.last:
-            self.layer, self.visit = (first, end), 0
-        self.visit, self.last = self.visit + 1, expert
+        self.reach(expert)
+        count = self.layer[1] - self.layer[0]
+        self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
         most = SWEEP * self.layout.used if self.layout.used else max(UNTOLD_LEAST, count // UNTOLD_SHARE)
-        self.sweeping = self.visit > min(most, end - first - 1)
+        self.sweeping = self.visit > min(most, count - 1)
         return self.sweeping
+
+    def reach(self, expert: int) -> None:
+        """The layer of an expert is computed now."""
+        _, first, count = self.layout.layer_of(expert)
+        if self.layer != (first, first + count):
+            self.rounds += first < self.layer[0]
+            self.layer, self.visit = (first, first + count), 0
+
+    def trip(self, expert: int) -> None:
+        """A page of an expert that is there is taken out."""
+        first = self.layout.layer_of(expert)[1]
+        self.trips[expert] = self.rounds + (first <= self.layer[0]), first
+
+    def unused(self) -> Iterator[int]:
+        """The experts that would have been asked for since, if they were in use."""
+        now = self.rounds, self.layer[0]
+        return (expert for expert, then in self.trips.items() if then < now and not self.computes(expert))
 
     def computes(self, expert: int) -> bool:
         """True for experts of the layer that is computed: of a prompt, those that it has not left behind."""
@@ -132,15 +149,17 @@ class Mixture:
 
     def reads_on(self, number: int, offset: int, size: int, now_ns: int) -> bool:
         """True if a request at the beginning of a slice is the kernel's own: behind a slice that comes in it reads ahead, a
-        window beyond its end too. Around a program's fault it reads half of one, and what it has read it asks for once.
+        window beyond its end too. What it has read it asks for once: who asks for it again, or goes on, is a program.
         """
+        if size > WINDOW_BYTES:
+            self.window = 2 * WINDOW_BYTES
         before = self.layout.expert_of[number - 1] if number else number
         coming = self.states[before] == LOADING or now_ns - self.came_ns.get(before, 0) < COMING_NS
-        begins = offset - self.layout.starts[number] < min(WINDOW_BYTES, self.layout.sizes[number] // 2)
+        begins = offset - self.layout.starts[number] < min(self.window, self.layout.sizes[number] // 2)
         since_ns, first, end = self.read_on.pop(number, (0, offset, offset))
         if now_ns - since_ns > AGAIN_NS:
             first = end = offset
-        if not number or self.sweeping or not coming or not begins or size == WINDOW_BYTES // 2 or first <= offset < end:
+        if not number or self.sweeping or not coming or not begins or first <= offset < end:
             return False
         self.read_on[number] = now_ns, min(first, offset), max(end, offset + size)
         return True
@@ -156,12 +175,19 @@ class Mixture:
             at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
             while at < len(layout.starts) and layout.starts[at] < last:
                 if self.states[layout.expert_of[at]] == ABSENT:
-                    low = -(-max(first, layout.starts[at]) // BLOCK_BYTES) * BLOCK_BYTES
-                    high = min(last, layout.starts[at] + layout.sizes[at]) // BLOCK_BYTES * BLOCK_BYTES
-                    offset, length = self._pages(low, high) if low < high else (low, 0)
-                    found += [(offset, length)] if length else []
+                    found += self.inner(at, first, last)
                 at += 1
         return found
+
+    def inner(self, number: int, first: int, end: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of what a slice has between two bytes, if anything, without pages that are another's in part: that
+        one may be in use.
+        """
+        start = self.layout.starts[number]
+        low = -(-max(first, start) // BLOCK_BYTES) * BLOCK_BYTES
+        high = min(end, start + self.layout.sizes[number]) // BLOCK_BYTES * BLOCK_BYTES
+        offset, length = self._pages(low, high) if low < high else (low, 0)
+        return [(offset, length)] if length else []
 
     def pages_of(self, number: int) -> tuple[int, int]:
         """(offset, bytes) of a slice in whole pages, without what is in the loop."""
@@ -290,8 +316,8 @@ class MixtureCache:
         """Gives up experts, the least used first, until there is room: (node, offset, bytes, charged) to drop."""
         excess = self.excess_bytes
         debts = list(self._read_around()) if excess > 0 else []
-        # Of the layer that is computed nobody leaves: the rest of what a program has begun to use it would miss as well.
-        while excess > 0 and (key := self.hot.least(self._is_computed)) is not None:
+        leaving = self._leaving() if excess > 0 else iter(())
+        while excess > 0 and (key := next(leaving, None)) is not None:
             mixture, expert = self.of(key)
             size = mixture.sizes[expert]
             self._give_up(mixture, expert)
@@ -302,6 +328,17 @@ class MixtureCache:
                 debts += [(node, offset, length, length) for offset, length in mixture.own(expert)]
                 self.state.resident_bytes += sum(length for _, length in mixture.own(expert))  # until it is dropped
         return debts
+
+    def _leaving(self) -> Iterator[int]:
+        """Keys, each to leave before the next is asked for.
+
+        Of the layer that is computed nobody leaves: the rest of what a program has begun to use it would miss as well. First
+        go those that are known to be out of use; others may have been used since that was last seen.
+        """
+        asked = (mixture.first + expert for mixture in self.mixtures for expert in mixture.unused())
+        yield from sorted(asked, key=self.hot.value)
+        while (key := self.hot.least(self._is_computed)) is not None:
+            yield key
 
     def _is_computed(self, key: int) -> bool:
         mixture, expert = self.of(key)
@@ -315,7 +352,7 @@ class MixtureCache:
     def _give_up(self, mixture: Mixture, expert: int) -> None:
         self.hot.drop(mixture.first + expert)
         mixture.states[expert] = ABSENT
-        mixture.trips.discard(expert)
+        mixture.trips.pop(expert, None)
         mixture.pages.pop(expert, None)
         mixture.fresh.discard(expert)
         mixture.refaults.pop(expert, None)
