@@ -84,10 +84,8 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    # Over FUSE the kernel reads around faults the further the later it is answered: 1.1 on a quiet machine, 1.3 beside
-    # others' work.
-    allowed = {"inplace": 1.3, "steer": 1.5}[mode]
-    assert sum(step.storage_bytes for step in done.steps[WARM:]) < allowed * expected
+    # On a quiet machine .7 to 1; beside others' work the kernel reads the further around faults the later it is answered.
+    assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
 
 
 def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:
