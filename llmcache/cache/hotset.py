@@ -68,13 +68,17 @@ class Lrfu:
 
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
-        self._clock += 1 / max(_LEAST_HALF_LIFE, self.half_lives * len(self._kept))
+        self.skip(1)
         age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative of one that was used often
         self._value[key] = self._clock - age + math.log2(1 + 2**age)  # log2(2**value + 2**clock)
         if self._window:
             self._recent.append(key)
             self._counts[key] = self._counts.get(key, 0) + 1
             self._age()
+
+    def skip(self, uses: float) -> None:
+        """So many uses were not seen: what was seen is older by them."""
+        self._clock += uses / max(_LEAST_HALF_LIFE, self.half_lives * len(self._kept))  # in half-lives
 
     def _age(self) -> None:
         while len(self._recent) > self._window:
@@ -193,6 +197,12 @@ class HotSet(Lrfu):
                 self._follow(best)
             self._misses = [misses / 2 for misses in self._misses]
             self._uses = 0
+
+    def skip(self, uses: float) -> None:
+        """So many uses were not seen."""
+        super().skip(uses)
+        for rival in self._rivals:
+            rival.skip(uses / _SAMPLE)
 
     def forget(self, keys: range) -> None:
         """Forgets keys altogether: they stand for nothing any more."""

@@ -291,6 +291,30 @@ def test_who_was_asked_for_and_is_not_used_leaves_first() -> None:
         assert list(mixture.unused()) == [9] and leaves() == {9}
 
 
+def test_tokens_whose_uses_are_not_seen_make_what_was_used_before_older() -> None:
+    """As many as come round, as far as that is seen."""
+    left: dict[int, int] = {}
+    for tokens in (0, 1000):
+        state = new_state(64 * MIB)
+        mixture, cache = mixture_of(state), state.mixtures
+        with state.lock:
+            for expert in (1, 9, 3):
+                cache.missed(mixture, expert)
+                cache.arrived(mixture, expert, True)
+            for _ in range(10):
+                cache.used(mixture, 1)
+            for _ in range(tokens):
+                mixture.reach(9)
+                mixture.reach(3)
+            cache.catch_up(mixture)
+            for expert in (3, 3, 9, 9):
+                cache.used(mixture, expert)
+            least = cache.hot.least()
+            assert least is not None
+            left[tokens] = least
+    assert left == {0: 3, 1000: 1}, "the most used, unless that was long ago"
+
+
 def test_a_page_that_two_slices_share_is_dropped_with_neither() -> None:
     mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=100)
     start, end = mixture.layout.starts[3], mixture.layout.starts[4]

@@ -493,6 +493,8 @@ class SliceReader:
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """A page of each of those that would leave next, if it is not out yet."""
         mixtures = self.state.mixtures
+        for mixture in mixtures.mixtures:
+            mixtures.catch_up(mixture)
         self._due += TRIPS * (mixtures.left - self._left)
         self._left = mixtures.left
         out = sum(len(mixture.trips) for mixture in mixtures.mixtures)

@@ -464,6 +464,8 @@ class InPlaceBackend:
                 program.cool(list(itertools.compress(addresses, accessed)))
                 seen.update(itertools.compress(kept, accessed))
         used = list(seen)
+        with self.state.lock:
+            self.state.mixtures.catch_up(mixture)
         for first in range(0, len(used), USES):
             with self.state.lock:
                 if mixture.member.mixture is not mixture:

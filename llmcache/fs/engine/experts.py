@@ -73,6 +73,7 @@ class Mixture:
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.rounds = 0  # how often that began again, as far as is known: tokens
+        self.unseen = 0  # uses of these, beyond those that were seen
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
         self.sweeping = False  # a prompt is computed
         self.window = WINDOW_BYTES
@@ -102,7 +103,9 @@ class Mixture:
         """The layer of an expert is computed now."""
         _, first, count = self.layout.layer_of(expert)
         if self.layer != (first, first + count):
-            self.rounds += first < self.layer[0]
+            if first < self.layer[0]:
+                self.rounds += 1
+                self.unseen += self.layout.token_uses
             self.layer, self.visit = (first, first + count), 0
 
     def trip(self, expert: int) -> None:
@@ -252,7 +255,7 @@ class MixtureCache:
         if expert in mixture.fresh:
             mixture.fresh.discard(expert)
             return
-        self.hot.use(mixture.first + expert)
+        self._count(mixture, expert)
         self.state.counters.hit_bytes += mixture.sizes[expert]
 
     def missed(self, mixture: Mixture, expert: int) -> list[int]:
@@ -262,7 +265,7 @@ class MixtureCache:
         """
         sweeps = mixture.sweeps(expert)
         if not sweeps:  # what a prompt reads says little of what the tokens after it use
-            self.hot.use(mixture.first + expert)
+            self._count(mixture, expert)
         self.state.counters.miss_bytes += mixture.sizes[expert]
         if not mixture.member.reachable:
             return []
@@ -275,6 +278,15 @@ class MixtureCache:
         for each in found:
             mixture.states[each] = LOADING
         return found
+
+    def _count(self, mixture: Mixture, expert: int) -> None:
+        self.hot.use(mixture.first + expert)
+        mixture.unseen -= 1
+
+    def catch_up(self, mixture: Mixture) -> None:
+        """What tokens have used unseen counts too: else what was used long ago would stay the longer the less is missed."""
+        self.hot.skip(max(0, mixture.unseen))
+        mixture.unseen = 0
 
     def lost(self, mixture: Mixture, expert: int) -> None:
         """The kernel has reclaimed some of an expert that was there."""
