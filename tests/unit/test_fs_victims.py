@@ -253,7 +253,7 @@ def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next()
     further, now_ns = 5 * WINDOW_BYTES // 4, 2 * NOW + 2 * 10**9
     mixture.came_ns[2] = now_ns
     assert not own(further, WINDOW_BYTES, now_ns), "so far it does not reach"
-    assert own(0, 2 * WINDOW_BYTES, now_ns + 10**9) is False, "it came long ago"
+    assert not own(0, 2 * WINDOW_BYTES, now_ns + 10**9), "it came long ago"
     mixture.came_ns[2] = now_ns + 10**9
     assert own(further, WINDOW_BYTES, now_ns + 10**9), "but where windows of twice that have been seen"
     mixture.sweeping = True
@@ -313,6 +313,24 @@ def test_tokens_whose_uses_are_not_seen_make_what_was_used_before_older() -> Non
             assert least is not None
             left[tokens] = least
     assert left == {0: 3, 1000: 1}, "the most used, unless that was long ago"
+
+
+def test_what_a_token_is_seen_to_use_is_not_counted_as_unseen_too() -> None:
+    """However often that is looked at amid a token."""
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state), state.mixtures
+    hot = cache.hot
+    cache.hot = Mock(wraps=hot)
+    with state.lock:
+        for expert in (1, 9, 3, 11, 5):
+            cache.missed(mixture, expert)
+            cache.arrived(mixture, expert, True)
+            cache.catch_up(mixture)
+        mixture.reach(9)
+        mixture.reach(3)
+        cache.catch_up(mixture)
+    assert mixture.layout.token_uses == 4
+    assert [call.args for call in cache.hot.skip.call_args_list] == [(4 - 3,), (4 - 2,), (4,)]
 
 
 def test_a_page_that_two_slices_share_is_dropped_with_neither() -> None:

@@ -73,7 +73,7 @@ class Mixture:
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.rounds = 0  # how often that began again, as far as is known: tokens
-        self.unseen = 0  # uses of these, beyond those that were seen
+        self.seen, self.caught_up = 0, 0  # uses that were, since the round until which the others have been counted
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
         self.sweeping = False  # a prompt is computed
         self.window = WINDOW_BYTES
@@ -103,9 +103,7 @@ class Mixture:
         """The layer of an expert is computed now."""
         _, first, count = self.layout.layer_of(expert)
         if self.layer != (first, first + count):
-            if first < self.layer[0]:
-                self.rounds += 1
-                self.unseen += self.layout.token_uses
+            self.rounds += first < self.layer[0]
             self.layer, self.visit = (first, first + count), 0
 
     def trip(self, expert: int) -> None:
@@ -281,12 +279,13 @@ class MixtureCache:
 
     def _count(self, mixture: Mixture, expert: int) -> None:
         self.hot.use(mixture.first + expert)
-        mixture.unseen -= 1
+        mixture.seen += 1
 
     def catch_up(self, mixture: Mixture) -> None:
         """What tokens have used unseen counts too: else what was used long ago would stay the longer the less is missed."""
-        self.hot.skip(max(0, mixture.unseen))
-        mixture.unseen = 0
+        if rounds := mixture.rounds - mixture.caught_up:
+            self.hot.skip(max(0, rounds * mixture.layout.token_uses - mixture.seen))
+            mixture.seen, mixture.caught_up = 0, mixture.rounds
 
     def lost(self, mixture: Mixture, expert: int) -> None:
         """The kernel has reclaimed some of an expert that was there."""
