@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
 from unittest.mock import Mock
 
 from llmcache.fs.backends.base import BufferPool
-from llmcache.fs.engine.group import LOADING, READY, TOUCHED, Group, Member
+from llmcache.fs.engine.experts import Mixture
+from llmcache.fs.engine.group import LOADING, READY, SINGLE, TOUCHED, Group, Member
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
+from llmcache.fs.vfs.backing import Backing
 
 MIB = 1 << 20
 
@@ -75,3 +79,19 @@ def stray(state: CacheState, group: Group, extents: list[int], length: int = 409
         state.charge(group, extent, length)
         group.strays.pop(extent, None)
         group.strays[extent] = 0
+
+
+def mixture_of(
+    state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
+) -> Mixture:
+    """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
+    group = new_group(state, "mixture", mib * layers * experts + (first_byte > 0))
+    group.status = bytearray([SINGLE]) * group.count
+    member = group.members[0]
+    member.backing = cast(Backing, object())
+    size = mib * experts * MIB
+    names = [f"blk.{n}.ffn_up_exps.weight" for n in range(layers)]
+    tensors = tuple(Tensor(name, first_byte + n * size, size, "F32", experts=experts) for n, name in enumerate(names))
+    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
+    assert member.mixture is not None
+    return member.mixture

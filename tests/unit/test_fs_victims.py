@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import errno
-from typing import cast
 from unittest.mock import Mock
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.base import BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
-from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES, Mixture
+from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
-from llmcache.fs.vfs.backing import Backing
 from llmcache.units import BLOCK_BYTES
-from tests.unit.fs_parts import MIB, bring, new_group, new_state, open_it, stray
+from tests.unit.fs_parts import MIB, bring, mixture_of, new_group, new_state, open_it, stray
 
 NOW = 10**12
 LONG_AGO = NOW - 10 * ABANDONED_NS
@@ -147,22 +144,6 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     assert group.charge[2] >= 8192 and state.resident_bytes == sum(group.charge)
     state.limit_bytes = 0
     assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
-
-
-def mixture_of(
-    state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
-) -> Mixture:
-    """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
-    group = new_group(state, "mixture", mib * layers * experts + (first_byte > 0))
-    group.status = bytearray([SINGLE]) * group.count
-    member = group.members[0]
-    member.backing = cast(Backing, object())
-    size = mib * experts * MIB
-    names = [f"blk.{n}.ffn_up_exps.weight" for n in range(layers)]
-    tensors = tuple(Tensor(name, first_byte + n * size, size, "F32", experts=experts) for n, name in enumerate(names))
-    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
-    assert member.mixture is not None
-    return member.mixture
 
 
 def test_experts_are_counted_while_they_are_there_and_only_then() -> None:

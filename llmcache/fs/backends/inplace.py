@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -31,13 +30,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
+from llmcache.fs.backends.samples import Samples
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
 from llmcache.procfs import mounts
@@ -54,8 +53,6 @@ log = logging.getLogger(__name__)
 
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 STILL_NS = 300_000_000  # without a touch, a first pass is over or rests
-SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
-USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
 SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be told, for so long after the last touch
 REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
@@ -135,7 +132,9 @@ class InPlaceBackend:
         self.files = Files(self.touches, engine)
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
-        self._sampling = threading.Thread(target=self._look_after, name="sample", daemon=True)
+        self._renewing = threading.Thread(target=self._look_after, name="renew", daemon=True)
+        self.samples = Samples(self.state, self.files)
+        self._sampling = threading.Thread(target=self.samples.run, name="sample", daemon=True)
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -148,6 +147,7 @@ class InPlaceBackend:
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
+            self._renewing.start()
             self._sampling.start()
 
     def stop(self) -> None:
@@ -160,8 +160,10 @@ class InPlaceBackend:
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
+            self.samples.stop()
             self._tending.join(timeout=10)
             self._observing.join(timeout=10)
+            self._renewing.join(timeout=10)
             self._sampling.join(timeout=10)
         self.touches.close()
 
@@ -355,6 +357,8 @@ class InPlaceBackend:
 
     def _slice_touched(self, mixture: Mixture, number: int, touch: Touch) -> None:
         """A program reads a slice, of which a page was missed, or is mapped now. Lock held."""
+        if mixture.alone:
+            return
         expert = mixture.layout.expert_of[number]
         state = mixture.states[expert]
         if state == ABSENT or (state == LOADING and touch.flags & MISS):
@@ -422,56 +426,14 @@ class InPlaceBackend:
         if not again:
             self.state.consumed(length, True)
 
-    # The sampling thread
+    # The renewing thread
 
     def _look_after(self) -> None:
-        """Looks again and again which experts that are there were used, as long as that costs little, and renews pins."""
-        pages: PageTables | None = None
-        pause = CHECK_S
         while not self._closed:
-            time.sleep(pause)
-            pause = CHECK_S
-            if self.state.running:
-                for file in list(self.files.by_number.values()):
-                    if file.mapping is not None:  # of thousands of files few are read
-                        self._renew(file)
-            if not self.state.mixtures.mixtures:
-                continue
-            try:
-                pages = pages or PageTables()
-            except Unreadable as reason:
-                log.warning("which experts are used cannot be seen: %s", reason)
-                return
-            began = time.thread_time()
-            with self.state.lock:
-                found = [(mixture, mixture.kept) for mixture in self.state.mixtures.mixtures]
-            if any(kept for _, kept in found):
-                for mixture, kept in found:
-                    self._sample_mixture(pages, mixture, kept)
-                pause = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began))
-        if pages is not None:
-            pages.close()
-
-    def _sample_mixture(self, pages: PageTables, mixture: Mixture, kept: list[int]) -> None:
-        file = self.files.of_node(mixture.member.node)
-        if file is None:
-            return
-        seen: set[int] = set()
-        with self.files.lock:
-            for program in file.readers:
-                addresses = program.addresses_of(*file.key, list(map(mixture.probes.__getitem__, kept)))
-                accessed = pages.accessed(program.pid, addresses)
-                program.cool(list(itertools.compress(addresses, accessed)))
-                seen.update(itertools.compress(kept, accessed))
-        used = list(seen)
-        with self.state.lock:
-            self.state.mixtures.catch_up(mixture)
-        for first in range(0, len(used), USES):
-            with self.state.lock:
-                if mixture.member.mixture is not mixture:
-                    return
-                for expert in used[first : first + USES]:
-                    self.state.mixtures.used(mixture, expert)
+            time.sleep(CHECK_S)
+            for file in list(self.files.by_number.values()) if self.state.running else []:
+                if file.mapping is not None:  # of thousands of files few are read
+                    self._renew(file)
 
     def _renew(self, file: File) -> None:
         """Has what the kernel has read in small pages read again in huge ones, once all that loops is pinned.

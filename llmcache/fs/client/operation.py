@@ -163,8 +163,19 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
         if experts := file.get("experts"):
-            kept = f"{experts['kept']} of {experts['count']} experts kept, {format_size(experts['kept_bytes'])}"
-            console.print(Text(f"{printable(file['path']).lstrip('/')}: {kept} of {format_size(experts['bytes'])}"))
+            console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
+
+
+def _experts(experts: dict[str, Any]) -> str:
+    """What is kept of them, and where both were tried what a token takes with help and without."""
+    kept = f"{experts['kept']} of {experts['count']} experts kept, "
+    told = f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
+    told = "experts are left to the kernel" if experts.get("alone") else told
+    helped, alone = experts.get("token"), experts.get("token_alone")
+    if not helped or not alone:
+        return told
+    pay = [f"{1e3 * cost['s']:.1f} ms and {format_size(cost['read_bytes'])} of storage" for cost in (helped, alone)]
+    return f"{told}; a token takes {pay[0]} with help, {pay[1]} without"
 
 
 def _file_table(files: list[dict[str, Any]]) -> Table:

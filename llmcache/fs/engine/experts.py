@@ -53,8 +53,22 @@ class ExpertLoad:
     failed: bool = False
 
 
+@dataclass(frozen=True)
+class TokenCost:
+    """What a token took, on average: time, and bytes from storage."""
+
+    seconds: float
+    read_bytes: int
+
+    def exceeds(self, other: TokenCost | None, times: float) -> bool:
+        """True if it takes at least so many times what another takes, if there is one."""
+        return other is not None and self.seconds >= times * other.seconds
+
+
 class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
+
+    `alone`: the kernel has them, all are ABSENT; `costs`: of a token, by that, once both were tried.
 
     `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
     LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, each with the (round, layer) in
@@ -78,6 +92,8 @@ class Mixture:
         self.sweeping = False  # a prompt is computed
         self.window = WINDOW_BYTES
         self.loads: dict[int, ExpertLoad] = {}
+        self.alone = False
+        self.costs: dict[bool, TokenCost] = {}
         self.fresh: set[int] = set()
         self.trips: dict[int, tuple[int, int]] = {}
         self.pages: dict[int, bytes] = {}
@@ -207,7 +223,14 @@ class Mixture:
             "kept": len(kept),
             "kept_bytes": sum(map(self.sizes.__getitem__, kept)),
             "bytes": sum(self.layout.sizes),
+            "alone": self.alone,
+            "token": _told(self.costs.get(False)),
+            "token_alone": _told(self.costs.get(True)),
         }
+
+
+def _told(cost: TokenCost | None) -> dict[str, float] | None:
+    return None if cost is None else {"s": cost.seconds, "read_bytes": cost.read_bytes}
 
 
 class MixtureCache:
@@ -296,6 +319,7 @@ class MixtureCache:
         """An expert that was LOADING is there, or could not be read."""
         if mixture.member.mixture is not mixture:
             return
+        done = done and not mixture.alone
         mixture.states[expert] = TOUCHED if done else ABSENT
         if done:
             self.hot.keep(mixture.first + expert)
@@ -304,6 +328,15 @@ class MixtureCache:
             self.state.resident_bytes += mixture.sizes[expert]
         if self.excess_bytes > 0:
             self.state.room.notify()
+
+    def turn(self, mixture: Mixture, alone: bool, found: list[int]) -> None:
+        """Leaves experts to the kernel, as they are, or takes those that were `found` there."""
+        mixture.alone = alone
+        for expert in mixture.kept if alone else ():
+            self.lost(mixture, expert)
+        for expert in found:
+            if mixture.states[expert] == ABSENT:
+                self.arrived(mixture, expert, done=True)
 
     @property
     def excess_bytes(self) -> int:
@@ -320,7 +353,7 @@ class MixtureCache:
         now_ns = time.monotonic_ns()
         while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
             _, mixture, number, reach = self._strays.popleft()
-            if (node := mixture.member.node) is not None and mixture.member.mixture is mixture:
+            if (node := mixture.member.node) is not None and mixture.member.mixture is mixture and not mixture.alone:
                 yield from ((node, offset, length, 0) for offset, length in mixture.neighbours(number, reach))
 
     def victims(self) -> list[tuple[int, int, int, int]]:

@@ -68,7 +68,8 @@ def main() -> None:
     import llama_cpp  # slow: not for --help
 
     begin = time.perf_counter()
-    model = llama_cpp.Llama(args.model, n_ctx=256, n_threads=args.threads, use_mmap=not args.no_mmap, verbose=False)
+    context = max(256, args.tokens + 4)
+    model = llama_cpp.Llama(args.model, n_ctx=context, n_threads=args.threads, use_mmap=not args.no_mmap, verbose=False)
     vocabulary = model.n_vocab()
     slow = SlowProcessor(model.ctx, args.compute) if args.compute else None
     model.eval([1, 300, 301, 302])

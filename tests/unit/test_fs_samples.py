@@ -1,0 +1,135 @@
+"""Trials: whether experts are steered or left to the kernel goes by what tokens take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import Mock
+
+import pytest
+
+from llmcache.fs.backends import samples
+from llmcache.fs.backends.samples import FIRST_S, QUIET_S, TRIAL_REST, Samples
+from llmcache.fs.engine.experts import Mixture, TokenCost
+from llmcache.units import BLOCK_BYTES
+from tests.unit.fs_parts import MIB, mixture_of, new_state
+
+
+class Machine:
+    """A program that computes tokens, on a clock of its own; `token_s` says how long the next one takes, given `alone`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, token_s: Callable[[bool], float], missed_bytes: int = 0) -> None:
+        self.now_s, self.begin_s, self.end_s = 0.0, 0.0, 0.0
+        self.token_s, self.missed_bytes, self.read_bytes = token_s, missed_bytes, 0
+        self.programs, self.used = 1, False
+        self.state = new_state(64 * MIB)
+        self.mixture: Mixture = mixture_of(self.state)
+        self.there = {1, 3, 9}
+        with self.state.lock:
+            for expert in self.there:
+                self.state.mixtures.missed(self.mixture, expert)
+                self.state.mixtures.arrived(self.mixture, expert, True)
+        files = Mock()
+        files.opened = self.opened
+        self.samples = Samples(self.state, files)
+        self.samples._over = Mock(wait=self.wait)
+        monkeypatch.setattr(samples, "time", Mock(monotonic=lambda: self.now_s, thread_time=lambda: 0.0))
+        monkeypatch.setattr(Samples, "_accessed", lambda _self, _file, _mixture, experts: self.accessed(list(experts)))
+        monkeypatch.setattr(Samples, "_read_bytes", lambda _self, _file: self.read_bytes if self.programs == 1 else None)
+        monkeypatch.setattr("llmcache.fs.syscalls.cached_pages", self.cached_pages)
+
+    @contextmanager
+    def opened(self, _file: object) -> Iterator[int]:
+        """As Files has it."""
+        yield 0
+
+    def cached_pages(self, _fd: int, offset: int, length: int) -> int:
+        """One page of what is no whole expert."""
+        return length // BLOCK_BYTES if offset // (4 * MIB) in self.there else offset // (4 * MIB) == 5
+
+    def wait(self, timeout_s: float) -> bool:
+        """Time passes."""
+        self.now_s += timeout_s
+        while self.now_s >= self.end_s:
+            self.begin_s, self.end_s = self.end_s, self.end_s + self.token_s(self.mixture.alone)
+            self.used = True
+            self.read_bytes += self.missed_bytes * (2 if self.mixture.alone else 1)
+        return False
+
+    def accessed(self, experts: list[int]) -> list[int]:
+        """The first layer is computed in a tenth of a token's time."""
+        used, self.used = self.used, self.now_s < self.begin_s + 0.1 * (self.end_s - self.begin_s)
+        return experts[:1] if used else []
+
+    def trial(self) -> None:
+        """The next one."""
+        (model,) = self.samples._waiting() or [[self.mixture]]
+        self.samples._try(model)
+
+    @property
+    def due_s(self) -> float:
+        """From now on, the next one."""
+        return self.samples._due_s[self.mixture.group] - self.now_s
+
+
+def test_experts_are_left_to_the_kernel_while_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay where they are, and who is there is kept again once help pays."""
+    took = {False: 0.05, True: 0.04}
+    machine = Machine(monkeypatch, took.__getitem__, missed_bytes=1000)
+    mixture, cache = machine.mixture, machine.state.mixtures
+    assert machine.samples._waiting() == [], "it has just begun"
+    machine.wait(FIRST_S)
+    assert machine.samples._waiting() == [[mixture]]
+    machine.trial()
+    facts = mixture.facts()
+    assert facts["alone"] and mixture.kept == [] and cache.used_bytes == machine.state.resident_bytes == len(cache.hot) == 0
+    assert facts["token"] == pytest.approx({"s": 0.05, "read_bytes": 1000}, rel=0.05)
+    assert facts["token_alone"] == pytest.approx({"s": 0.04, "read_bytes": 2000}, rel=0.05)
+    assert machine.due_s >= max(FIRST_S, TRIAL_REST * 5 * 2.0), "a small part of the time"
+    with machine.state.lock:
+        cache.arrived(mixture, 7, True)  # it was on its way
+    assert mixture.kept == []
+    machine.trial()
+    assert mixture.facts()["alone"], "nothing has changed"
+    took[True] = 0.07
+    machine.there.discard(3)
+    machine.trial()
+    assert not mixture.facts()["alone"] and mixture.kept == [1, 9] and len(cache.hot) == 2
+    assert cache.used_bytes == machine.state.resident_bytes == 8 * MIB
+    assert {offset // (4 * MIB) for _, offset, _, _ in machine.state.debts} == {5}, "what is there in part goes"
+
+
+@pytest.mark.parametrize("alone_s", [0.051, 0.2])
+def test_experts_are_steered_while_that_is_faster(monkeypatch: pytest.MonkeyPatch, alone_s: float) -> None:
+    machine = Machine(monkeypatch, {False: 0.05, True: alone_s}.__getitem__)
+    machine.trial()
+    assert not machine.mixture.alone and machine.mixture.kept == sorted(machine.there)
+    assert machine.mixture.costs[True].seconds == pytest.approx(alone_s, rel=0.02)
+
+
+def test_what_is_no_token_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, and pauses between two answers."""
+    tokens = iter(range(10**6))
+    machine = Machine(monkeypatch, lambda alone: 3.0 if next(tokens) % 10 == 0 else 0.06 if alone else 0.05)
+    machine.trial()
+    assert not machine.mixture.alone and machine.mixture.costs[False].seconds == pytest.approx(0.05, rel=0.02)
+
+
+def test_one_measurement_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All became faster while the kernel had the experts."""
+    machine = Machine(monkeypatch, lambda _alone: 0.05 if machine.now_s < 5 else 0.04)
+    machine.trial()
+    assert not machine.mixture.alone and set(machine.mixture.costs) == {False, True}
+
+
+@pytest.mark.parametrize("why", ["nobody computes", "several do", "it ends", "too fast"])
+def test_nothing_changes_where_tokens_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    machine = Machine(monkeypatch, lambda _alone: {"nobody computes": 10**6, "too fast": 0.002}.get(why, 0.05))
+    machine.mixture.costs = {False: TokenCost(1.0, 0)}
+    if why == "several do":
+        machine.programs = 2
+    if why == "it ends":
+        machine.token_s = lambda alone: 10**6 if alone else 0.05
+    machine.trial()
+    assert not machine.mixture.alone and machine.mixture.kept == sorted(machine.there)
+    assert machine.mixture.costs == {False: TokenCost(1.0, 0)} and machine.now_s < 20 * QUIET_S
