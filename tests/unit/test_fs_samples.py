@@ -35,7 +35,7 @@ class Machine:
         self.samples._over = Mock(wait=self.wait)
         monkeypatch.setattr(samples, "time", Mock(monotonic=lambda: self.now_s, thread_time=lambda: 0.0))
         monkeypatch.setattr(Samples, "_accessed", lambda _self, _file, _mixture, experts: self.accessed(list(experts)))
-        monkeypatch.setattr(Samples, "_read_bytes", lambda _self, _file: self.read_bytes if self.programs == 1 else None)
+        monkeypatch.setattr(Samples, "_read_bytes", lambda _self, _mixture: self.read_bytes if self.programs == 1 else None)
         monkeypatch.setattr("llmcache.fs.syscalls.cached_pages", self.cached_pages)
 
     @contextmanager

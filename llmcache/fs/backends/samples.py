@@ -37,7 +37,7 @@ SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so 
 USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
 FIRST_S, TRIAL_REST = 30.0, 20  # until the first trial of what is read; between two, times as long as one takes
 TOKENS, LEAST_S = 64, 2.0  # are timed, and for so long at least
-SETTLED_SHARE, SETTLED_TOKENS = 0.5, 1024  # of the room is read, or so many pass: what is there is by then its own doing
+SETTLED_SHARE, SETTLED_TOKENS, SETTLE_S = 0.5, 1024, 0.1  # of the room is read, or so many pass; it looks so often
 POLLS, LEAST_POLLS = 4, 3  # of a token's time
 POLL_S, POLL_MAX_S = 0.001, 0.02
 QUIET_S = 10.0  # without a token: nobody computes
@@ -146,9 +146,9 @@ class Samples:
         costs: list[TokenCost] = []
         for alone in (was_alone, not was_alone, was_alone):
             before = costs[-1] if costs else None
-            if self._turn(model, alone) and self._cost(model, None, settles=True) is None:
-                break
-            cost = self._cost(model, before)
+            if self._turn(model, alone) and before is not None:
+                self._settle(model[0], before)
+            cost = self._cost(model[0], before)
             if cost is None:
                 break
             costs.append(cost)
@@ -156,25 +156,32 @@ class Samples:
                 break
         return costs
 
-    def _cost(self, model: list[Mixture], before: TokenCost | None, *, settles: bool = False) -> TokenCost | None:
-        """Times tokens; None if nobody computes, or several programs do. Fewer where they take much more than `before`.
+    def _settle(self, mixture: Mixture, before: TokenCost) -> None:
+        """Waits until what is there is the doing of who decides now, where a token takes about as long as `before`."""
+        end_s = time.monotonic() + SETTLED_TOKENS * before.seconds
+        first_bytes = read_bytes = self._read_bytes(mixture)
+        share = SETTLED_SHARE * self._state.mixtures.room_bytes
+        while first_bytes is not None and read_bytes is not None and read_bytes - first_bytes < share:
+            if time.monotonic() > end_s or self._over.wait(SETTLE_S):
+                return
+            if time.monotonic() >= self._look_s:
+                self._look()
+            read_bytes = self._read_bytes(mixture)
 
-        `settles`: as many as it takes until what is there is not any more what was there.
-        """
-        mixture = model[0]
-        file = self._files.of_node(mixture.member.node)
-        first_bytes = None if file is None else self._read_bytes(file)
+    def _cost(self, mixture: Mixture, before: TokenCost | None) -> TokenCost | None:
+        """Times tokens, fewer where they take much longer than `before`; None if nobody computes, or several programs do."""
+        file, first_bytes = self._files.of_node(mixture.member.node), self._read_bytes(mixture)
         began: list[float] = []
         polls, was_used, last_s = 0, True, time.monotonic()
         used_s = last_s
         _, first, count = mixture.layout.layers[0]
         self._timed = range(first, first + count)
         try:
-            while file is not None and first_bytes is not None:
+            while file is not None and first_bytes is not None and mixture.member.mixture is mixture:
                 if self._over.wait(min(POLL_MAX_S, max(POLL_S, (time.monotonic() - used_s) / POLLS))):
-                    return None
-                if time.monotonic() - last_s > QUIET_S or mixture.member.mixture is not mixture:
-                    return None
+                    break
+                if time.monotonic() - last_s > QUIET_S:
+                    break
                 if time.monotonic() >= self._look_s:
                     self._look()
                 used = self._accessed(file, mixture, self._timed)
@@ -184,25 +191,23 @@ class Samples:
                 if used and not was_used:
                     last_s = used_s
                     began.append(last_s)
-                    read_bytes = self._read_bytes(file)
+                    read_bytes = self._read_bytes(mixture)
                     if read_bytes is None or polls < LEAST_POLLS * (len(began) - 1):
-                        return None
+                        break
                     cost = _average(began, read_bytes - first_bytes)
-                    if len(began) > SLOW_TOKENS and cost.exceeds(before, SLOW):
-                        return cost
-                    share = SETTLED_SHARE * self._state.mixtures.room_bytes
-                    settled = len(began) > SETTLED_TOKENS or read_bytes - first_bytes > share
-                    if settled if settles else len(began) > TOKENS and last_s - began[0] > LEAST_S:
+                    is_slow = len(began) > SLOW_TOKENS and cost.exceeds(before, SLOW)
+                    if is_slow or (len(began) > TOKENS and last_s - began[0] > LEAST_S):
                         return cost
                 was_used = bool(used)
-            return None
         finally:
             self._timed = range(0)
+        return None
 
-    def _read_bytes(self, file: File) -> int | None:
+    def _read_bytes(self, mixture: Mixture) -> int | None:
         """What the program that reads a file, and this one, have read from storage; None if not one does."""
+        file = self._files.of_node(mixture.member.node)
         with self._files.lock:
-            pids = [program.pid for program in file.readers if program.maps(*file.key)]
+            pids = [] if file is None else [program.pid for program in file.readers if program.maps(*file.key)]
         if len(pids) != 1:
             return None
         try:
