@@ -1,4 +1,4 @@
-"""What the kernel tells in /proc and psutil does not: the status of a process, and the mounts that it sees."""
+"""What the kernel tells in /proc of a process, where psutil does not or would take memory: status, reads, mounts."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -
     """Returns the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def read_bytes_of(pid: int) -> int:
+    """Returns what a process has had read from storage, in bytes; OSError if it is gone."""
+    with open(f"/proc/{pid}/io", encoding="ascii") as lines:
+        return next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:"))
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:

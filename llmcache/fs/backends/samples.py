@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import statistics
 import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import psutil
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S
 from llmcache.fs.engine.experts import TokenCost
 from llmcache.fs.engine.group import TOUCHED
+from llmcache.procfs import read_bytes_of
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -211,8 +209,8 @@ class Samples:
         if len(pids) != 1:
             return None
         try:
-            return int(psutil.Process(pids[0]).io_counters().read_bytes) + self._state.counters.stored_bytes
-        except psutil.Error:
+            return read_bytes_of(pids[0]) + self._state.counters.stored_bytes
+        except OSError:
             return None
 
     def _turn(self, model: list[Mixture], alone: bool) -> bool:
@@ -250,6 +248,8 @@ class Samples:
 def _average(began: list[float], read_bytes: int) -> TokenCost:
     """Of tokens, from when each began, and what all have read."""
     took = [end - begin for begin, end in itertools.pairwise(began)]
-    most = LONG * statistics.median(took) if took else 0.0
-    seconds = statistics.fmean(each for each in took if each <= most) if took else 0.0
-    return TokenCost(seconds, read_bytes // max(1, len(took)))
+    if not took:
+        return TokenCost(0.0, read_bytes)
+    most = LONG * sorted(took)[len(took) // 2]
+    usual = [each for each in took if each <= most]
+    return TokenCost(sum(usual) / len(usual), read_bytes // len(took))
