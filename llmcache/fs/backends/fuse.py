@@ -524,7 +524,10 @@ STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end 
 
 @dataclass(slots=True)
 class Rest:
-    """What is still to be answered of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`."""
+    """What is still to be answered of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`.
+
+    `first_byte`: of all that was asked for.
+    """
 
     group: Group
     member: Member
@@ -533,6 +536,7 @@ class Rest:
     offset: int
     size: int
     pid: int
+    first_byte: int
 
 
 class Reader:
@@ -555,7 +559,7 @@ class Reader:
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
             return self.uncached(backing, address, size, offset, pid)
-        rest, wanted = Rest(*owner, backing, address, offset, size, pid), None
+        rest, wanted = Rest(*owner, backing, address, offset, size, pid, offset), None
         if rest.member.mixture is not None:
             with self.state.lock:
                 wanted = self.backend.slices.wanted(rest.member.mixture, offset, size)
@@ -683,8 +687,9 @@ class Reader:
                     self._judge(fetch, waited, waited_ns)
                 self.state.finish(fetch)
             else:
-                if usable:
-                    fetch.replied = (start // BLOCK_BYTES * BLOCK_BYTES, start + length)
+                if usable:  # all pages of the request: no STORE is to wait for the reply, which may wait for that
+                    first = max(0, rest.first_byte - fetch.offset)
+                    fetch.replied = (first // BLOCK_BYTES * BLOCK_BYTES, start + length)
                 if rest.pid and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
                 self.state.jobs.appendleft(functools.partial(self.backend.store, rest.group, rest.member, fetch))

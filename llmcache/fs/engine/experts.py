@@ -141,12 +141,22 @@ class Mixture:
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """The same, without pages that are another's in part."""
-        whole = (
-            (-(-start // BLOCK_BYTES) * BLOCK_BYTES, (start + size) // BLOCK_BYTES * BLOCK_BYTES)
-            for start, size in self.layout.ranges(expert)
-        )
-        return [(offset, length) for offset, length in (self._pages(*part) for part in whole) if length]
+        """The same, without pages of which a part is another's, unless that is an expert that is not there either."""
+        found: list[tuple[int, int]] = []
+        for start, size in self.layout.ranges(expert):
+            number, end = bisect_right(self.layout.starts, start) - 1, start + size
+            low = start if self._is_absent(number - 1, start) else -(-start // BLOCK_BYTES) * BLOCK_BYTES
+            high = end if self._is_absent(number + 1, end) else end // BLOCK_BYTES * BLOCK_BYTES
+            offset, length = self._pages(low, high) if low < high else (low, 0)
+            found += [(offset, length)] if length else []
+        return found
+
+    def _is_absent(self, number: int, edge: int) -> bool:
+        """True for a slice that begins or ends at `edge`, and that nobody keeps or brings."""
+        if not 0 <= number < len(self.layout.starts):
+            return False
+        start, size = self.layout.starts[number], self.layout.sizes[number]
+        return size >= BLOCK_BYTES and edge in (start, start + size) and self.states[self.layout.expert_of[number]] == ABSENT
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
         size, base = self.group.extent_bytes, self.member.base
