@@ -156,7 +156,7 @@ def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: P
             for reader in readers:
                 reader.join()
 
-    with live(source, tmp_path / "mnt", "96M", "--mode", mode) as mount:
+    with live(source, tmp_path / "mnt", "64M", "--mode", mode) as mount:
         through = mount.mountpoint / path.name
         read_for(1500, through)
         stats = mount.stats()

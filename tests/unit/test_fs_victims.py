@@ -6,7 +6,7 @@ import errno
 from unittest.mock import Mock
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.base import BufferPool, MemoryRegion
+from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES
@@ -239,6 +239,38 @@ def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next()
     assert own(further, WINDOW_BYTES, now_ns + 10**9), "but where windows of twice that have been seen"
     mixture.sweeping = True
     assert not own(0, tail, now_ns + 2 * 10**9), "a prompt reads all"
+
+
+def test_no_page_of_a_request_is_stored_before_the_reply() -> None:
+    """The kernel has them locked until then, and the reply waits for the rest of the slice to be stored."""
+    state = new_state(64 * MIB)
+    mixture = mixture_of(state, layers=1, mib=1, first_byte=1000)
+    backing = Mock(size=9 * MIB, read_into=lambda _address, size, _offset: size)
+    mixture.member.backing = backing
+    state.owners[backing] = (mixture.group, mixture.member)
+    backend, into = FuseBackend(state, SteerHolder(state, None)), MemoryRegion(32 * BLOCK_BYTES)  # type: ignore[arg-type]
+    offset, length = mixture.ranges(3)[0]
+    assert offset < mixture.layout.starts[3]
+    Reader(Mock(), backend).read(backing, into.address, into.size, offset - 16 * BLOCK_BYTES, 1)
+    (fetch,) = mixture.loads[3].loading
+    assert (fetch.offset, fetch.length) == (offset, min(length, BUFFER_BYTES))
+    assert fetch.replied == (0, 16 * BLOCK_BYTES)
+
+
+def test_pages_between_experts_leave_with_the_last_of_them() -> None:
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state, layers=1, mib=1, first_byte=1000), state.mixtures
+    with state.lock:
+        for expert in (2, 3):
+            cache.missed(mixture, expert)
+            cache.arrived(mixture, expert, True)
+    first, last = mixture.ranges(2)[0][0], sum(mixture.ranges(3)[0])
+    between = mixture.ranges(3)[0][0]
+    assert mixture.own(2) == [(first, between - first)] and mixture.own(3) == [
+        (between + BLOCK_BYTES, last - between - BLOCK_BYTES)
+    ]
+    cache.lost(mixture, 2)
+    assert mixture.own(3) == [(between, last - between)]
 
 
 def test_who_was_asked_for_and_is_not_used_leaves_first() -> None:

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import (
+    EXPERTS_ALLOWANCE_BYTES,
     INPLACE_ALLOWANCE_BYTES,
     LEAST_WINDOW_MIN_BYTES,
     MIN_WINDOW_BYTES,
@@ -53,8 +54,9 @@ class Engine:
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
         in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
         allowance, least_window = in_place if mode == "inplace" else over_fuse
+        experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
-        self.state = CacheState(cache_bytes, pool, allowance, least_window_bytes=least_window)
+        self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
         self.planner: Planner

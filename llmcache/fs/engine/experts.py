@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.layout.tensors import Experts
 
-HEADROOM_BYTES = 4 << 20
+HEADROOM_BYTES = 2 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
 SWEEP = 3  # times as many experts as a token uses, missed in one visit of a layer: a prompt, that uses nearly all of them
 UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that are: a quarter of all is a prompt
@@ -262,6 +262,7 @@ class MixtureCache:
         self.mixtures.append(member.mixture)
         self._next += layout.count
         self.hot.token_uses += layout.token_uses
+        self.state.set_limit(self.state.pin_limit_bytes)
 
     def end(self, group: Group) -> list[tuple[int, int, int, int]]:
         """Forgets the files of `group`; returns what may be left of their experts: (node, offset, bytes, charged)."""
@@ -279,6 +280,7 @@ class MixtureCache:
             left += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
             left += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
             self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
+        self.state.set_limit(self.state.pin_limit_bytes)
         return left
 
     def used(self, mixture: Mixture, expert: int) -> None:

@@ -188,6 +188,7 @@ class CacheState:
     budget_bytes: int
     pool: BufferPool
     allowance_bytes: int = WINDOW_ALLOWANCE_BYTES
+    experts_allowance_bytes: int = 0  # more of it, where there are some
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
     late_waits: Waits = field(default_factory=Waits)  # for extents that were being fetched ahead of the reader
@@ -221,7 +222,8 @@ class CacheState:
         if limit_bytes != self.pin_limit_bytes:
             self.references.tell("limit", limit_bytes)
         self.pin_limit_bytes = limit_bytes
-        self.limit_bytes = limit_bytes + self.allowance_bytes
+        experts_bytes = self.experts_allowance_bytes if self.mixtures.mixtures else 0
+        self.limit_bytes = limit_bytes + self.allowance_bytes + experts_bytes
 
     def set_slack(self, free_bytes: int) -> None:
         """Takes how much memory nobody wants (negative: so much is wanted): so much more may be used than is used now."""
