@@ -18,9 +18,7 @@ LEAST_WINDOW_MIN_BYTES, LEAST_WINDOW_MAX_BYTES = 16 << 20, 96 << 20
 CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
 # What windows may hold beside the budget: part of the 64 MiB that a mount takes beyond it. In place no daemon has buffers.
 WINDOW_ALLOWANCE_BYTES, INPLACE_ALLOWANCE_BYTES = 12 << 20, 32 << 20
-EXPERTS_ALLOWANCE_BYTES = (
-    12 << 20
-)  # the same, of experts in steer: measured, a mount with them took 41 MiB of the 64 without
+EXPERTS_ALLOWANCE_BYTES = 12 << 20  # the same, of experts in steer: a mount with them took 41 MiB of the 64 (measured)
 HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
 ROWS_RESERVE_BYTES = 2 << 20  # single rows of tables, read at random
 WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses

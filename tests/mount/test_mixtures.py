@@ -89,10 +89,9 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
 
 
-def test_in_place_tokens_are_timed_with_help_and_without(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["inplace"], indirect=True)
+def test_tokens_are_timed_with_help_and_without(model: Model, tmp_path: Path, mode: str) -> None:
     """And what is faster goes on."""
-    if reason := why_not(str(model.path.parent)):
-        pytest.skip(reason)
     routed, _ = routing.ranked(200, model.layers, EXPERTS, USED)
     used = list(tokens(routing.plan(routing.layout_of(model.path), routed)))
     ended = threading.Event()
@@ -105,7 +104,7 @@ def test_in_place_tokens_are_timed_with_help_and_without(model: Model, tmp_path:
                 if ended.wait(0.005):  # what else a token takes
                     break
 
-    with live(model.path.parent, tmp_path / "mnt", str(model.budget), "--mode", "inplace") as mount:
+    with live(model.path.parent, tmp_path / "mnt", str(model.budget), "--mode", mode) as mount:
         reader = threading.Thread(target=read, args=(mount.mountpoint / model.path.name,))
         reader.start()
         try:

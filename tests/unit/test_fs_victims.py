@@ -266,9 +266,8 @@ def test_pages_between_experts_leave_with_the_last_of_them() -> None:
             cache.arrived(mixture, expert, True)
     first, last = mixture.ranges(2)[0][0], sum(mixture.ranges(3)[0])
     between = mixture.ranges(3)[0][0]
-    assert mixture.own(2) == [(first, between - first)] and mixture.own(3) == [
-        (between + BLOCK_BYTES, last - between - BLOCK_BYTES)
-    ]
+    behind = between + BLOCK_BYTES
+    assert mixture.own(2) == [(first, between - first)] and mixture.own(3) == [(behind, last - behind)]
     cache.lost(mixture, 2)
     assert mixture.own(3) == [(between, last - between)]
 

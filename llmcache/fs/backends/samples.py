@@ -78,6 +78,14 @@ class Samples:
             self._tables = PageTables()
         return self._tables
 
+    def _rest(self, pause_s: float) -> bool:
+        """Waits, and looks at experts if that is due; True at the end."""
+        if self._over.wait(pause_s):
+            return True
+        if time.monotonic() >= self._look_s:
+            self._look()
+        return False
+
     # Uses
 
     def _look(self) -> None:
@@ -129,12 +137,12 @@ class Samples:
         """Goes on, with help or without, in the way in which tokens take less time."""
         began_s, was_alone = time.monotonic(), model[0].alone
         costs = self._compare(model)
-        changes = len(costs) > 2 and costs[1].seconds < GAIN * costs[2].seconds
+        changes = len(costs) > 2 and not costs[1].exceeds(costs[2], GAIN)
         self._turn(model, was_alone is not changes)
         for mixture in model if len(costs) > 1 else []:
             mixture.costs = {was_alone: costs[0], not was_alone: costs[1]}
         if changes:
-            log.info("%s", "experts are left to the kernel" if model[0].alone else "experts are steered again")
+            log.info("experts are %s", "left to the kernel" if model[0].alone else "steered again")
         now_s = time.monotonic()
         self._due_s[model[0].group] = now_s + max(FIRST_S, TRIAL_REST * (now_s - began_s))
 
@@ -160,10 +168,8 @@ class Samples:
         first_bytes = read_bytes = self._read_bytes(mixture)
         share = SETTLED_SHARE * self._state.mixtures.room_bytes
         while first_bytes is not None and read_bytes is not None and read_bytes - first_bytes < share:
-            if time.monotonic() > end_s or self._over.wait(SETTLE_S):
+            if time.monotonic() > end_s or self._rest(SETTLE_S):
                 return
-            if time.monotonic() >= self._look_s:
-                self._look()
             read_bytes = self._read_bytes(mixture)
 
     def _cost(self, mixture: Mixture, before: TokenCost | None) -> TokenCost | None:
@@ -176,12 +182,9 @@ class Samples:
         self._timed = range(first, first + count)
         try:
             while file is not None and first_bytes is not None and mixture.member.mixture is mixture:
-                if self._over.wait(min(POLL_MAX_S, max(POLL_S, (time.monotonic() - used_s) / POLLS))):
+                pause_s = min(POLL_MAX_S, max(POLL_S, (time.monotonic() - used_s) / POLLS))
+                if self._rest(pause_s) or time.monotonic() - last_s > QUIET_S:
                     break
-                if time.monotonic() - last_s > QUIET_S:
-                    break
-                if time.monotonic() >= self._look_s:
-                    self._look()
                 used = self._accessed(file, mixture, self._timed)
                 self._count(mixture, [expert for expert in used if mixture.states[expert] == TOUCHED])
                 polls += bool(began)
@@ -192,10 +195,11 @@ class Samples:
                     read_bytes = self._read_bytes(mixture)
                     if read_bytes is None or polls < LEAST_POLLS * (len(began) - 1):
                         break
-                    cost = _average(began, read_bytes - first_bytes)
-                    is_slow = len(began) > SLOW_TOKENS and cost.exceeds(before, SLOW)
-                    if is_slow or (len(began) > TOKENS and last_s - began[0] > LEAST_S):
-                        return cost
+                    enough = len(began) > TOKENS and last_s - began[0] > LEAST_S
+                    if enough or (before is not None and len(began) > SLOW_TOKENS):
+                        cost = _average(began, read_bytes - first_bytes)
+                        if enough or cost.exceeds(before, SLOW):
+                            return cost
                 was_used = bool(used)
         finally:
             self._timed = range(0)
@@ -248,8 +252,6 @@ class Samples:
 def _average(began: list[float], read_bytes: int) -> TokenCost:
     """Of tokens, from when each began, and what all have read."""
     took = [end - begin for begin, end in itertools.pairwise(began)]
-    if not took:
-        return TokenCost(0.0, read_bytes)
     most = LONG * sorted(took)[len(took) // 2]
     usual = [each for each in took if each <= most]
     return TokenCost(sum(usual) / len(usual), read_bytes // len(took))

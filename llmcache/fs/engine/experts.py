@@ -143,8 +143,9 @@ class Mixture:
     def own(self, expert: int) -> list[tuple[int, int]]:
         """The same, without pages of which a part is another's, unless that is an expert that is not there either."""
         found: list[tuple[int, int]] = []
-        for start, size in self.layout.ranges(expert):
-            number, end = bisect_right(self.layout.starts, start) - 1, start + size
+        for number in self.layout.slices[expert]:
+            start = self.layout.starts[number]
+            end = start + self.layout.sizes[number]
             low = start if self._is_absent(number - 1, start) else -(-start // BLOCK_BYTES) * BLOCK_BYTES
             high = end if self._is_absent(number + 1, end) else end // BLOCK_BYTES * BLOCK_BYTES
             offset, length = self._pages(low, high) if low < high else (low, 0)
@@ -381,8 +382,9 @@ class MixtureCache:
             excess -= size
             self.state.resident_bytes -= size
             if (node := mixture.member.node) is not None:
-                debts += [(node, offset, length, length) for offset, length in mixture.own(expert)]
-                self.state.resident_bytes += sum(length for _, length in mixture.own(expert))  # until it is dropped
+                own = mixture.own(expert)
+                debts += [(node, offset, length, length) for offset, length in own]
+                self.state.resident_bytes += sum(length for _, length in own)  # until it is dropped
         return debts
 
     def _leaving(self) -> Iterator[int]:

@@ -289,7 +289,7 @@ class Experts:
     """The experts of a file, numbered layer by layer, and their slices, numbered as they lie.
 
     `layers`: (name, first expert, how many), in the order of computation. `used`: of a layer's, by a token; None where the
-    header does not say it.
+    header does not say it. `slices`: the numbers of each expert's.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -306,9 +306,9 @@ class Experts:
         self.sizes = array("L", (size for _, size, _, _ in slices))
         self.expert_of = array("L", (first[layer] + expert for _, _, layer, expert in slices))
         self.runs = tuple(self._runs())
-        self._slices: list[tuple[int, ...]] = [()] * self.count
+        self.slices: list[tuple[int, ...]] = [()] * self.count
         for number, expert in enumerate(self.expert_of):
-            self._slices[expert] += (number,)
+            self.slices[expert] += (number,)
 
     def _runs(self) -> Iterator[SliceRun]:
         begin = 0
@@ -326,7 +326,7 @@ class Experts:
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert, as they lie."""
-        return [(self.starts[number], self.sizes[number]) for number in self._slices[expert]]
+        return [(self.starts[number], self.sizes[number]) for number in self.slices[expert]]
 
     def layer_of(self, expert: int) -> tuple[str, int, int]:
         """The layer that an expert is in."""
@@ -334,7 +334,7 @@ class Experts:
 
     def bytes_of(self, expert: int) -> int:
         """Bytes of all slices of an expert."""
-        return sum(self.sizes[number] for number in self._slices[expert])
+        return sum(self.sizes[number] for number in self.slices[expert])
 
 
 def _slices(layout: ModelLayout) -> Iterator[tuple[int, int, str, int]]:
