@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
@@ -117,6 +118,31 @@ def test_tokens_are_timed_with_help_and_without(model: Model, tmp_path: Path, mo
         finally:
             ended.set()
             reader.join()
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"], indirect=True)
+def test_uses_are_seen_where_nothing_is_asked_for(model: Model, tmp_path: Path, mode: str) -> None:
+    """All fits, so that no page is taken out: page tables tell who is used."""
+    try:
+        PageTables().close()
+    except Unreadable as reason:
+        pytest.skip(str(reason))
+    expert = model.experts.count - 1
+    with (
+        live(model.path.parent, tmp_path / "mnt", str(2 * model.path.stat().st_size), "--mode", mode) as mount,
+        (mount.mountpoint / model.path.name).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view,
+    ):
+
+        def seen() -> int:
+            """How often it is known to have been used."""
+            for offset, length in model.experts.ranges(expert):
+                bytes(view[offset : offset + length : mmap.PAGESIZE])
+            return int(mount.stats()["hit_bytes"]) // model.expert_bytes
+
+        wait_for(lambda: seen() >= 5, "uses were seen", 60)
+        stats = mount.stats()
+    assert stats["backing_read_bytes"] < 2 * model.expert_bytes + (8 << 20), "nothing was asked for again"
 
 
 def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:

@@ -123,7 +123,7 @@ def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_
     kernels: list[Kernel] = []
     monkeypatch.setattr("llmcache.fs.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
     monkeypatch.setattr("llmcache.fs.engine.engine.PressureGauge", CalmGauge)
-    monkeypatch.setattr("llmcache.fs.backends.fuse.find", lambda _point: True)
+    monkeypatch.setattr("llmcache.fs.backends.fuse.find", lambda _point: Mock(dev=0))
     monkeypatch.setattr("llmcache.fs.backends.fuse.start_sentinel", lambda _entry: Mock())
     rig = Rig(directory, mode, budget_bytes)
     kernels.append(rig.kernel)

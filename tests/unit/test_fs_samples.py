@@ -1,15 +1,20 @@
-"""Trials: whether experts are steered or left to the kernel goes by what tokens take."""
+"""Who is used, and by whom; trials: whether experts are steered or left to the kernel goes by what tokens take."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from subprocess import PIPE, Popen
 from unittest.mock import Mock
 
 import pytest
 
 from llmcache.fs.backends import samples
-from llmcache.fs.backends.samples import FIRST_S, QUIET_S, TRIAL_REST, Samples
+from llmcache.fs.backends.fuse import FuseBackend
+from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.backends.samples import FIRST_S, QUIET_S, TRIAL_REST, Requests, Samples, Trials
 from llmcache.fs.engine.experts import Mixture, TokenCost
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
@@ -31,11 +36,11 @@ class Machine:
                 self.state.mixtures.arrived(self.mixture, expert, True)
         files = Mock()
         files.opened = self.opened
-        self.samples = Samples(self.state, files)
+        self.samples = Trials(self.state, files)
         self.samples._over = Mock(wait=self.wait)
         monkeypatch.setattr(samples, "time", Mock(monotonic=lambda: self.now_s, thread_time=lambda: 0.0))
-        monkeypatch.setattr(Samples, "_accessed", lambda _self, _file, _mixture, experts: self.accessed(list(experts)))
-        monkeypatch.setattr(Samples, "_read_bytes", lambda _self, _mixture: self.read_bytes if self.programs == 1 else None)
+        monkeypatch.setattr(Trials, "_accessed", lambda _self, _file, _mixture, experts: self.accessed(list(experts)))
+        monkeypatch.setattr(Trials, "_read_bytes", lambda _self, _mixture: self.read_bytes if self.programs == 1 else None)
         monkeypatch.setattr("llmcache.fs.syscalls.cached_pages", self.cached_pages)
 
     @contextmanager
@@ -133,3 +138,66 @@ def test_nothing_changes_where_tokens_cannot_be_timed(monkeypatch: pytest.Monkey
     machine.trial()
     assert not machine.mixture.alone and machine.mixture.kept == sorted(machine.there)
     assert machine.mixture.costs == {False: TokenCost(1.0, 0)} and machine.now_s < 20 * QUIET_S
+
+
+def test_what_a_request_has_told_of_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it came in, and where a page that was taken out is asked for: its bit is set by that very use."""
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state), state.mixtures
+    backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    slices, looking = backend.slices, Samples(state, Requests())
+    with state.lock:
+        slices.claim(mixture, 9, mixture.layout.starts[9], BLOCK_BYTES, True, 1)
+        cache.arrived(mixture, 9, True)
+    looking._count(mixture, [9])
+    assert state.counters.hit_bytes == 0
+    looking._count(mixture, [9])
+    assert state.counters.hit_bytes == mixture.sizes[9]
+    with state.lock:
+        mixture.trip(9)
+        slices.claim(mixture, 9, mixture.probes[9], BLOCK_BYTES, True, 1)
+    looking._count(mixture, [9])
+    assert state.counters.hit_bytes == 2 * mixture.sizes[9]
+
+
+def test_requests_tell_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads for their programs, until these end."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * BLOCK_BYTES))
+    code = (
+        "import mmap, sys, threading; file = open(sys.argv[1]); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "threading.Thread(target=lambda: (print(threading.get_native_id(), flush=True), sys.stdin.read())).start()"
+    )
+    monkeypatch.setattr(samples, "REQUESTS_S", -1.0)
+    status, requests = path.stat(), Requests()
+    requests.dev = status.st_dev
+    with Popen([sys.executable, "-c", code, str(path)], stdin=PIPE, stdout=PIPE, text=True) as program:
+        assert program.stdin is not None and program.stdout is not None
+        thread = int(program.stdout.readline())
+        assert requests.of_node(status.st_ino) is None
+        requests.ask(status.st_ino, thread)
+        file = requests.of_node(status.st_ino)
+        assert file is not None and thread != program.pid == file.readers[0].pid
+        assert file.key == (status.st_dev, status.st_ino) and file.readers[0].maps(*file.key)
+        requests.ask(status.st_ino, program.pid)
+        assert requests.of_node(status.st_ino) is file and len(file.readers) == 1
+        program.stdin.close()
+    requests.ask(status.st_ino, thread)
+    assert requests.of_node(status.st_ino) is file and file.readers == []
+    requests.close()
+    assert requests.of_node(status.st_ino) is None
+
+
+def test_of_pages_that_several_programs_map_bits_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot be cleared."""
+    mixture = mixture_of(new_state(64 * MIB))
+    tables = Mock(accessed=lambda _pid, addresses: [address != 0 for address in addresses])
+    monkeypatch.setattr(samples, "PageTables", lambda: tables)
+    looking = Samples(Mock(), Mock(lock=nullcontext()))
+    one, other, none = (
+        Mock(pid=pid, maps=lambda *_, mapped=pid < 3: mapped, addresses_of=lambda _dev, _ino, at: [0, *at[1:]])
+        for pid in (1, 2, 3)
+    )
+    assert looking._accessed(Mock(readers=[one, none], key=(1, 1)), mixture, [2, 3, 5]) == [3, 5]
+    one.cool.assert_called_once_with([mixture.probes[3], mixture.probes[5]])
+    assert looking._accessed(Mock(readers=[one, other], key=(1, 1)), mixture, [2, 3, 5]) == []

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
 from llmcache.fs.backends.base import BOUNCE_BYTES, BUFFER_BYTES, BufferFetch, MemoryRegion
+from llmcache.fs.backends.samples import Requests, Samples
 from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.experts import ExpertLoad
 from llmcache.fs.engine.group import (
@@ -78,7 +79,8 @@ class FuseBackend:
         """Before the first request: whoever sends one may hang if this process is killed."""
         self.notifier = notifier
         self.guards(mountpoint)
-        self.slices.start()
+        entry = find(mountpoint)
+        self.slices.start(entry.dev if entry is not None else 0)
 
     def stop(self) -> None:
         """What is left to be stored is not."""
@@ -327,7 +329,8 @@ class SliceReader:
 
     Uses of what is there send no request. So a page is taken out of each of the experts that would leave next: who is
     used all the same shows it by a request for that page, and stays (as with the reference bit of CLOCK, asked for where
-    it is about to matter). The more leave, the more are looked at; where all stay nobody is asked.
+    it is about to matter). The more leave, the more are looked at; where all stay nobody is asked. Where page tables can be
+    read (by root), accessed bits tell of the others.
 
     A mapping's fault brings requests for what lies around it, of other experts too: only the slice in which a request
     begins is wanted, or the next, where nothing of the first is used. The rest is answered, and dropped again.
@@ -341,20 +344,31 @@ class SliceReader:
         self._due = 0  # pages to be taken out
         self._coldest: Iterator[int] = iter(())  # of whom next
         self._sorted = 0  # experts that had left when that was found
+        self._requests = Requests()
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._samples: Samples | None = None
+        self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """The thread that looks begins. May follow `stop`."""
+    def start(self, dev: int) -> None:
+        """The threads that look begin; `dev` is the mount's. May follow `stop`."""
+        self._requests.dev = dev
         self._over.clear()
-        self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
-        self._thread.start()
+        self._samples = Samples(self.state, self._requests)
+        self._threads = [
+            threading.Thread(target=self._look, name="trips", daemon=True),
+            threading.Thread(target=self._samples.run, name="sample", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """And ends."""
+        """And end."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        if self._samples is not None:
+            self._samples.stop()
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._requests.close()
 
     def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
         """The slice for which a request was sent; None if that was for something before it. Lock held."""
@@ -374,10 +388,13 @@ class SliceReader:
         None: it is read by itself.
         """
         expert = mixture.layout.expert_of[number]
+        if pid:
+            self._requests.ask(mixture.member.node or 0, pid)
         if pid and mixture.states[expert] == TOUCHED:
             self._came_back(mixture, expert, length)
         if mixture.states[expert] == ABSENT:
             found = self.state.mixtures.missed(mixture, expert) if wanted and pid else []
+            mixture.fresh.update(found[:1])
             if not found:
                 self._strays += [(mixture, expert, *part) for part in mixture.inner(number, offset, offset + length)]
                 return None, False
@@ -392,6 +409,7 @@ class SliceReader:
             del mixture.trips[expert]
             mixture.reach(expert)
             self.state.mixtures.used(mixture, expert)
+            mixture.fresh.add(expert)
             return
         self.state.counters.refault_bytes += length
         count = mixture.refaults[expert] = mixture.refaults.get(expert, 0) + 1

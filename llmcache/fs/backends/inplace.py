@@ -36,7 +36,7 @@ from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
-from llmcache.fs.backends.samples import Samples
+from llmcache.fs.backends.samples import Trials
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
 from llmcache.procfs import mounts
@@ -133,7 +133,7 @@ class InPlaceBackend:
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._renewing = threading.Thread(target=self._look_after, name="renew", daemon=True)
-        self.samples = Samples(self.state, self.files)
+        self.samples = Trials(self.state, self.files)
         self._sampling = threading.Thread(target=self.samples.run, name="sample", daemon=True)
         self._closed = False
         self._busy = 0  # reads under way

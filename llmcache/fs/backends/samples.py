@@ -1,8 +1,8 @@
-"""Accessed bits of experts, in place: read and cleared again and again, they tell who is used, and how long tokens take.
+"""Accessed bits of experts: read and cleared again and again, they tell who is used, and how long tokens take.
 
-By that a *trial* finds out whether help pays: what a token takes while experts are steered, and while the kernel has them
-alone. What is faster goes on until the next trial: where little is missed little can be saved, and the daemon takes time of
-processors that a program may wait for.
+In place a *trial* finds out by that whether help pays: what a token takes while experts are steered, and while the kernel
+has them alone. What is faster goes on until the next trial: where little is missed little can be saved, and the daemon takes
+time of processors that a program may wait for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S
+from llmcache.fs.backends.files import CHECK_S, Program
 from llmcache.fs.engine.experts import TokenCost
 from llmcache.fs.engine.group import TOUCHED
-from llmcache.procfs import read_bytes_of
+from llmcache.procfs import read_bytes_of, status_of
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REQUESTS_S = 1.0  # after which it is seen anew who asks over FUSE
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
 USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
 FIRST_S, TRIAL_REST = 30.0, 20  # until the first trial of what is read; between two, times as long as one takes
@@ -44,16 +46,78 @@ GAIN = 0.97  # of the time it has to take, to be changed to
 SLOW, SLOW_TOKENS = 1.5, 32  # so many times what a token took before, over so many, is enough to know
 
 
+@dataclass
+class Requested:
+    """A file over FUSE, and the programs whose requests for it were seen."""
+
+    key: tuple[int, int]
+    readers: list[Program] = field(default_factory=list)
+
+
+class Requests:
+    """Over FUSE: who reads which file, by what is asked for."""
+
+    def __init__(self) -> None:
+        self.dev = 0  # the mount's
+        self.lock = threading.Lock()
+        self._files: dict[int, Requested] = {}
+        self._programs: dict[int, Program] = {}
+        self._last: dict[int, int] = {}  # node -> the thread that has asked last
+        self._looked_s = 0.0
+
+    def ask(self, node: int, thread: int) -> None:
+        """A thread of some program asks for a part of a file."""
+        self._last[node] = thread
+
+    def of_node(self, node: int | None) -> Requested | None:
+        """The file and who reads it, as of a second ago."""
+        if time.monotonic() - self._looked_s > REQUESTS_S:
+            self._look()
+            self._looked_s = time.monotonic()
+        return self._files.get(node or 0)
+
+    def _look(self) -> None:
+        with self.lock:
+            for pid, program in list(self._programs.items()):
+                if program.ended:
+                    self._programs.pop(pid).close()
+                    for file in self._files.values():
+                        file.readers = [reader for reader in file.readers if reader is not program]
+        asked = list(self._last.items())
+        self._last.clear()
+        for node, thread in asked:
+            with contextlib.suppress(OSError):  # it has ended
+                self._note(node, int(status_of(thread)["Tgid"]))
+
+    def _note(self, node: int, pid: int) -> None:
+        program = self._programs.get(pid) or Program(pid)
+        program.look()
+        with self.lock:
+            self._programs[pid] = program
+            file = self._files.setdefault(node, Requested((self.dev, node)))
+            if program not in file.readers:
+                file.readers.append(program)
+
+    def close(self) -> None:
+        """Lets go of all programs."""
+        with self.lock:
+            for program in self._programs.values():
+                program.close()
+            self._programs.clear()
+            self._files.clear()
+
+
 class Samples:
     """The thread that looks at experts, from `run` to `stop`."""
 
-    def __init__(self, state: CacheState, files: Files) -> None:
+    unreadable = logging.INFO  # over FUSE requests tell of uses too
+
+    def __init__(self, state: CacheState, files: Files | Requests) -> None:
         self._state, self._files = state, files
         self._over = threading.Event()
         self._tables: PageTables | None = None
         self._timed = range(0)  # experts whose bits tell of tokens
         self._look_s = 0.0  # when they are looked at again
-        self._due_s: dict[Group, float] = {}  # when the next trial of a model is
 
     def stop(self) -> None:
         """Ends `run` soon."""
@@ -64,29 +128,21 @@ class Samples:
         try:
             while not self._over.wait(max(0.0, self._look_s - time.monotonic())):
                 self._look()
-                for model in self._waiting():
-                    self._try(model)
+                self._looked()
         except Unreadable as reason:
-            log.warning("which experts are used cannot be seen: %s", reason)
+            log.log(self.unreadable, "which experts are used cannot be seen in page tables: %s", reason)
         finally:
             if self._tables is not None:
                 self._tables.close()
+
+    def _looked(self) -> None:
+        """After each look."""
 
     @property
     def _pages(self) -> PageTables:
         if self._tables is None:
             self._tables = PageTables()
         return self._tables
-
-    def _rest(self, pause_s: float) -> bool:
-        """Waits, and looks at experts if that is due; True at the end."""
-        if self._over.wait(pause_s):
-            return True
-        if time.monotonic() >= self._look_s:
-            self._look()
-        return False
-
-    # Uses
 
     def _look(self) -> None:
         """Counts uses, and says when it wants to be called again."""
@@ -102,16 +158,19 @@ class Samples:
         pause_s = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began)) if any(kept for _, kept in found) else CHECK_S
         self._look_s = began_s + pause_s
 
-    def _accessed(self, file: File, mixture: Mixture, experts: Sequence[int]) -> list[int]:
-        """Those of `experts` that were used since they were looked at last."""
-        seen: set[int] = set()
+    def _accessed(self, file: File | Requested, mixture: Mixture, experts: Sequence[int]) -> list[int]:
+        """Those of `experts` that were used since they were looked at last.
+
+        None where several programs map them: the bits of such pages are not cleared.
+        """
         with self._files.lock:
-            for program in file.readers:
-                addresses = program.addresses_of(*file.key, list(map(mixture.probes.__getitem__, experts)))
-                accessed = self._pages.accessed(program.pid, addresses)
-                program.cool(list(itertools.compress(addresses, accessed)))
-                seen.update(itertools.compress(experts, accessed))
-        return list(seen)
+            mappers = [program for program in file.readers if program.maps(*file.key)]
+            if len(mappers) != 1:
+                return []
+            addresses = mappers[0].addresses_of(*file.key, list(map(mixture.probes.__getitem__, experts)))
+            accessed = self._pages.accessed(mappers[0].pid, addresses)
+            mappers[0].cool(list(itertools.compress(addresses, accessed)))
+            return list(itertools.compress(experts, accessed))
 
     def _count(self, mixture: Mixture, used: list[int]) -> None:
         for first in range(0, len(used), USES):
@@ -119,9 +178,33 @@ class Samples:
                 if mixture.member.mixture is not mixture or mixture.alone:
                     return
                 for expert in used[first : first + USES]:
-                    self._state.mixtures.used(mixture, expert)
+                    if expert in mixture.fresh:
+                        mixture.fresh.discard(expert)
+                    else:
+                        self._state.mixtures.used(mixture, expert)
 
-    # Trials
+
+class Trials(Samples):
+    """And has tokens timed, in place."""
+
+    unreadable = logging.WARNING
+
+    def __init__(self, state: CacheState, files: Files) -> None:
+        super().__init__(state, files)
+        self._source = files
+        self._due_s: dict[Group, float] = {}  # when the next trial of a model is
+
+    def _looked(self) -> None:
+        for model in self._waiting():
+            self._try(model)
+
+    def _rest(self, pause_s: float) -> bool:
+        """Waits, and looks at experts if that is due; True at the end."""
+        if self._over.wait(pause_s):
+            return True
+        if time.monotonic() >= self._look_s:
+            self._look()
+        return False
 
     def _waiting(self) -> list[list[Mixture]]:
         """The models whose trial is due, each as the mixtures of its files."""
@@ -236,10 +319,10 @@ class Samples:
         """The experts that are there, and what is to be dropped of those that are there in part."""
         whole: list[int] = []
         debts: list[tuple[int, int, int, int]] = []
-        file = self._files.of_node(mixture.member.node)
+        file = self._source.of_node(mixture.member.node)
         if file is None:
             return whole, debts
-        with contextlib.suppress(OSError), self._files.opened(file) as fd:
+        with contextlib.suppress(OSError), self._source.opened(file) as fd:
             for expert in range(mixture.layout.count):
                 pages = sum(syscalls.cached_pages(fd, *part) for part in mixture.ranges(expert))
                 if pages * BLOCK_BYTES >= mixture.sizes[expert] > 0:

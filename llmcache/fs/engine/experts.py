@@ -286,9 +286,6 @@ class MixtureCache:
 
     def used(self, mixture: Mixture, expert: int) -> None:
         """A sample says that an expert that is there was used."""
-        if expert in mixture.fresh:
-            mixture.fresh.discard(expert)
-            return
         self._count(mixture, expert)
         self.state.counters.hit_bytes += mixture.sizes[expert]
 
