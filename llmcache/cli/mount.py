@@ -24,7 +24,7 @@ _SETTINGS = (
     click.option("--rw", is_flag=True, default=None, help="Let everything be written, not only spill files."),
     click.option("--spill", multiple=True, metavar="GLOB", help="Files that may be written [default: *.kv; '' for none]."),
     click.option("--pin", multiple=True, metavar="GLOB", help="Files to keep before all others, brought in at once."),
-    click.option("--read-ahead", metavar="SIZE", help="In place, what the kernel reads ahead on SOURCE's storage: 128Ki."),
+    click.option("--read-ahead", metavar="SIZE", help="In place, read_ahead_kb of SOURCE's storage: 32Ki for mixtures."),
     click.option(
         "--access-log",
         type=types.FILE,

@@ -73,12 +73,12 @@ def read_ahead(directory: Path, kb: int) -> Iterator[None]:
         setting.restore()
 
 
-def kernels(source: Path) -> tuple[Plain, ...]:
-    """Return the page cache with the machine's own read-ahead and, where that is another and can be set, with 128 KiB."""
+def kernels(source: Path, more_kb: Sequence[int] = ()) -> tuple[Plain, ...]:
+    """Return the page cache with the machine's own read-ahead and, where it can be set, with 128 KiB and others."""
     file = disk_of(source).read_ahead_file
-    if int(file.read_text()) == SMALL_READ_AHEAD_KB or not os.access(file, os.W_OK):
-        return (Plain(),)
-    return Plain(), Plain(f"kernel-{SMALL_READ_AHEAD_KB}", SMALL_READ_AHEAD_KB)
+    own_kb = int(file.read_text())
+    others_kb = [kb for kb in (SMALL_READ_AHEAD_KB, *more_kb) if kb != own_kb] if os.access(file, os.W_OK) else []
+    return Plain(), *(Plain(f"kernel-{kb}", kb) for kb in others_kb)
 
 
 @dataclass(frozen=True)

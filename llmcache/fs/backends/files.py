@@ -49,6 +49,7 @@ IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may hav
 WHOLE_STEP = 32  # extents
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 SMALL_READ_AHEAD_KB = 128  # what the kernel has without a setting
+MIXTURE_READ_AHEAD_KB = 32  # around a fault for an expert that is missing: less is read of its neighbours (measured)
 LEAST_WINDOWS = 8  # of less the large folios do not pay: the kernel reclaims them whole
 HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
