@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmcache.doctor import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
-from llmcache.fs.backends.files import MIXTURE_READ_AHEAD_KB, read_ahead_file
+from llmcache.fs.backends.files import MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB, read_ahead_file
 from llmcache.fs.client.bandwidth import measure
 from llmcache.units import format_rate
 
@@ -54,7 +54,8 @@ def _read_ahead(directory: str | None) -> list[Check]:
     kib = int(path.read_text())
     said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
     if kib > MIXTURE_READ_AHEAD_KB:
-        said += f"; for mixtures of experts mount with --read-ahead {MIXTURE_READ_AHEAD_KB}Ki"
+        said += f"; for mixtures of experts mount with --read-ahead {MIXTURE_READ_AHEAD_KB}Ki, "
+        said += f"or {SMALL_READ_AHEAD_KB}Ki where slices have a MiB and more"
     return [Check("read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError
-from llmcache.fs.backends.files import MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
 from llmcache.units import format_rate, format_size, parse_rate, parse_size
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape
@@ -153,7 +153,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     if plan.routed is not None:  # what the kernel reads around a fault decides: the better is the opponent
         plain = kernels(model.parent)
         if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
-            options += ("--read-ahead", f"{MIXTURE_READ_AHEAD_KB}Ki")
+            options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
     bench = Rig(scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+
 from .cgroup import Cgroup, Usage
 from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
@@ -37,6 +39,7 @@ class Experiment:
     `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
     `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
     `own_read_ahead`: the page cache with the machine's own is a side too, where that is not the small one.
+    `read_ahead_kb`: what a mount in place is to set, as the documentation advises.
     """
 
     case: str
@@ -54,6 +57,7 @@ class Experiment:
     direct: bool = False
     routed: Routed | None = None
     own_read_ahead: bool = True
+    read_ahead_kb: int = SMALL_READ_AHEAD_KB
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -146,7 +150,11 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return every measured step as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
+        shape = {
+            key: value
+            for key, value in asdict(each).items()
+            if key not in ("command", "direct", "own_read_ahead", "read_ahead_kb")
+        }
         return {
             **shape,
             "file": each.file.name,

@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from llmcache.fs.backends.files import MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
 from llmcache.fs.layout.tensors import Experts
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, Shape, choose_shape, make_model
 
@@ -79,9 +78,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
 
 
-def sides(args: argparse.Namespace, source: Path, case: str) -> tuple[Plain | Mounted, ...]:
+def sides(args: argparse.Namespace, source: Path, read_ahead_kb: int) -> tuple[Plain | Mounted, ...]:
     """Return the page cache, and llmcachefs in each mode that was asked for, mounted as the documentation advises."""
-    ahead = ("--read-ahead", f"{MIXTURE_READ_AHEAD_KB if case == 'g' else SMALL_READ_AHEAD_KB}Ki")
+    ahead = ("--read-ahead", f"{read_ahead_kb}Ki")
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
     modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
     return (*kernels(source, args.read_ahead), *(modes or [Mounted()]))
@@ -103,7 +102,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
             if args.match in experiment.name:
                 console.print(f"({experiment.case}) {experiment.name}")
-                bench = Rig(scratch, sides(args, source, experiment.case), args.repeat, console.print)
+                bench = Rig(scratch, sides(args, source, experiment.read_ahead_kb), args.repeat, console.print)
                 measured.append(bench.measure(experiment).to_json())
                 yield {"complete": False, "results": measured}
         yield {"complete": True, "results": measured}
@@ -265,14 +264,14 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 own = number == 0 and share in READ_AHEAD_SHARES
-                yield Experiment("g", label, file, size, cache, reader, *counts, rate, routed=asked, own_read_ahead=own)
+                limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": routing.read_ahead_kb(layout)}
+                yield Experiment("g", label, file, size, cache, reader, *counts, routed=asked, own_read_ahead=own, **limits)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts)
                     decode = tokens(plan.threads, LLAMA_COUNTS[0])
                     title = f"llama.cpp {label}"  # without 8192: what that costs is shown by the reader
-                    yield Experiment(
-                        "g", title, file, size, cache, decode, *LLAMA_COUNTS, rate, routed=decoded, own_read_ahead=False
-                    )
+                    limits |= {"routed": decoded, "own_read_ahead": False}
+                    yield Experiment("g", title, file, size, cache, decode, *LLAMA_COUNTS, **limits)
         file.unlink()
 
 

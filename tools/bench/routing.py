@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from llmcache.cache.hotset import HotSet
 from llmcache.cache.policies.belady import Belady
 from llmcache.cache.policies.lru import LRU
+from llmcache.fs.backends.files import LARGE_SLICE_BYTES, MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.tensors import Experts, ModelLayout
 
@@ -72,6 +73,11 @@ def layout_of(path: Path) -> ModelLayout:
         layout = read_layout(lambda offset, size: os.pread(file.fileno(), size, offset), path.stat().st_size, path.name)
     assert layout is not None
     return layout
+
+
+def read_ahead_kb(layout: ModelLayout) -> int:
+    """The `--read-ahead` that the documentation advises for a mixture in place."""
+    return MIXTURE_READ_AHEAD_KB if max(Experts(layout).sizes) < LARGE_SLICE_BYTES else SMALL_READ_AHEAD_KB
 
 
 def dense_bytes(layout: ModelLayout) -> int:
