@@ -14,7 +14,7 @@ import pytest
 from llmcache.fs.backends import samples
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import SteerHolder
-from llmcache.fs.backends.samples import FIRST_S, QUIET_S, TRIAL_REST, Requests, Samples, Trials
+from llmcache.fs.backends.samples import FIRST_S, QUIET_S, TRIAL_REST, FilePrograms, Samples, Trials
 from llmcache.fs.engine.experts import Mixture, TokenCost
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
@@ -145,7 +145,7 @@ def test_what_a_request_has_told_of_is_not_counted_again(monkeypatch: pytest.Mon
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state), state.mixtures
     backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
-    slices, looking = backend.slices, Samples(state, Requests())
+    slices, looking = backend.slices, Samples(state, FilePrograms())
     with state.lock:
         slices.claim(mixture, 9, mixture.layout.starts[9], BLOCK_BYTES, True, 1)
         cache.arrived(mixture, 9, True)
@@ -169,23 +169,23 @@ def test_requests_tell_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "threading.Thread(target=lambda: (print(threading.get_native_id(), flush=True), sys.stdin.read())).start()"
     )
     monkeypatch.setattr(samples, "REQUESTS_S", -1.0)
-    status, requests = path.stat(), Requests()
-    requests.dev = status.st_dev
+    status, programs = path.stat(), FilePrograms()
+    programs.dev = status.st_dev
     with Popen([sys.executable, "-c", code, str(path)], stdin=PIPE, stdout=PIPE, text=True) as program:
         assert program.stdin is not None and program.stdout is not None
         thread = int(program.stdout.readline())
-        assert requests.of_node(status.st_ino) is None
-        requests.ask(status.st_ino, thread)
-        file = requests.of_node(status.st_ino)
+        assert programs.of_node(status.st_ino) is None
+        programs.ask(status.st_ino, thread)
+        file = programs.of_node(status.st_ino)
         assert file is not None and thread != program.pid == file.readers[0].pid
         assert file.key == (status.st_dev, status.st_ino) and file.readers[0].maps(*file.key)
-        requests.ask(status.st_ino, program.pid)
-        assert requests.of_node(status.st_ino) is file and len(file.readers) == 1
+        programs.ask(status.st_ino, program.pid)
+        assert programs.of_node(status.st_ino) is file and len(file.readers) == 1
         program.stdin.close()
-    requests.ask(status.st_ino, thread)
-    assert requests.of_node(status.st_ino) is file and file.readers == []
-    requests.close()
-    assert requests.of_node(status.st_ino) is None
+    programs.ask(status.st_ino, thread)
+    assert programs.of_node(status.st_ino) is file and file.readers == []
+    programs.close()
+    assert programs.of_node(status.st_ino) is None
 
 
 def test_of_pages_that_several_programs_map_bits_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
 from llmcache.fs.backends.base import BOUNCE_BYTES, BUFFER_BYTES, BufferFetch, MemoryRegion
-from llmcache.fs.backends.samples import Requests, Samples
+from llmcache.fs.backends.samples import FilePrograms, Samples
 from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.experts import ExpertLoad
 from llmcache.fs.engine.group import (
@@ -344,16 +344,16 @@ class SliceReader:
         self._due = 0  # pages to be taken out
         self._coldest: Iterator[int] = iter(())  # of whom next
         self._sorted = 0  # experts that had left when that was found
-        self._requests = Requests()
+        self._programs = FilePrograms()
         self._over = threading.Event()
         self._samples: Samples | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self, dev: int) -> None:
         """The threads that look begin; `dev` is the mount's. May follow `stop`."""
-        self._requests.dev = dev
+        self._programs.dev = dev
         self._over.clear()
-        self._samples = Samples(self.state, self._requests)
+        self._samples = Samples(self.state, self._programs)
         self._threads = [
             threading.Thread(target=self._look, name="trips", daemon=True),
             threading.Thread(target=self._samples.run, name="sample", daemon=True),
@@ -368,7 +368,7 @@ class SliceReader:
             self._samples.stop()
         for thread in self._threads:
             thread.join(timeout=10)
-        self._requests.close()
+        self._programs.close()
 
     def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
         """The slice for which a request was sent; None if that was for something before it. Lock held."""
@@ -389,7 +389,7 @@ class SliceReader:
         """
         expert = mixture.layout.expert_of[number]
         if pid:
-            self._requests.ask(mixture.member.node or 0, pid)
+            self._programs.ask(mixture.member.node or 0, pid)
         if pid and mixture.states[expert] == TOUCHED:
             self._came_back(mixture, expert, length)
         if mixture.states[expert] == ABSENT:

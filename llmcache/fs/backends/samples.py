@@ -47,20 +47,20 @@ SLOW, SLOW_TOKENS = 1.5, 32  # so many times what a token took before, over so m
 
 
 @dataclass
-class Requested:
+class RequestedFile:
     """A file over FUSE, and the programs whose requests for it were seen."""
 
     key: tuple[int, int]
     readers: list[Program] = field(default_factory=list)
 
 
-class Requests:
+class FilePrograms:
     """Over FUSE: who reads which file, by what is asked for."""
 
     def __init__(self) -> None:
         self.dev = 0  # the mount's
         self.lock = threading.Lock()
-        self._files: dict[int, Requested] = {}
+        self._files: dict[int, RequestedFile] = {}
         self._programs: dict[int, Program] = {}
         self._last: dict[int, int] = {}  # node -> the thread that has asked last
         self._looked_s = 0.0
@@ -69,7 +69,7 @@ class Requests:
         """A thread of some program asks for a part of a file."""
         self._last[node] = thread
 
-    def of_node(self, node: int | None) -> Requested | None:
+    def of_node(self, node: int | None) -> RequestedFile | None:
         """The file and who reads it, as of a second ago."""
         if time.monotonic() - self._looked_s > REQUESTS_S:
             self._look()
@@ -94,7 +94,7 @@ class Requests:
         program.look()
         with self.lock:
             self._programs[pid] = program
-            file = self._files.setdefault(node, Requested((self.dev, node)))
+            file = self._files.setdefault(node, RequestedFile((self.dev, node)))
             if program not in file.readers:
                 file.readers.append(program)
 
@@ -112,7 +112,7 @@ class Samples:
 
     unreadable = logging.INFO  # over FUSE requests tell of uses too
 
-    def __init__(self, state: CacheState, files: Files | Requests) -> None:
+    def __init__(self, state: CacheState, files: Files | FilePrograms) -> None:
         self._state, self._files = state, files
         self._over = threading.Event()
         self._tables: PageTables | None = None
@@ -158,7 +158,7 @@ class Samples:
         pause_s = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began)) if any(kept for _, kept in found) else CHECK_S
         self._look_s = began_s + pause_s
 
-    def _accessed(self, file: File | Requested, mixture: Mixture, experts: Sequence[int]) -> list[int]:
+    def _accessed(self, file: File | RequestedFile, mixture: Mixture, experts: Sequence[int]) -> list[int]:
         """Those of `experts` that were used since they were looked at last.
 
         None where several programs map them: the bits of such pages are not cleared.
