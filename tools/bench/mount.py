@@ -244,7 +244,7 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
         name = f"{experts} experts {slice_bytes / 1e6} MB"
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)
-        dense, slices = routing.dense_bytes(layout), Experts(layout)
+        dense, slices, ahead_kb = routing.dense_bytes(layout), Experts(layout), routing.read_ahead_kb(layout)
         shares = list(MIXTURE_COUNTS)[1:4:2] if plan.quick else list(MIXTURE_COUNTS)
         routings, ranks_of = routing.ranked(max(MIXTURE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
         for share in shares:
@@ -264,7 +264,7 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 own = number == 0 and share in READ_AHEAD_SHARES
-                limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": routing.read_ahead_kb(layout)}
+                limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": ahead_kb}
                 yield Experiment("g", label, file, size, cache, reader, *counts, routed=asked, own_read_ahead=own, **limits)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts)

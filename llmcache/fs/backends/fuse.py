@@ -78,8 +78,8 @@ class FuseBackend:
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Before the first request: whoever sends one may hang if this process is killed."""
         self.notifier = notifier
-        self.guards(mountpoint)
         entry = find(mountpoint)
+        self._guards(entry)
         self.slices.start(entry.dev if entry is not None else 0)
 
     def stop(self) -> None:
@@ -95,7 +95,9 @@ class FuseBackend:
 
     def guards(self, mountpoint: str) -> bool:
         """Has a sentinel abort the connection of `mountpoint` when this process is killed; False if there is no mount."""
-        entry = find(mountpoint)
+        return self._guards(find(mountpoint))
+
+    def _guards(self, entry: Mount | None) -> bool:
         if entry is None:
             return False
         if self._sentinel is None or self._sentinel.poll() is not None:
