@@ -121,24 +121,19 @@ def madvise(address: int, size: int, advice: int) -> None:
         raise _failure()
 
 
-def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
-    """Advice on a part of another process' memory; returns the bytes that it was taken for."""
-    done = _process_madvise(pidfd, [(address, size)], advice)
+def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -> int:
+    """Advice on parts, (address, bytes), of another process' memory, one after the other; returns for how many bytes it was
+    taken before one was refused, or many parts were done. OSError if the first is.
+    """
+    count = min(len(parts), _IOV_MAX)
+    packed = array.array(
+        "Q", itertools.chain.from_iterable(parts[:count])
+    )  # a struct iovec for each; `array` makes them fast
+    call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
+    done = _libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(count), ctypes.c_int(advice), flags)
     if done < 0:
         raise _failure()
-    return done
-
-
-def process_madvise_each(pidfd: int, addresses: Sequence[int], size: int, advice: int) -> None:
-    """Advice on `size` bytes at each of `addresses` of another process; what is not there any more is passed over."""
-    for begin in range(0, len(addresses), _IOV_MAX):
-        _process_madvise(pidfd, [(address, size) for address in addresses[begin : begin + _IOV_MAX]], advice)
-
-
-def _process_madvise(pidfd: int, ranges: Sequence[tuple[int, int]], advice: int) -> int:
-    packed = array.array("Q", itertools.chain.from_iterable(ranges))  # a struct iovec for each; `array` makes them fast
-    call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
-    return int(_libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(len(ranges)), ctypes.c_int(advice), flags))
+    return int(done)
 
 
 def cached_pages(fd: int, offset: int, size: int) -> int:

@@ -79,7 +79,7 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
         file.truncate(13 * window)
     fd = os.open(path, os.O_RDONLY)
     try:
-        assert read_ahead(fd, offset, length, window) == length
+        assert read_ahead(fd, [(offset, length)], window) == length
         deadline = time.monotonic() + 30
         while syscalls.cached_pages(fd, offset, length) < length // page and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -87,7 +87,7 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
         with mmap.mmap(fd, 13 * window, prot=mmap.PROT_READ) as view:
             assert not any(view[offset : offset + length : page])
         assert syscalls.cached_pages(fd, 0, 13 * window) == length // page
-        assert read_ahead(fd, offset, length, window) == 0, "it is there"
+        assert read_ahead(fd, [(offset, length)], window) == 0, "it is there"
     finally:
         os.close(fd)
 
@@ -110,7 +110,7 @@ def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: P
         try:
             assert not program.ended and program.has(*key) and program.maps(*key)
             assert syscalls.cached_pages(fd, 0, SIZE) == -(-SIZE // 4096)
-            assert program.advise(*key, 0, SIZE, syscalls.MADV_PAGEOUT)
+            assert program.advise(*key, [(0, SIZE)], syscalls.MADV_PAGEOUT)
             left = syscalls.cached_pages(fd, 0, SIZE) * mmap.PAGESIZE
             assert left < SIZE // 2 and not program.refused
             process.stdin.write("\n")

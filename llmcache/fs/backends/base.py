@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -136,8 +137,8 @@ class Backend(Protocol):
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
 
-    def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
-        """Drops a part of a file (0 bytes: all behind) from the page cache; may wait for who reads it.
+    def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
+        """Drops parts, (offset, bytes; 0: all behind), of a file from the page cache; may wait for who reads them.
 
         `written`: also what was written lately, which has to be on storage before.
         """

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import queue
@@ -87,7 +88,7 @@ class Program:
 
     def cool(self, addresses: Sequence[int]) -> None:
         """Clears the accessed bits of the pages at `addresses`, unless others map them too."""
-        syscalls.process_madvise_each(self._fd, addresses, BLOCK_BYTES, syscalls.MADV_COLD)
+        self._advise([(address, BLOCK_BYTES) for address in addresses], syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
         """True if it has mapped the file, when it was last looked at."""
@@ -123,38 +124,54 @@ class Program:
                 found.setdefault((os.makedev(major, minor), int(inode)), []).append((int(offset, 16), start, end - start))
         self._parts = found
 
-    def advise(self, dev: int, ino: int, offset: int, length: int, advice: int) -> bool:
-        """Gives advice on a part of a file wherever it is mapped; False if it is mapped nowhere."""
+    def advise(self, dev: int, ino: int, parts: Sequence[tuple[int, int]], advice: int) -> bool:
+        """Gives advice on parts, (offset, bytes), of a file wherever they are mapped; False if they are mapped nowhere."""
         if not self._parts.get((dev, ino)):
             self.look()
-        mapped = False
+        mapped: list[tuple[int, int]] = []
         for at, address, size in self._parts.get((dev, ino), ()):
-            start, end = max(offset, at), min(offset + length, at + size)
-            if start >= end:
-                continue
-            mapped = True
+            for offset, length in parts:
+                start, end = max(offset, at), min(offset + length, at + size)
+                if start < end:
+                    mapped.append((address + start - at, end - start))
+        self._advise(mapped, advice)
+        return bool(mapped)
+
+    def _advise(self, parts: list[tuple[int, int]], advice: int) -> None:
+        while parts:
             try:
-                syscalls.process_madvise(self._fd, address + start - at, end - start, advice)
+                taken = syscalls.process_madvise(self._fd, parts, advice)
             except OSError as error:
-                if error.errno in (errno.ENOMEM, errno.EFAULT, errno.EINVAL):  # it has changed its mappings
-                    self.look()
-                else:
+                if error.errno not in (errno.ENOMEM, errno.EFAULT, errno.EINVAL):
                     self.refused = error.errno or errno.EIO
-        return mapped
+                    return
+                self.look()  # it has changed its mappings
+                taken = parts[0][1]
+            ends = itertools.accumulate(size for _, size in parts)
+            parts = parts[sum(end <= taken for end in ends) :]
 
 
-def read_ahead(fd: int, offset: int, length: int, window: int = 0) -> int:
-    """Has the kernel read what is absent of a part of a file; returns the bytes that were. OSError.
+def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> int:
+    """Has the kernel read what is absent of parts, (offset, bytes), of a file; returns the bytes that were. OSError.
 
     In single pages; in larger folios as far as it makes them, where `window`, the bytes that it reads ahead, is told.
     """
-    absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
-    if window and absent * BLOCK_BYTES >= LEAST_WINDOWS * window:
-        with contextlib.suppress(OSError):  # a file system that always waits
-            _read_windows(fd, offset, length, window)
-    if absent > 0:
-        _will_need(fd, offset, length)
-    return max(0, absent) * BLOCK_BYTES
+    own, read = -1, 0
+    try:
+        for offset, length in parts:
+            absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
+            if window and absent * BLOCK_BYTES >= LEAST_WINDOWS * window:
+                if own < 0:
+                    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose windows are nobody else's
+                    os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # and twice as large
+                _read_windows(own, offset, length, 2 * window)
+            elif absent > 0:
+                _will_need(fd, offset, length)
+            read += max(0, absent) * BLOCK_BYTES
+    finally:
+        if own >= 0:
+            os.close(own)
+    return read
 
 
 def _will_need(fd: int, offset: int, length: int) -> None:
@@ -170,28 +187,22 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
     first window follows pages that are there, and is about as long; it bears the mark at its end, all others where they
     begin. Behind the last mark is more than a window, so that a program that comes to it has the kernel read nothing.
     """
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose windows are nobody else's
-    os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # and twice as large
-    window *= 2
-    byte = bytearray(1)
-
-    def ask(at: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.preadv(own, [byte], at, os.RWF_NOWAIT)
-
-    try:
-        _will_need(own, offset, HEAD_BYTES)
-        at = mark = offset + HEAD_BYTES
-        size = 0
-        while at + window < offset + length:
-            ask(mark)
+    byte, end = bytearray(1), offset + length
+    at = mark = offset + min(HEAD_BYTES, length)
+    size = 0
+    _will_need(fd, offset, at - offset)
+    with contextlib.suppress(OSError):  # a file system that always waits
+        while at + window < end:
+            with contextlib.suppress(BlockingIOError):
+                os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
             if size < window:  # it grows, and is cut to whole folios
-                size = syscalls.cached_pages(own, at, window) * BLOCK_BYTES
+                size = syscalls.cached_pages(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
             mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
-    finally:
-        os.close(own)
+    if syscalls.cached_pages(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
+        at = offset
+    _will_need(fd, at, end - at)
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
@@ -294,7 +305,7 @@ class MappedFile:
                 there = syscalls.cached_pages(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
-                read_ahead(fd, start, size, self.window)
+                read_ahead(fd, [(start, size)], self.window)
         self._let_go(offset, length)
         return read
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,10 +104,11 @@ class FuseBackend:
             self._sentinel = start_sentinel(entry)
         return True
 
-    def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
+    def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
         """Has the kernel give up what it has there; waits for those who read it."""
         if self.notifier is not None:
-            self.notifier.invalidate(node, offset, length)
+            for offset, length in parts:
+                self.notifier.invalidate(node, offset, length)
 
     def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
         """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
@@ -502,7 +503,7 @@ class SliceReader:
             with self.state.lock:
                 places = self._stray_places() + self._trip_places()
             for node, offset, length in places:
-                self.backend.drop(node, offset, length)
+                self.backend.drop(node, [(offset, length)])
             pause_s = LOOK_S if places else IDLE_S if self.state.mixtures.mixtures else UNUSED_S
 
     def _stray_places(self) -> list[tuple[int, int, int]]:

@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
@@ -235,8 +235,7 @@ class InPlaceBackend:
         file, read, done = self.files.of_node(mixture.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
-                for offset, length in mixture.ranges(expert):
-                    read += read_ahead(fd, offset, length, self.files.window)
+                read = read_ahead(fd, mixture.ranges(expert), self.files.window)
                 done = True
         with self.state.lock:
             self.state.counters.backing_read_bytes += read
@@ -306,20 +305,22 @@ class InPlaceBackend:
 
     # Dropping
 
-    def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
-        """Drops a part of a file (0 bytes: all behind) from the page cache, from under mappings too."""
+    def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
+        """Drops parts of a file from the page cache, from under mappings too."""
         file = self.files.of_node(node)
         if file is None:
             return
-        size = length or max(0, file.status.st_size - offset)
+        size = file.status.st_size
+        parts = [(offset, length or max(0, size - offset)) for offset, length in parts]
         with self.files.lock:
             advice = syscalls.MADV_COLD if file.mappers > 1 else syscalls.MADV_PAGEOUT
             for program in file.readers:
-                program.advise(*file.key, offset, size, advice)
+                program.advise(*file.key, parts, advice)
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             if written:
                 os.fdatasync(fd)
-            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+            for part in parts:
+                os.posix_fadvise(fd, *part, os.POSIX_FADV_DONTNEED)
 
     # The observing thread
 
@@ -333,27 +334,28 @@ class InPlaceBackend:
                 continue
             if touches:
                 with self.state.lock:
-                    for touch in touches:
-                        self._touched(touch)
-                    self.state.work.notify()
+                    if any([self._touched(touch) for touch in touches]):
+                        self.state.work.notify()
 
-    def _touched(self, touch: Touch) -> None:
-        """Lock held."""
+    def _touched(self, touch: Touch) -> bool:
+        """True if a reader of extents has moved, so that there may be more to read ahead. Lock held."""
         file = self.files.by_number.get(touch.file)
         if file is None:
-            return
+            return False
         mapping = file.mapping
         owner = self.state.owners.get(mapping.backing) if mapping is not None else None
         if owner is None or touch.pid not in file.programs or owner[0] is not file.group:
             self.files.ask(file, touch.pid)
             if owner is None or owner[0] is not file.group:
-                return
+                return False
         group, member = owner
         if touch.extent >= member.count:
             if member.mixture is not None:
                 self._slice_touched(member.mixture, touch.extent - member.count, touch)
-        elif group.alive:
+            return False
+        if group.alive:
             self._note(group, member, file, member.base + touch.extent, touch)
+        return group.alive
 
     def _slice_touched(self, mixture: Mixture, number: int, touch: Touch) -> None:
         """A program reads a slice, of which a page was missed, or is mapped now. Lock held."""
@@ -488,7 +490,7 @@ class InPlaceBackend:
             jobs = [self._claim(group, member, extent, ahead=True) for extent in small]
         self.engine.pins.settle(PINS_S)
         for extent in small:
-            self.drop(file.status.st_ino, *parts[extent])
+            self.drop(file.status.st_ino, [parts[extent]])
         for job in jobs:
             job()
         return True

@@ -263,7 +263,7 @@ class Requests:
             for offset in range(0, max(size, 1), DROP_BYTES):
                 last = offset + DROP_BYTES >= size
                 tell({"done_bytes": done, "total_bytes": total})
-                self.engine.backend.drop(node, offset, 0 if last else DROP_BYTES, written=True)
+                self.engine.backend.drop(node, [(offset, 0 if last else DROP_BYTES)], written=True)
                 done += min(DROP_BYTES, size - offset)
 
 

@@ -296,7 +296,7 @@ class Engine:
             for _, member in found:
                 member.node = node  # what comes in from now on counts
         if node is not None and not self.backend.in_place:
-            self.backend.drop(node, 0, 0)
+            self.backend.drop(node, [(0, 0)])
         with self.state.lock:
             for _, member in found:
                 member.attaching = False

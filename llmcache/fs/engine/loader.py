@@ -6,6 +6,7 @@ claims when there is room, and makes none itself: it holds no claim while somebo
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
-from llmcache.fs.engine.group import READY, Group
+from llmcache.fs.engine.group import ABSENT, READY, Group
 from llmcache.fs.engine.planner import LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class Loader:
         """The extent that is wanted soonest, if there is room for it. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
-            # Here, and not in `_candidates`: of thousands of files, all but a few have no reader.
-            if not group.cursors.live or not self.backend.follows(group):
+            # Here, and not in `_candidates`: of thousands of files, all but a few have no reader, or are there.
+            if not group.cursors.live or ABSENT not in group.status or not self.backend.follows(group):
                 continue
             for urgency, extent in self._candidates(group):
                 if best is None or urgency < best[0]:
@@ -83,6 +84,7 @@ class Loader:
             return None
         _, group, extent = best
         if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
+            self.state.crowded = True
             self.state.room.notify()
             return None
         return group, extent
@@ -139,10 +141,12 @@ class Loader:
     def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
         """Invalidates ranges of the page cache; only then they count as gone."""
         state = self.state
-        for node, offset, length, _ in debts:
-            self.backend.drop(node, offset, length)
+        for node, found in itertools.groupby(debts, key=lambda debt: debt[0]):
+            self.backend.drop(node, [(offset, length) for _, offset, length, _ in found])
         with state.lock:
             for _, _, length, charged in debts:
                 state.resident_bytes -= charged
                 state.counters.invalidated_bytes += length
-            state.work.notify(len(debts))
+            if state.crowded:  # else they have nothing to do, and each that looks takes time from who has
+                state.crowded = False
+                state.work.notify(len(debts))

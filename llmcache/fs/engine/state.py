@@ -207,6 +207,7 @@ class CacheState:
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
     least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
     slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
+    crowded: bool = False  # a loader has found what to fetch, and no room for it
     running: bool = True
 
     def __post_init__(self) -> None:
