@@ -6,6 +6,7 @@ import time
 from itertools import pairwise
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,12 +116,15 @@ class Asked(FuseBackend):
         return False
 
 
-def test_files_without_a_reader_are_passed_over() -> None:
+def test_files_without_a_reader_and_those_that_are_there_are_passed_over() -> None:
     """Every open wakes all loaders: with 5000 known files their looks at each were a third of the daemon's time."""
     state = new_state(10**8)
     for number in range(100):
         new_group(state, str(number), 4)
-    state.groups["7"].note(0, 1, True)
+    for group in (state.groups["7"], state.groups["8"]):
+        group.note(0, 1, True)
+    for extent in range(4):
+        state.groups["8"].set_state(extent, PINNED)
     backend = Asked(state, cast(Holder, None))
     loader = Loader(state, backend)
     loader.start()
@@ -131,6 +135,22 @@ def test_files_without_a_reader_are_passed_over() -> None:
         state.room.notify_all()
     loader.join()
     assert backend.asked == {"7"}
+
+
+def test_drops_wake_loaders_that_wait_for_room_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that find nothing to do take time from those that have."""
+    state, woken = new_state(10**8), list[int]()
+    loader = Loader(state, FuseBackend(state, cast(Holder, None)))
+    monkeypatch.setattr(state.work, "notify", woken.append)
+    loader._drop([(1, 0, 4096, 0)])
+    assert not woken
+    group = looping(state, "loop", 4, 1)
+    group.note(0, time.monotonic_ns(), True)
+    state.resident_bytes = 2 * state.room_bytes
+    with state.lock:
+        assert loader._soonest() is None and state.crowded
+    loader._drop([(1, 0, 4096, 0), (2, 0, 4096, 0)])
+    assert woken == [2] and not state.crowded
 
 
 def looping(state: CacheState, name: str, extents: int, period_ns: int) -> Group:

@@ -120,3 +120,34 @@ def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: P
             assert program.ended
         finally:
             program.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
+def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFile, tmp_path: Path) -> None:
+    """The parts behind it are dropped all the same."""
+    code = (
+        "import ctypes, mmap, sys\n"
+        "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "print(sum(view[::4096]), flush=True); sys.stdin.readline()\n"
+        "start = next(int(line.split('-')[0], 16) for line in open('/proc/self/maps') if line.endswith(sys.argv[1] + '\\n'))\n"
+        "unmap = ctypes.CDLL(None).munmap; unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n"
+        f"unmap(start + {HUGE_BYTES}, {HUGE_BYTES}); print(flush=True); sys.stdin.readline()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    fd, key = mapping.backing.fd, (mapping.backing.dev, mapping.backing.ino)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        program = Program(process.pid)
+        try:
+            program.look()
+            process.stdin.write("\n")
+            process.stdout.readline()
+            parts = [(at, min(1 << 16, SIZE - at)) for at in range(0, SIZE, 1 << 16)]
+            assert program.advise(*key, parts, syscalls.MADV_PAGEOUT) and not program.refused
+            behind = SIZE - 2 * HUGE_BYTES
+            assert syscalls.cached_pages(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
+            assert syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
+            process.stdin.close()
+        finally:
+            program.close()

@@ -150,11 +150,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return every measured step as plain data, times in seconds."""
         each = self.experiment
-        shape = {
-            key: value
-            for key, value in asdict(each).items()
-            if key not in ("command", "direct", "own_read_ahead", "read_ahead_kb")
-        }
+        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
         return {
             **shape,
             "file": each.file.name,
