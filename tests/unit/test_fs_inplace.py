@@ -129,7 +129,8 @@ def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFil
         "import ctypes, mmap, sys\n"
         "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
         "print(sum(view[::4096]), flush=True); sys.stdin.readline()\n"
-        "start = next(int(line.split('-')[0], 16) for line in open('/proc/self/maps') if line.endswith(sys.argv[1] + '\\n'))\n"
+        "mapped = next(line for line in open('/proc/self/maps') if line.endswith(sys.argv[1] + '\\n'))\n"
+        "start = int(mapped.split('-')[0], 16)\n"
         "unmap = ctypes.CDLL(None).munmap; unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n"
         f"unmap(start + {HUGE_BYTES}, {HUGE_BYTES}); print(flush=True); sys.stdin.readline()\n"
     )
