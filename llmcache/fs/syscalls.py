@@ -122,13 +122,11 @@ def madvise(address: int, size: int, advice: int) -> None:
 
 
 def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -> int:
-    """Advice on parts, (address, bytes), of another process' memory, one after the other; returns for how many bytes it was
-    taken before one was refused, or many parts were done. OSError if the first is.
+    """Advice on parts, (address, bytes), of another process' memory, in their order; returns the bytes it was taken for,
+    until a part was refused, and of the first 1024 parts at most. OSError if the first is refused.
     """
     count = min(len(parts), _IOV_MAX)
-    packed = array.array(
-        "Q", itertools.chain.from_iterable(parts[:count])
-    )  # a struct iovec for each; `array` makes them fast
+    packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec; `array` makes them fast
     call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
     done = _libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(count), ctypes.c_int(advice), flags)
     if done < 0:

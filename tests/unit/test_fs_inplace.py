@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
@@ -92,63 +93,63 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def mapper(path: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], Program]]:
+    """A program that maps a file as `view`, and then does as `code` says."""
+    begin = (
+        "import ctypes, mmap, sys, zlib\n"
+        "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+    )
+    command = [sys.executable, "-c", begin + code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        program = Program(process.pid)
+        try:
+            yield process, program
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            program.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
 def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: Path) -> None:
     """And it reads them again as if nothing had happened."""
-    code = (
-        "import mmap, sys, zlib\n"
-        "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
-        "for _ in sys.stdin: print(zlib.crc32(view), flush=True)\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "file")]
     fd, key = mapping.backing.fd, (mapping.backing.dev, mapping.backing.ino)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with mapper(tmp_path / "file", "for _ in sys.stdin: print(zlib.crc32(view), flush=True)\n") as (process, program):
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("\n")
         before = process.stdout.readline()
-        program = Program(process.pid)
-        try:
-            assert not program.ended and program.has(*key) and program.maps(*key)
-            assert syscalls.cached_pages(fd, 0, SIZE) == -(-SIZE // 4096)
-            assert program.advise(*key, [(0, SIZE)], syscalls.MADV_PAGEOUT)
-            left = syscalls.cached_pages(fd, 0, SIZE) * mmap.PAGESIZE
-            assert left < SIZE // 2 and not program.refused
-            process.stdin.write("\n")
-            assert process.stdout.readline() == before
-            process.stdin.close()
-            process.wait()
-            assert program.ended
-        finally:
-            program.close()
+        assert not program.ended and program.has(*key) and program.maps(*key)
+        assert syscalls.cached_pages(fd, 0, SIZE) == -(-SIZE // 4096)
+        assert program.advise(*key, [(0, SIZE)], syscalls.MADV_PAGEOUT)
+        left = syscalls.cached_pages(fd, 0, SIZE) * mmap.PAGESIZE
+        assert left < SIZE // 2 and not program.refused
+        process.stdin.write("\n")
+        assert process.stdout.readline() == before
+        process.stdin.close()
+        process.wait()
+        assert program.ended
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
 def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFile, tmp_path: Path) -> None:
     """The parts behind it are dropped all the same."""
     code = (
-        "import ctypes, mmap, sys\n"
-        "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
-        "print(sum(view[::4096]), flush=True); sys.stdin.readline()\n"
+        "print(zlib.crc32(view), flush=True); sys.stdin.readline()\n"
         "mapped = next(line for line in open('/proc/self/maps') if line.endswith(sys.argv[1] + '\\n'))\n"
         "start = int(mapped.split('-')[0], 16)\n"
         "unmap = ctypes.CDLL(None).munmap; unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n"
         f"unmap(start + {HUGE_BYTES}, {HUGE_BYTES}); print(flush=True); sys.stdin.readline()\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "file")]
     fd, key = mapping.backing.fd, (mapping.backing.dev, mapping.backing.ino)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with mapper(tmp_path / "file", code) as (process, program):
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
-        program = Program(process.pid)
-        try:
-            program.look()
-            process.stdin.write("\n")
-            process.stdout.readline()
-            parts = [(at, min(1 << 16, SIZE - at)) for at in range(0, SIZE, 1 << 16)]
-            assert program.advise(*key, parts, syscalls.MADV_PAGEOUT) and not program.refused
-            behind = SIZE - 2 * HUGE_BYTES
-            assert syscalls.cached_pages(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
-            assert syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
-            process.stdin.close()
-        finally:
-            program.close()
+        program.look()
+        process.stdin.write("\n")
+        process.stdout.readline()
+        parts = [(at, min(1 << 16, SIZE - at)) for at in range(0, SIZE, 1 << 16)]
+        assert program.advise(*key, parts, syscalls.MADV_PAGEOUT) and not program.refused
+        behind = SIZE - 2 * HUGE_BYTES
+        assert syscalls.cached_pages(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
+        assert syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES

@@ -160,10 +160,12 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     try:
         for offset, length in parts:
             absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
-            if window and absent * BLOCK_BYTES >= LEAST_WINDOWS * window:
-                if own < 0:
+            large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
+            if large and own < 0:
+                with contextlib.suppress(OSError):  # no more files can be opened
                     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose windows are nobody else's
                     os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # and twice as large
+            if large and own >= 0:
                 _read_windows(own, offset, length, 2 * window)
             elif absent > 0:
                 _will_need(fd, offset, length)

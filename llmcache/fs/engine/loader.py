@@ -84,8 +84,7 @@ class Loader:
             return None
         _, group, extent = best
         if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
-            self.state.crowded = True
-            self.state.room.notify()
+            self.state.ask_room()
             return None
         return group, extent
 

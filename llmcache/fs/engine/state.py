@@ -207,7 +207,7 @@ class CacheState:
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
     least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
     slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
-    crowded: bool = False  # a loader has found what to fetch, and no room for it
+    crowded: bool = False  # somebody on `work` waits for room
     running: bool = True
 
     def __post_init__(self) -> None:
@@ -232,6 +232,11 @@ class CacheState:
         if slack_bytes < self.slack_bytes:
             self.room.notify()
         self.slack_bytes = slack_bytes
+
+    def ask_room(self) -> None:
+        """Has the evictor make room, and wake those on `work` once there is some."""
+        self.crowded = True
+        self.room.notify()
 
     @property
     def room_bytes(self) -> int:

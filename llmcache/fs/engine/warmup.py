@@ -329,7 +329,7 @@ class Bringer:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
                     self.state.asked_bytes = group.extent_bytes
-                    self.state.room.notify()
+                    self.state.ask_room()
                     self.state.work.wait(0.05)
             if job is not None:
                 job()
