@@ -60,6 +60,16 @@ struct {
 	__type(value, u32);
 } programs SEC(".maps");
 
+/* Pages that were added to the page cache, by the file's number: those that clients had read, and those that the daemon and its
+ * helper had read. */
+struct added { u64 client_pages, own_pages; };
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__type(key, u32);
+	__type(value, struct added);
+} added_pages SEC(".maps");
+
 struct own { u32 tgid, level; u64 lost, woken_ns; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -179,6 +189,26 @@ SEC("tp_btf/mm_filemap_map_pages")
 int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, unsigned long last)
 {
 	return touched(mapping->host, first, last, FAULT);
+}
+
+/* The kernel reads a folio, for a client or for the daemon. */
+SEC("tp_btf/mm_filemap_add_to_page_cache")
+int BPF_PROG(add_folio, struct folio *folio)
+{
+	struct file_key key = file_key(folio->mapping->host);
+	struct watched *file = bpf_map_lookup_elem(&files, &key);
+	struct added *added;
+	struct own *mine;
+	u32 zero = 0;
+
+	if (!file)
+		return 0;
+	added = bpf_map_lookup_elem(&added_pages, &file->id);
+	mine = bpf_map_lookup_elem(&own, &zero);
+	if (!added || !mine)
+		return 0;
+	__sync_fetch_and_add(is_own(mine) ? &added->own_pages : &added->client_pages, folio_pages(folio));
+	return 0;
 }
 
 static long take_page(struct task_struct *task, struct vm_area_struct *vma, u64 *address)

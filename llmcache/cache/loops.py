@@ -116,6 +116,7 @@ def _count(octaves: list[_Octave]) -> int:
 
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
 CHANCE_DISORDER = 0.25  # that of references without order, of which many may miss each other by chance, is about a half
+OVERDUE = 3  # periods, after which a pass is ended without a repeat
 LEAST_APART = 16  # extents: threads of one reader are nearer to each other
 PROOF = 8  # so much of a pass has to be made again, inverted, before what was read looks like a loop
 
@@ -134,15 +135,19 @@ class Pass:
 class PassRecorder:
     """Cuts a sequence of touched extents into passes.
 
-    A repeat ends the pass only if at least half of the pass, and `least` extents, lie between the two touches: threads
-    that work on neighbouring stripes touch an extent twice in short order, and that is no new pass. The clock is the
-    caller's: any unit that never goes back (nanoseconds, references).
+    A repeat ends the pass if at least half of the pass, and `least` extents, lie between the two touches. Threads that work
+    on neighbouring stripes touch an extent twice in short order, and that is no new pass. A loop over less than half of what
+    the pass before has touched (part of a file that was loaded whole) never gets so far; it ends that pass by repeats of
+    1/PROOF of it, each at least `least` extents after the first touch, and with no new extent between them.
+
+    The clock is the caller's: any unit that never goes back (nanoseconds, references).
     """
 
     def __init__(self, least: int = 2) -> None:
-        self._least = least
+        self.least = least
         self._extents = array("I")  # in the order of their first touch
         self._places = array("I")  # by extent: its place in this pass, counted from 1; 0 for none
+        self._again: dict[int, int] = {}  # extents touched again since the last new one: when first
         self._started = 0
 
     def __len__(self) -> int:
@@ -158,14 +163,36 @@ class PassRecorder:
                 self._started = now
             self._extents.append(extent)
             self._places[extent] = len(self._extents)
+            self._again.clear()
             return None
-        if len(self._extents) - (place - 1) < max(self._least, len(self._extents) // 2):
+        apart = len(self._extents) - (place - 1)
+        if apart < self.least:
+            return None
+        self._again.setdefault(extent, now)
+        if apart >= len(self._extents) // 2:
+            return self._end({extent: now})
+        if len(self._again) >= max(self.least, len(self._extents) // PROOF):
+            return self._end(self._again)
+        return None
+
+    def cut(self, now: int, after: int) -> Pass | None:
+        """End the pass if it began more than `after` ago and has touched anything; the next touch begins another."""
+        if not self._extents or now - self._started <= after:
             return None
         done = Pass(self._extents, now - self._started)
-        self._extents = array("I", (extent,))
+        self._extents, self._places, self._again = array("I"), array("I"), {}
+        return done
+
+    def _end(self, again: dict[int, int]) -> Pass:
+        """Ends the pass; the next one begins with the extents that were touched `again`."""
+        started = next(iter(again.values()))
+        done = Pass(self._extents, started - self._started)
+        self._extents = array("I", again)
         self._places = array("I", bytes(self._places.itemsize * len(self._places)))
-        self._places[extent] = 1
-        self._started = now
+        for place, extent in enumerate(again, 1):
+            self._places[extent] = place
+        self._again = {}
+        self._started = started
         return done
 
 
@@ -223,6 +250,83 @@ def _backward_share(ranks: Sequence[int]) -> float:
     return max(0, back - 1) / (len(ranks) - 1)
 
 
+UNUSED_PASSES = 2  # whole passes without a touch, after which an extent no longer counts as part of the loop
+UNUSED_GAPS = 2  # the same, in multiples of the number of passes after which the extent usually comes round
+_GAP_MAX = 100  # passes; fits into a byte
+
+
+class RecentUse:
+    """Which of the extents of a loop space were touched in the last few passes; the others are `unused`.
+
+    A header describes what a model contains, not what an engine reads: an engine may copy tensors once and never read them
+    again. So an extent counts as part of the loop only while readers touch it: it becomes unused after UNUSED_PASSES whole
+    passes without a touch, or after UNUSED_GAPS times the number of passes between its last touches, whichever is longer (a
+    fast reader ends several passes while a slow one makes a single pass). The next touch brings it back.
+
+    Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.passes = 0  # that have ended, however short
+        self.unused = bytearray(count)  # by extent
+        self.changed = False  # `unused`, since the owner has cleared this
+        self._last = array("I", bytes(4 * count))  # by extent: `passes` at its last touch
+        self._gap = bytearray(b"\1" * count)  # by extent: passes between its last two touches
+        self._usual = bytearray(b"\1" * count)  # by extent: the smaller one of its last two gaps
+
+    def resize(self, count: int) -> None:
+        """Add extents at the end, so that there are `count`; with fewer than before, start over."""
+        more = count - len(self.unused)
+        if more < 0:
+            self.unused, self._last, self._gap, self._usual, more = bytearray(), array("I"), bytearray(), bytearray(), count
+        self.unused.extend(bytes(more))
+        self._last.extend([self.passes] * more)
+        self._gap.extend(b"\1" * more)
+        self._usual.extend(b"\1" * more)
+
+    def touch(self, extent: int) -> None:
+        """Record that a reader has touched `extent`."""
+        gap = self.passes - self._last[extent]
+        if not gap:
+            return
+        gap = min(gap, _GAP_MAX)
+        self._usual[extent] = min(gap, self._gap[extent])
+        self._gap[extent] = gap
+        self._last[extent] = self.passes
+        if self.unused[extent]:
+            self.unused[extent] = 0
+            self.changed = True
+
+    def untouched(self, extent: int) -> int:
+        """Return how many whole passes have ended since the last touch of `extent`."""
+        return max(0, self.passes - self._last[extent] - 1)
+
+    def excuse(self, extents: Iterable[int]) -> None:
+        """Count used extents as touched in the last pass: their touches could not be observed until now."""
+        for extent in extents:
+            if not self.unused[extent]:
+                self._last[extent] = max(self._last[extent], self.passes - 1)
+
+    def judge(self, extents: Iterable[int]) -> list[int]:
+        """Mark those of `extents`, whose touches were all observed, that are no longer used; return the newly marked."""
+        latest, last, usual, unused = self.passes - 1, self._last, self._usual, self.unused
+        found = [
+            extent
+            for extent in extents
+            if latest - last[extent] >= UNUSED_PASSES
+            and not unused[extent]
+            and latest - last[extent] >= UNUSED_GAPS * usual[extent]
+        ]
+        for extent in found:
+            unused[extent] = 1
+        self.changed = self.changed or bool(found)
+        return found
+
+    def is_late(self, extent: int) -> bool:
+        """Return True if a used extent was not touched in the last pass, though it usually is by now."""
+        return self.untouched(extent) >= self._usual[extent] and not self.unused[extent]
+
+
 class Lesson(NamedTuple):
     """What a pass has taught. `old_ranks` gives the old rank of each new one where the order was replaced."""
 
@@ -241,7 +345,8 @@ class LoopLearner:
         self.guess = array("I")  # extents in the order a decoder computes, from the headers
         self.passes = 0
         self.period: int | None = None  # the usual one: a pause does not change it
-        self._recorder = PassRecorder(max(2, min(LEAST_APART, count // 4)))
+        self.use = RecentUse(count)
+        self._recorder = PassRecorder(_least_apart(count))
         self._intervals = Intervals()
         self._unproved: Sequence[int] = ()  # the last pass in another order than the present one
         self._scan: Pass | None = None  # of what does not loop yet: one page of it that is read again makes no loop
@@ -254,6 +359,8 @@ class LoopLearner:
     def note(self, extent: int, now: int) -> Pass | None:
         """Records a touch of `extent`; returns the pass that this ends, or proves to have been one, if any."""
         done = self._recorder.note(extent, now)
+        self.use.passes += done is not None
+        self.use.touch(extent)
         if self.looping:
             return done
         if done is not None and (self._scan is None or len(done.extents) >= len(self._scan.extents)):
@@ -263,8 +370,23 @@ class LoopLearner:
         done, self._scan = self._scan, None
         return done
 
+    def expect(self, visible: int) -> None:
+        """Take how many extents a pass touches visibly: with few of them, touches that are less apart end a pass."""
+        self._recorder.least = _least_apart(visible)
+
+    def cut(self, now: int) -> Pass | None:
+        """End a pass that takes much longer than usual: where most of a loop is resident, too few touches are observed to
+        end it.
+        """
+        done = None if self.period is None else self._recorder.cut(now, OVERDUE * self.period)
+        self.use.passes += done is not None
+        return done
+
     def learn(self, done: Pass, visible: int) -> Lesson:
-        """Takes a completed pass as evidence, unless it is less than half of the `visible` extents, or looks like chance."""
+        """Take a completed pass as evidence, unless it covers less than half of the `visible` extents, or looks like chance.
+
+        `visible`: the number of extents that are in use and whose touches can be observed.
+        """
         whole = len(done.extents) >= visible * 4 // 5
         if len(done.extents) < max(1, visible // 2):
             return Lesson(counts=False)
@@ -287,6 +409,10 @@ class LoopLearner:
             # Loading reads a file from front to back; what comes after it is the order of computation.
             return Lesson(True, True, self.order.adopt(self.guess))
         return Lesson(True, changed)
+
+
+def _least_apart(count: int) -> int:
+    return max(2, min(LEAST_APART, count // 4))
 
 
 MAX_CURSORS = 64

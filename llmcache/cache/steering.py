@@ -76,21 +76,22 @@ class Space:
         self.open = True
         self.convoy = 0
         self.first = False  # as the user wants
+        self.left = False  # to LRU, which reads less
         self.last = 0  # clock of the last reference
         self.share = Share(0, 0)
         self.settled = Settled(0, 0, [])
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes that take part in the loop; 0 when nothing loops."""
+        """Bytes that take part in the loop, without what is no longer used; 0 when nothing loops."""
         if not self.learner.looping:
             return 0
-        return max(0, self.size_bytes - self.single.count(1) * self.extent_bytes)
+        return max(0, self.size_bytes - (self.single.count(1) + self.learner.use.unused.count(1)) * self.extent_bytes)
 
     @property
     def visible(self) -> int:
         """Extents that a whole pass references."""
-        return self.single.count(0)
+        return self.single.count(0) - self.learner.use.unused.count(1)
 
     def blocks(self, extent: int) -> int:
         """Returns the 4 KiB blocks of `extent` (the last one of a file may be short)."""
@@ -119,16 +120,19 @@ Event = Sequence[Any]
 class Steering:
     """The machine. `limit_bytes` is what may be held; counts are in blocks of 4 KiB.
 
-    `on_evict(key, extent)` is called for each held extent that leaves, `on_plan()` after each new plan.
+    `on_evict(key, extent)` is called for each held extent that leaves, `on_plan()` after each new plan. Without `judges_use`
+    extents that are no longer referenced stay part of their loop, as in mounts up to version 1.0.
     """
 
-    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost", "first", "plan", "hold")
+    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost", "first", "plan", "hold", "leave", "steer")
 
     def __init__(
         self,
         limit_bytes: int,
         on_evict: Callable[[str, int], None] = lambda _key, _extent: None,
         on_plan: Callable[[], None] = lambda: None,
+        *,
+        judges_use: bool = True,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.spaces: dict[str, Space] = {}
@@ -140,6 +144,7 @@ class Steering:
         self._on_evict = on_evict
         self._on_plan = on_plan
         self._due = False
+        self._judges_use = judges_use
         self._ranked: list[object] = []
 
     # References
@@ -152,7 +157,12 @@ class Steering:
         done = space.learner.note(extent, self.clock)
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
-            self._due = self._due or lesson.changed or (lesson.counts and self._ranked != _ranking(self._loops()))
+            use = space.learner.use
+            if self._judges_use:
+                use.judge(extent for extent in range(space.count) if not space.single[extent])
+            self._due = self._due or lesson.changed or use.changed
+            self._due = self._due or (lesson.counts and self._ranked != _ranking(self._loops()))
+            use.changed = False
         if self._due:
             self._plan()
         blocks = space.blocks(extent)
@@ -258,6 +268,16 @@ class Steering:
         self.spaces[key].first = True
         self._due = True
 
+    def leave(self, key: str) -> None:
+        """Steering reads more of the space than LRU would: nothing of it is held until `steer`."""
+        self.spaces[key].left = True
+        self._due = True
+
+    def steer(self, key: str) -> None:
+        """The space is steered again."""
+        self.spaces[key].left = False
+        self._due = True
+
     def plan(self) -> None:
         """Plans now what is due, and not with the next reference: somebody wants to know it before there is one."""
         if self._due:
@@ -273,7 +293,11 @@ class Steering:
     # The plan
 
     def _loops(self) -> list[Loop]:
-        looping = [space for space in self.spaces.values() if space.loop_bytes and (space.open or space.held or space.first)]
+        looping = [
+            space
+            for space in self.spaces.values()
+            if space.loop_bytes and not space.left and (space.open or space.held or space.first)
+        ]
         active = self._active(looping)
         return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy, s.first) for s in looping]
 
@@ -308,10 +332,13 @@ class Steering:
 
     def _settle(self, space: Space, share: Share) -> None:
         whole = bool(space.loop_bytes) and share.pinned_bytes >= space.loop_bytes
-        space.share = share
-        order = [extent for extent in space.learner.order.extent_at if not space.single[extent]]
+        space.share, unused = share, space.learner.use.unused
+        stale = [extent for extent in range(space.count) if unused[extent] and space.wanted[extent]]
+        for extent in stale:
+            space.wanted[extent] = 0
+        order = [extent for extent in space.learner.order.extent_at if not (space.single[extent] or unused[extent])]
         space.settled = settle(order, space.wanted, share.pinned_bytes, space.extent_bytes, whole)
-        for extent in space.settled.unpinned:
+        for extent in stale + space.settled.unpinned:
             if extent in space.held:
                 self._evict(space, extent)
 

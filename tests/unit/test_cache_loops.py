@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.loops import MAX_CURSORS, OCTAVES, CursorTable, Intervals, LoopOrder, Pass, PassRecorder, Period
+from llmcache.cache.loops import (
+    MAX_CURSORS,
+    OCTAVES,
+    CursorTable,
+    Intervals,
+    LoopOrder,
+    Pass,
+    PassRecorder,
+    Period,
+    RecentUse,
+)
 
 
 def of(*blocks: int) -> Intervals:
@@ -77,8 +87,8 @@ def laps(length: int, stripes: int, jitter: int, rounds: int, seed: int) -> list
     return touches
 
 
-def passes_of(touches: list[int]) -> list[Pass]:
-    recorder, clock = PassRecorder(), count()
+def passes_of(touches: list[int], least: int = 2) -> list[Pass]:
+    recorder, clock = PassRecorder(least), count()
     return [done for extent in touches if (done := recorder.note(extent, next(clock))) is not None]
 
 
@@ -109,15 +119,14 @@ def test_a_pass_is_cut_each_round(length: int, stripes: int, jitter: int, rounds
     assert all(len(set(done.extents)) == len(done.extents) for done in cut)
 
 
-@given(st.integers(16, 100), st.lists(st.tuples(st.integers(8, 99), st.integers(1, 1 << 20)), max_size=60))
-def test_near_repeats_do_not_cut(size: int, repeats: list[tuple[int, int]]) -> None:
+@given(st.integers(16, 100), st.dictionaries(st.integers(8, 99), st.integers(1, 1 << 20), max_size=60))
+def test_near_repeats_do_not_cut(size: int, repeats: dict[int, int]) -> None:
     """Threads on neighbouring stripes touch an extent again before half of what was seen lies between."""
     recorder = PassRecorder()
     for extent in range(size):
         assert recorder.note(extent, extent) is None
-        for at, back in repeats:
-            if at == extent:
-                assert recorder.note(extent - back % ((extent + 1) // 2 - 1), extent) is None
+        if extent in repeats:
+            assert recorder.note(extent - repeats[extent] % ((extent + 1) // 2 - 1), extent) is None
     assert len(recorder) == size
     done = recorder.note(0, 1000)
     assert done is not None
@@ -125,10 +134,63 @@ def test_near_repeats_do_not_cut(size: int, repeats: list[tuple[int, int]]) -> N
     assert done.duration == 1000
 
 
+@given(st.integers(64, 400), st.integers(1, 45), st.integers(0, 55), st.integers(3, 6))
+def test_a_loop_over_a_part_is_cut_after_everything_was_read_once(size: int, share: int, start: int, rounds: int) -> None:
+    """Loading reads a whole file; what comes after it may be a loop over less than half of it."""
+    part = range(size * start // 100, size * start // 100 + max(8, size * share // 100))
+    cut = passes_of([*range(size), *list(part) * rounds], least=4)
+    assert list(cut[0].extents) == list(range(size))
+    assert rounds - 2 <= sum(set(done.extents) == set(part) for done in cut[1:]) <= rounds
+
+
 def test_a_new_pass_begins_with_the_extent_that_ended_the_last() -> None:
     cut = passes_of([*range(10), *range(10), 0])
     assert [list(done.extents) for done in cut] == [list(range(10))] * 2
     assert [done.duration for done in cut] == [10, 10]
+
+
+def test_an_extent_is_unused_after_two_whole_passes_without_a_touch() -> None:
+    use = RecentUse(2)
+    for _ in range(3):
+        use.touch(0)
+        use.touch(1)
+        use.passes += 1
+    found = []
+    for _ in range(3):
+        use.touch(0)
+        use.passes += 1
+        found.append(use.judge(range(2)))
+    assert found == [[], [1], []]
+    assert list(use.unused) == [0, 1]
+    use.touch(1)
+    assert list(use.unused) == [0, 0]
+
+
+def test_a_slow_reader_keeps_its_extents_in_use() -> None:
+    """Its extents come round once in so many passes of a fast reader; a single late touch shows no such rhythm."""
+    use = RecentUse(3)
+    dropped = []
+    for number in range(60):
+        use.touch(0)
+        if number % 5 == 0:
+            use.touch(1)
+        if number in (0, 1, 30):
+            use.touch(2)
+        use.passes += 1
+        dropped.append(use.judge(range(3)))
+    assert [1] not in dropped[15:]
+    assert not use.unused[1]
+    assert use.unused[2]
+
+
+def test_touches_that_could_not_be_seen_are_no_evidence() -> None:
+    use = RecentUse(1)
+    use.touch(0)
+    use.passes = 10
+    use.excuse([0])
+    assert use.judge([0]) == []
+    use.passes += 2
+    assert use.judge([0]) == [0]
 
 
 COUNT, REACH = 300, 20

@@ -36,7 +36,7 @@ from llmcache.errors import DataError
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
+SCHEME, SCHEME_1_0 = "llmcache.mount/2", "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to
 WINDOW_SHARE = 8  # of the capacity, inverted: what is read of an extent within the last so many blocks is one visit
@@ -90,7 +90,7 @@ class Recorded:
 
     def __init__(self, places: BlockSpace, provenance: Provenance, capacity: int) -> None:
         self._places = places
-        self.core = Steering(capacity * BLOCK_BYTES)
+        self.core = Steering(capacity * BLOCK_BYTES, judges_use=provenance.extra.get("mount") != SCHEME_1_0)
         try:
             self._budget = int(provenance.extra["budget_bytes"])
             self._rows = int(provenance.extra["rows"])
@@ -106,7 +106,7 @@ class Recorded:
     def fits(provenance: Provenance) -> bool:
         """True for the log of a mount whose references are all in it: mode arena, and no row lost."""
         extra = provenance.extra
-        return extra.get("mount") == SCHEME and extra.get("mode") == "arena" and not provenance.lost_events
+        return extra.get("mount") in (SCHEME, SCHEME_1_0) and extra.get("mode") == "arena" and not provenance.lost_events
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
         """Returns the hit blocks of each row; DataError if rows and provenance do not belong together."""

@@ -15,12 +15,12 @@ import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llmcache.fs.engine.group import Fetch
 
 if TYPE_CHECKING:
-    from llmcache.fs.engine.experts import ExpertLoad
+    from llmcache.fs.engine.experts import ExpertLoad, Mixture
     from llmcache.fs.engine.group import Group, Member
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
@@ -52,6 +52,13 @@ class BufferFetch(Fetch):
     load: ExpertLoad | None = None
     stored: threading.Event = field(default_factory=threading.Event)
     replied: tuple[int, int] = (0, 0)
+
+
+class ClientReads(NamedTuple):
+    """Bytes that the kernel has read from storage, in place: for clients by itself, and for the daemon and its helper."""
+
+    client_bytes: int
+    own_bytes: int
 
 
 class BufferPool:
@@ -137,6 +144,21 @@ class Backend(Protocol):
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
 
+    def read_bytes(self, group: Group) -> int:
+        """Return the bytes of `group` that were read from storage so far, by clients and by this process. Lock held."""
+
+    def client_reads(self) -> ClientReads | None:
+        """Return what was read from storage without a request to this process; None where that cannot be."""
+
+    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Make the next touch of resident extents visible; returns those of `extents` for which that worked."""
+
+    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """End the exposure of `extents`; returns those that were touched since, as far as no request or event showed it."""
+
+    def find_experts(self, mixture: Mixture) -> None:
+        """Find which experts are resident, as the kernel had them alone until now. Only in place."""
+
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
         """Drops parts, (offset, bytes; 0: all behind), of a file from the page cache; may wait for who reads them.
 
@@ -173,6 +195,10 @@ class Holder(Protocol):
 
     def release(self, group: Group, extents: list[int]) -> None:
         """Gives `extents` up: no longer pinned."""
+        return
+
+    def lock_again(self, group: Group, extents: list[int]) -> None:
+        """Lock pages of pinned extents that were dropped and have come back."""
         return
 
     def pinned(self, group: Group) -> list[int]:

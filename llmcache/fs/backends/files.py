@@ -640,7 +640,7 @@ class Files:
                 whole = group.status.count(PINNED) + group.status.count(SINGLE) == group.count
                 if whole and not file.mapping.whole_ns:
                     file.mapping.whole_ns = time.monotonic_ns()
-            step = WHOLE_STEP if whole else 1
+            step = WHOLE_STEP if whole and not group.evidence.exposed else 1
             if step != file.step:
                 file.step = step
                 self._watch(file, group, member)
@@ -704,6 +704,7 @@ class Files:
         for pid in list(file.programs):
             self._leave(file, pid)
         self.touches.ignore(*file.key)
+        self.touches.forget(file.number)
         self._give_places(file)
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)

@@ -150,9 +150,39 @@ class FuseBackend:
             group.missed[extent] -= 1
         return fetch
 
-    def follows(self, _group: Group) -> bool:
-        """Any reader that moves may be one that reads in order."""
-        return True
+    def follows(self, group: Group) -> bool:
+        """Return True unless the space is left: any reader that moves may be one that reads in order."""
+        return not group.left
+
+    def read_bytes(self, group: Group) -> int:
+        """Return the bytes of `group` that were read from SOURCE so far."""
+        return group.read_bytes
+
+    def client_reads(self) -> None:
+        """Return None: every read from storage is made by this process."""
+
+    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Drop the first page of pinned extents, so that the next touch sends a request."""
+        with self.state.lock:
+            places = [(extent, *self._first_page(group, extent)) for extent in extents if group.state(extent) == PINNED]
+        for _, _, node, offset in places:
+            if node is not None:
+                self.drop(node, [(offset, BLOCK_BYTES)])
+        return [extent for extent, _, node, _ in places if node is not None]
+
+    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Lock the pages again that were dropped; requests have shown all touches."""
+        with self.state.lock:
+            self.holder.lock_again(group, [extent for extent in extents if group.state(extent) == PINNED])
+        return ()
+
+    def find_experts(self, mixture: Mixture) -> None:
+        """Do nothing: experts are never left to the kernel over FUSE."""
+
+    @staticmethod
+    def _first_page(group: Group, extent: int) -> tuple[Member, int | None, int]:
+        member = group.member_of(extent)
+        return member, member.node, group.offset_of(member, extent)
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None without a buffer. Lock held."""
@@ -182,6 +212,7 @@ class FuseBackend:
             self.state.load_ended(member)
             if fetch.error is None:
                 self.state.counters.backing_read_bytes += fetch.length
+                group.read_bytes += fetch.length
                 if fetch.keep and group.alive and not fetch.stale:
                     self.holder.keep(group, fetch.extent, fetch.region)
             elif fetch.load is None:
@@ -356,7 +387,7 @@ class SliceReader:
         """The threads that look begin; `dev` is the mount's. May follow `stop`."""
         self._programs.dev = dev
         self._over.clear()
-        self._samples = Samples(self.state, self._programs)
+        self._samples = Samples(self.state, self._programs, logging.INFO)
         self._threads = [
             threading.Thread(target=self._look, name="trips", daemon=True),
             threading.Thread(target=self._samples.run, name="sample", daemon=True),
@@ -639,7 +670,7 @@ class Reader:
                 fetch.joined = fetch.joined or pid != 0
             elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
                 fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
-            elif state in (TOUCHED, PINNED):
+            elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
                 self._refault(group, extent, length)
             if trip is None and fetch is None:
                 self._stray(group, extent, length)
@@ -655,10 +686,12 @@ class Reader:
     def _note(self, group: Group, extent: int, state: int) -> None:
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
+            self.engine.judge.touched_pages(group, extent, group.charge[extent])
             return
         done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
         if done is not None:
             self.engine.pass_ended(group, done)
+        self.engine.judge.touched(group, extent)
         self.state.work.notify()
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
@@ -760,4 +793,6 @@ class Reader:
                 break
         with self.state.lock:
             self.state.counters.backing_read_bytes += done
+            if (owner := self.state.owners.get(backing)) is not None:
+                owner[0].read_bytes += done
         return done

@@ -283,6 +283,11 @@ class SteerHolder(Holder):
         for member, offset, length in self.state.ranges(group, extents):
             self.pins.unlock(member.path, offset, length)
 
+    def lock_again(self, group: Group, extents: list[int]) -> None:
+        """Lock pages of pinned extents that were dropped and have come back."""
+        for member, offset, length in self.state.ranges(group, extents):
+            self.pins.lock(member.path, offset, length)
+
     def pinned(self, group: Group) -> list[int]:
         """Extents in state PINNED."""
         return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]

@@ -23,20 +23,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
+from llmcache.fs.backends.base import ClientReads
 from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
-from llmcache.fs.backends.samples import Trials
+from llmcache.fs.backends.samples import Samples
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
 from llmcache.procfs import mounts
@@ -133,7 +136,7 @@ class InPlaceBackend:
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._renewing = threading.Thread(target=self._look_after, name="renew", daemon=True)
-        self.samples = Trials(self.state, self.files)
+        self.samples = Samples(self.state, self.files, logging.WARNING)
         self._sampling = threading.Thread(target=self.samples.run, name="sample", daemon=True)
         self._closed = False
         self._busy = 0  # reads under way
@@ -181,7 +184,66 @@ class InPlaceBackend:
         seen to be read is brought in, or found there.
         """
         left = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
-        return group.looping and not (left and time.monotonic_ns() - group.last_ns <= STILL_NS)
+        return group.looping and not group.left and not (left and time.monotonic_ns() - group.last_ns <= STILL_NS)
+
+    def read_bytes(self, group: Group) -> int:
+        """Return the bytes of `group` that were read from storage since its files are watched."""
+        files = (self.files.of_node(member.node) for member in group.members)
+        reads = [self.touches.reads(file.number) for file in files if file is not None]
+        return sum(map(sum, reads))
+
+    def client_reads(self) -> ClientReads:
+        """Return what the kernel has read of the files of SOURCE, since they are watched."""
+        return self.touches.all_reads()
+
+    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Clear the accessed bits of the programs that map the files; events show the touches of those that do not."""
+        for file in filter(None, [self.files.of_node(member.node) for member in group.members]):
+            with self.files.lock:
+                pids = [program.pid for program in file.readers if program.maps(*file.key)]
+            if pids and not self.samples.can_read():
+                return ()
+            for pid in pids:
+                try:
+                    Path(f"/proc/{pid}/clear_refs").write_text("3")
+                except FileNotFoundError:  # the process has ended, or the kernel has no CONFIG_PROC_PAGE_MONITOR
+                    if os.path.exists(f"/proc/{pid}"):
+                        return ()
+                except OSError as error:
+                    log.debug("accessed bits of process %d cannot be cleared: %s", pid, error.strerror)
+                    return ()
+        return extents
+
+    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Return the extents of which a program has touched a page, by accessed bits."""
+        found: list[int] = []
+        for member in group.members:
+            mine = [extent for extent in extents if member.base <= extent < member.base + member.count]
+            file = self.files.of_node(member.node)
+            if mine and file is not None:
+                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in mine]
+                found += itertools.compress(mine, self.samples.touched(file, parts))
+        return found
+
+    def find_experts(self, mixture: Mixture) -> None:
+        """Take in the experts that are resident, and drop those that are only in part."""
+        whole: list[int] = []
+        debts: list[tuple[int, int, int, int]] = []
+        file = self.files.of_node(mixture.member.node)
+        if file is None:
+            return
+        with contextlib.suppress(OSError), self.files.opened(file) as fd:
+            for expert in range(mixture.layout.count):
+                pages = sum(syscalls.cached_pages(fd, *part) for part in mixture.ranges(expert))
+                if pages * BLOCK_BYTES >= mixture.sizes[expert] > 0:
+                    whole.append(expert)
+                elif pages:
+                    debts += [(mixture.member.node or 0, *part, 0) for part in mixture.own(expert)]
+        with self.state.lock:
+            if mixture.member.mixture is mixture and not mixture.alone:
+                self.state.mixtures.found(mixture, whole)
+                self.state.debts += debts
+                self.state.room.notify()
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
@@ -299,7 +361,7 @@ class InPlaceBackend:
             group.ready[extent] = now_ns
         else:
             group.touch(extent, now_ns)
-            self.state.consumed(fetch.length, False)
+            self.state.consumed(self.engine.judge.used_bytes(group, extent), False)
         if fetch.error is None:
             self.engine.holder.stored(group, fetch)
 
@@ -390,13 +452,17 @@ class InPlaceBackend:
         group.last_pid = touch.pid
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = now_ns
+            if file.mapping is not None:
+                pages = syscalls.cached_pages(file.mapping.backing.fd, group.offset_of(member, extent), length)
+                self.engine.judge.touched_pages(group, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
         done = group.note(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE))
         if done is not None:
             self.engine.pass_ended(group, done)
             state = group.state(extent)
-        if not group.looping:
+        self.engine.judge.touched(group, extent)
+        if not group.looping or group.left:
             return
         if state not in (TOUCHED, PINNED):
             self.state.references.claimed(group, member, extent, touch.pid)
@@ -410,8 +476,9 @@ class InPlaceBackend:
         elif state == READY:
             group.touch(extent, now_ns)
             group.missed.pop(extent, None)
-            self.state.consumed(length, False)
-            self.state.counters.prefetch_useful_bytes += length
+            used_bytes = self.engine.judge.used_bytes(group, extent)
+            self.state.consumed(used_bytes, False)
+            self.state.counters.prefetch_useful_bytes += used_bytes
         elif state == TOUCHED:
             self._came_back(group, member, file, extent, touch, length)
 
@@ -426,7 +493,7 @@ class InPlaceBackend:
         again = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
         group.touch(extent, touch.t_ns)
         if not again:
-            self.state.consumed(length, True)
+            self.state.consumed(self.engine.judge.used_bytes(group, extent), True)
 
     # The renewing thread
 

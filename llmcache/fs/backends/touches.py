@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
+from llmcache.fs.backends.base import ClientReads
 from llmcache.procfs import fstype_of
 from llmcache.units import PAGE_BYTES
 
@@ -28,11 +29,12 @@ QUIET_NS = 20_000_000
 GATHER_NS = 1_000_000  # hits are told together so often at most
 MISS, FAULT = 1, 2
 _RING_BYTES = 1 << 20
-_PROGRAMS = ("read_pages", "fault_page", "map_around", "fault", "fault_in_call")
+_PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio", "fault", "fault_in_call")
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIIIII")
 _RUN = struct.Struct("<QQII")
+_ADDED = struct.Struct("<QQ")
 FILES, RUNS = 1 << 13, 1 << 14  # that are watched at a time; of slices, of all files together: as in the program
 
 
@@ -118,6 +120,8 @@ class Touches:
         self._object, Touches.loaded = Touches.loaded or _load(), None
         _attach(self._object)
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
+        self._counted: set[int] = set()  # numbers of the files whose reads are counted
+        self._past = ClientReads(0, 0)  # of files that are watched no more
         self._poll = select.poll()
         self._poll.register(self._object.map_fd("ring"), select.POLLIN)
 
@@ -142,11 +146,33 @@ class Touches:
             self._object.put("runs", struct.pack("<I", first_run + number), packed)
         pages = extent_bytes // PAGE_BYTES
         watched = _WATCHED.pack(file, first, count, pages, step, first_run, len(runs))
+        if file not in self._counted:
+            self._counted.add(file)
+            self._object.put("added_pages", struct.pack("<I", file), bytes(_ADDED.size))
         self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 
     def ignore(self, dev: int, ino: int) -> None:
         """Tells of a file no more."""
         self._object.remove("files", self._key(dev, ino))
+
+    def reads(self, file: int) -> ClientReads:
+        """Return what the kernel has read of file number `file` since it is watched."""
+        if file not in self._counted:
+            return ClientReads(0, 0)
+        pages = _ADDED.unpack(self._object.read("added_pages", struct.pack("<I", file), _ADDED.size))
+        return ClientReads(*(count * PAGE_BYTES for count in pages))
+
+    def all_reads(self) -> ClientReads:
+        """Return what the kernel has read of all files that are or were watched."""
+        now = [self.reads(file) for file in list(self._counted)]
+        return ClientReads(*(sum(amounts) for amounts in zip(self._past, *now, strict=True)))
+
+    def forget(self, file: int) -> None:
+        """Stop counting what is read of file number `file`."""
+        if file in self._counted:
+            self._past = ClientReads(*(sum(amounts) for amounts in zip(self._past, self.reads(file), strict=True)))
+            self._counted.remove(file)
+            self._object.remove("added_pages", struct.pack("<I", file))
 
     @staticmethod
     def _key(dev: int, ino: int) -> bytes:

@@ -116,11 +116,13 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
 
 
 def hit_ratio(stats: dict[str, Any]) -> float | None:
-    """Byte hit ratio (0..1): share of the bytes that readers got which came from memory; None before any.
+    """Return the byte hit ratio (0..1): the share of the bytes read by clients that came from memory; None if unknown.
 
-    In steer the pinned part of a loop is read without a request: it is counted once for each pass that was seen.
+    In steer and in place, hits send no request: the resident part of a loop counts once for each pass that is observed. The
+    ratio is unknown, not zero, where no hit was observed.
     """
-    return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] else None
+    is_unseen = stats["mode"] != "arena" and not stats["hit_bytes"]
+    return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] and not is_unseen else None
 
 
 def _in_time(stats: dict[str, Any]) -> str:
@@ -142,14 +144,17 @@ _NUMBER: dict[str, Any] = {"justify": "right"}
 
 def _print_table(mount: str, stats: dict[str, Any]) -> None:
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
-    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, budget {format_size(stats['budget_bytes'])}"))
+    budget = f"budget {format_size(stats['budget_bytes'])}"
+    if stats["limit_bytes"] < stats["budget_bytes"]:
+        budget += f", limited to {format_size(stats['limit_bytes'])} by memory pressure"
+    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, {budget}"))
     if stats["metrics"]:
         console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
     facts = Table(box=None, show_header=False, pad_edge=False)
     for column in ("", "right", "", "right"):
         facts.add_column(justify="right" if column else "left")
     size = {key: format_size(amount) for key, amount in stats.items() if key.endswith("_bytes")}
-    facts.add_row("pinned", size["pinned_bytes"], "   given to readers", size["read_bytes"])
+    facts.add_row("pinned", size["pinned_bytes"], "   read by clients", size["read_bytes"])
     facts.add_row("window", size["window_bytes"], "   read from storage", size["backing_read_bytes"])
     facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
     facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", format_percent(hit_ratio(stats)))
@@ -162,20 +167,30 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     if stats["files"]:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
+        for loop in file["loops"]:
+            if loop["left"] or loop["unused_bytes"]:
+                console.print(Text(f"{printable(file['path']).lstrip('/')}: {_judgement(loop)}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
 
 
+def _judgement(loop: dict[str, Any]) -> str:
+    """Return what is steered of a loop, and why not more."""
+    parts = []
+    if loop["unused_bytes"]:
+        parts.append(f"{format_size(loop['unused_bytes'])} not in use")
+    if loop["left"]:
+        steered, lru = (format_size(loop[key]) for key in ("steered_pass_bytes", "lru_pass_bytes"))
+        parts.append(f"left to the kernel: steering reads {steered} a pass, the page cache {lru}")
+    return "; ".join(parts)
+
+
 def _experts(experts: dict[str, Any]) -> str:
-    """What is kept of them, and where both were tried what a token takes with help and without."""
+    """Return what is kept of the experts."""
+    if experts.get("alone"):
+        return "experts are left to the kernel"
     kept = f"{experts['kept']} of {experts['count']} experts kept, "
-    told = f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
-    told = "experts are left to the kernel" if experts.get("alone") else told
-    helped, alone = experts.get("token"), experts.get("token_alone")
-    if not helped or not alone:
-        return told
-    pay = [f"{1e3 * cost['s']:.1f} ms and {format_size(cost['read_bytes'])} of storage" for cost in (helped, alone)]
-    return f"{told}; a token takes {pay[0]} with help, {pay[1]} without"
+    return f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
 
 
 def _file_table(files: list[dict[str, Any]]) -> Table:

@@ -26,7 +26,7 @@ from llmcache.fs.daemon.accesslog import FRAME, ROWS
 from llmcache.procfs import status_of
 from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
 
-SCHEME = "llmcache.mount/1"
+SCHEME = "llmcache.mount/2"
 DTYPE = np.dtype([(name, dtype.newbyteorder("<")) for name, dtype in COLUMNS.items()])  # as accesslog.ROW
 EVENTS_MAX = 1 << 20
 THREADS_MAX = 4096  # remembered; thread ids are used again

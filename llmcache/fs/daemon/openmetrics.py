@@ -66,7 +66,8 @@ _LEVELS = (
 )
 _COUNTERS = (
     ("requested", "requested_bytes", "Asked for by requests that reached the daemon."),
-    ("storage_read", "backing_read_bytes", "Read from storage."),
+    ("storage_read", "backing_read_bytes", "Read from storage, in place also what clients had the kernel read."),
+    ("client_read", "client_read_bytes", "In place: read from storage by the kernel for clients, without the daemon."),
     ("storage_written", "backing_write_bytes", "Written to storage."),
     ("fetched", "stored_bytes", "Fetched extents, put into the page cache."),
     ("dropped", "invalidated_bytes", "Dropped from the page cache."),
@@ -93,7 +94,7 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     yield info
     levels = [("uptime", "seconds", stats["uptime_s"], "Since the mount began.")]
     levels += [(name, "bytes", stats[key], text) for name, key, text in _LEVELS]
-    if stats["read_bytes"]:
+    if stats["hit_bytes"] or (stats["read_bytes"] and stats["mode"] == "arena"):  # elsewhere hits may not be observed
         ratio = stats["hit_bytes"] / stats["read_bytes"]
         levels.append(("byte_hit", "ratio", ratio, "Share of read bytes that came from memory."))
     for name, unit, value, text in levels:
@@ -106,7 +107,7 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
         counter = metrics.CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         counter.add_metric([mount], value)
         yield counter
-    text = "Got by readers. In steer a pinned loop counts once a pass."
+    text = "Read by clients. In steer and in place the resident part of a loop counts once a pass."
     read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
     read.add_metric([mount, "memory"], stats["hit_bytes"])
     read.add_metric([mount, "storage"], stats["miss_bytes"])
@@ -114,7 +115,7 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     ahead = metrics.CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
     for outcome in ("useful", "late", "wasted"):
         ahead.add_metric([mount, outcome], stats["prefetch"][f"{outcome}_bytes"])
-    text = "How long readers waited for extents."
+    text = "How long readers waited for the daemon to fetch extents; their own page faults are not included."
     waits = metrics.HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
         told = stats["waits"][reason]

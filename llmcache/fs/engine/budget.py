@@ -119,6 +119,7 @@ class PressureGauge:
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
+        self.free_bytes = 0  # memory that holds nothing, when the limit was asked for last
         self.slack_bytes = 0  # memory that nobody wants (negative: so much is wanted), when the limit was asked for last
 
     @property
@@ -150,6 +151,7 @@ class PressureGauge:
         now = time.monotonic()
         found = places(self._root)
         missing = -min(memory.spare_bytes for memory in found)
+        self.free_bytes = min(memory.free_bytes for memory in found)
         self.slack_bytes = min(memory.slack_bytes for memory in found)
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
         stalls = self._stalls(now)

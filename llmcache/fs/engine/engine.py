@@ -26,6 +26,7 @@ from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.engine.budget import PressureGauge
+from llmcache.fs.engine.evidence import Judge
 from llmcache.fs.engine.group import PINNED, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
@@ -71,6 +72,7 @@ class Engine:
         self.tree = tree
         self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
         self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
+        self.judge = Judge(self.state, self.backend, self.holder, self.replan)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
@@ -262,7 +264,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        return snapshot(self.state, self.mode, self.pins.pid)
+        return snapshot(self.state, self.mode, self.pins.pid, self.backend.client_reads())
 
     @property
     def _held_bytes(self) -> int:
@@ -334,10 +336,9 @@ class Engine:
 
     def pass_ended(self, group: Group, done: Pass) -> None:
         """Learns from a pass over a group that has ended. Lock held."""
-        if self.mode != "arena":  # pinned extents are read without a request: once a pass
-            self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
             self.replan()
+        self.judge.pass_ended(group)
 
     def replan(self) -> None:
         """The windows (arena), or pins and windows (steer), are to be brought in line soon."""
@@ -383,6 +384,10 @@ class Engine:
             with self.state.lock:
                 if self.backend.in_place:
                     self.state.set_slack(self.gauge.slack_bytes)
+                    free_bytes = max(0, self.gauge.free_bytes)
+                    self.state.shadow.resize(max(self.state.limit_bytes, self.state.used_bytes + free_bytes))
+                else:
+                    self.state.shadow.resize(self.state.limit_bytes)
                 if limit != limit_before:
                     limit_before = limit
                     self.state.set_limit(limit)
@@ -392,6 +397,9 @@ class Engine:
                     self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
                 for group in list(self.state.groups.values()):
                     self._plan_due |= self.planner.watch(group, now_ns, in_place=self.backend.in_place)
+                    if (done := group.learner.cut(now_ns)) is not None:
+                        self.pass_ended(group, done)
+                    self.judge.look(group, now_ns)
                     kept = group.first or group.warm or self.state.opens_of(group)
                     if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)

@@ -17,7 +17,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +53,10 @@ class ExpertLoad:
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class TokenCost:
-    """What a token took, on average: time, and bytes from storage."""
-
-    seconds: float
-    read_bytes: int
-
-    def exceeds(self, other: TokenCost | None, times: float) -> bool:
-        """True if it takes at least so many times what another takes, if there is one."""
-        return other is not None and self.seconds >= times * other.seconds
-
-
 class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
 
-    `alone`: the kernel has them, all are ABSENT; `costs`: of a token, by that, once both were tried.
+    `alone`: they are left to the kernel, all are ABSENT.
 
     `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
     LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, each with the (round, layer) in
@@ -93,7 +81,6 @@ class Mixture:
         self.window = WINDOW_BYTES
         self.loads: dict[int, ExpertLoad] = {}
         self.alone = False
-        self.costs: dict[bool, TokenCost] = {}
         self.fresh: set[int] = set()
         self.trips: dict[int, tuple[int, int]] = {}
         self.pages: dict[int, bytes] = {}
@@ -235,13 +222,9 @@ class Mixture:
             "kept_bytes": sum(map(self.sizes.__getitem__, kept)),
             "bytes": sum(self.layout.sizes),
             "alone": self.alone,
-            "token": _told(self.costs.get(False)),
-            "token_alone": _told(self.costs.get(True)),
+            "token": None,  # tokens were timed both ways in versions up to 1.0
+            "token_alone": None,
         }
-
-
-def _told(cost: TokenCost | None) -> dict[str, float] | None:
-    return None if cost is None else {"s": cost.seconds, "read_bytes": cost.read_bytes}
 
 
 class MixtureCache:
@@ -287,6 +270,7 @@ class MixtureCache:
     def used(self, mixture: Mixture, expert: int) -> None:
         """A sample says that an expert that is there was used."""
         self._count(mixture, expert)
+        self._shadow(mixture, expert)
         self.state.counters.hit_bytes += mixture.sizes[expert]
 
     def missed(self, mixture: Mixture, expert: int) -> list[int]:
@@ -295,6 +279,7 @@ class MixtureCache:
         Returns the experts that are LOADING now, and have to have `arrived` soon: that one, and what a prompt uses next.
         """
         sweeps = mixture.sweeps(expert)
+        self._shadow(mixture, expert)
         if not sweeps:  # what a prompt reads says little of what the tokens after it use
             self._count(mixture, expert)
         self.state.counters.miss_bytes += mixture.sizes[expert]
@@ -309,6 +294,12 @@ class MixtureCache:
         for each in found:
             mixture.states[each] = LOADING
         return found
+
+    def _shadow(self, mixture: Mixture, expert: int) -> None:
+        """Records a use for the shadow of an LRU cache."""
+        size = mixture.sizes[expert]
+        if not self.state.shadow.touch(mixture.first + expert, size):
+            mixture.group.evidence.lru_bytes += size
 
     def _count(self, mixture: Mixture, expert: int) -> None:
         self.hot.use(mixture.first + expert)
@@ -339,12 +330,15 @@ class MixtureCache:
         if self.excess_bytes > 0:
             self.state.room.notify()
 
-    def turn(self, mixture: Mixture, alone: bool, found: list[int]) -> None:
-        """Leaves experts to the kernel, as they are, or takes those that were `found` there."""
+    def turn(self, mixture: Mixture, alone: bool) -> None:
+        """Leave experts to the kernel, as they are, or steer them again."""
         mixture.alone = alone
         for expert in mixture.kept if alone else ():
             self.lost(mixture, expert)
-        for expert in found:
+
+    def found(self, mixture: Mixture, experts: Iterable[int]) -> None:
+        """Take in experts that were found in the page cache."""
+        for expert in experts:
             if mixture.states[expert] == ABSENT:
                 self.arrived(mixture, expert, done=True)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.loops import CursorTable, LoopLearner, LoopOrder, Pass
+from llmcache.cache.shadow import Guard
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import MemoryRegion
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 """SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
-absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""
+absent and fetched whole, but only on demand: no reader has touched them lately, or they were dropped untouched."""
 
 MISSES_MAX = 3
 SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
@@ -50,6 +51,7 @@ class Member:
     file_id: int = -1  # in the access log
     anatomy: Anatomy | None = None  # of a model
     mixture: Mixture | None = None  # of experts, where they are steered
+    tensors: array[int] = field(default_factory=lambda: array("Q"))  # first byte and end of each, in file order
 
     @property
     def reachable(self) -> bool:
@@ -84,6 +86,26 @@ class Tripwire(NamedTuple):
     held: bool
 
 
+@dataclass
+class PassEvidence:
+    """What `evidence.Judge` remembers of a group from one pass to the next."""
+
+    guard: Guard | None = None
+    used_bytes: array[int] | None = None  # by extent: what clients use of it, as far as the tensors tell
+    lru_bytes: int = 0  # that LRU would have read
+    missing_bytes: float = 0.0  # that the shadow leaves out in a pass: measured while the kernel had the space alone
+    window_passes: int = 1  # that were compared last
+    passes: int = 0  # that have ended since the guard has judged
+    ended_ns: int = 0  # when the last one did
+    seen_read_bytes: int = 0  # what was read until then
+    judged_lru_bytes: int = 0  # the same, and what was read, at the end of the last pass
+    judged_read_bytes: int = 0
+    steered_bytes: int = 0  # that steering read in a pass, when the space was left to the kernel
+    exposed: set[int] = field(default_factory=set)  # resident extents whose next touch will be seen
+    exposed_pass: int = 0
+    exposure_gap: int = 1  # passes from one exposure to the next, at least
+
+
 class Group:
     """State of one loop space; `loop` holds the extents that count as loop, first guess or observed."""
 
@@ -95,6 +117,11 @@ class Group:
         self.size_bytes = sum(member.size_bytes for member in members)
         self.learner = LoopLearner(self.count)
         self.order = self.learner.order
+        self.use = self.learner.use
+        self.thin = bytearray(self.count)  # by extent: 1 where so little is used that it is to be read page by page
+        self.left = False  # to the kernel, which reads less: nothing is pinned, fetched ahead or dropped
+        self.read_bytes = 0  # from storage, over FUSE
+        self.evidence = PassEvidence()
         self.status = bytearray(self.count)
         self.charge = array("L", bytes(array("L").itemsize * self.count))
         self.seen_ns = array("Q", bytes(8 * self.count))  # by extent: when a request for it came last; 0 for never
@@ -129,11 +156,19 @@ class Group:
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes that take part in the loop: everything but single-page extents; 0 when nothing loops."""
+        """Bytes that take part in the loop: everything but single-page and unused extents; 0 when nothing loops."""
         if not self.looping:
             return 0
-        single = self.status.count(SINGLE)
-        return max(0, self.size_bytes - single * self.extent_bytes)
+        left_out = self.status.count(SINGLE) + self.use.unused.count(1) + self._thin_in_loop()
+        return max(0, self.size_bytes - left_out * self.extent_bytes)
+
+    def _thin_in_loop(self) -> int:
+        """Return how many thin extents have not become SINGLE yet."""
+        if 1 not in self.thin:
+            return 0
+        return sum(
+            state != SINGLE and self.thin[extent] for extent, state in zip(self.order.extent_at, self.status, strict=True)
+        )
 
     @property
     def kept_whole(self) -> bool:
@@ -176,7 +211,7 @@ class Group:
 
     def learn(self, done: Pass) -> bool:
         """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
-        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
+        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE) - self.use.unused.count(1)
         lesson = self.learner.learn(done, visible)
         self.cursors.loops = self.looping
         if lesson.old_ranks is not None:
@@ -228,6 +263,8 @@ class Group:
             self.seen_ns.extend([0] * more)
             self.count = member.count = self.count + more
             self.order.extend(self.count)
+            self.use.resize(self.count)
+            self.thin.extend(bytes(more))
             self.cursors.count = self.count
 
     def _coarsen(self, factor: int) -> None:
@@ -238,6 +275,8 @@ class Group:
         self.charge = array("L", (sum(self.charge[at * factor : (at + 1) * factor]) for at in range(self.count)))
         self.seen_ns = array("Q", (max(self.seen_ns[at * factor : (at + 1) * factor]) for at in range(self.count)))
         self.order = self.learner.order = LoopOrder(self.count)
+        self.use.resize(self.count)
+        self.thin = bytearray(self.count)
         strays, self.strays = self.strays, {}
         for extent, since in strays.items():
             self.strays.pop(extent // factor, None)
@@ -248,7 +287,10 @@ class Group:
         if self.state(extent) == READY:
             self.missed[extent] = self.missed.get(extent, 0) + 1
         if self.state(extent) != SINGLE:
-            self.set_state(extent, SPARSE if self.missed.get(extent, 0) >= MISSES_MAX else ABSENT)
+            if self.state(extent) == TOUCHED:
+                self.use.excuse((extent,))
+            is_sparse = self.missed.get(extent, 0) >= MISSES_MAX or self.use.unused[extent]
+            self.set_state(extent, SINGLE if self.thin[extent] else SPARSE if is_sparse else ABSENT)
         for table in (self.trips, self.ready, self.touched, self.strays, self.refaults):
             table.pop(extent, None)
         charged = self.charge[extent]

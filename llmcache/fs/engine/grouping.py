@@ -229,6 +229,9 @@ class Grouping:
         for extent in single:
             group.set_state(extent, SINGLE)
         group.hot.update(hot)
+        for region in sorted(header.regions, key=lambda region: region.first_byte):
+            if region.size_bytes:
+                member.tensors.extend((region.first_byte, region.end))
         if header.experts is not None and not group.first:
             self.state.mixtures.begin(group, member, header.experts)
         group.believe(order)

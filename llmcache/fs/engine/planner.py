@@ -2,9 +2,9 @@
 
 Runs with the engine's lock held; cheap enough to run at every change (opens, closes, new periods, a new limit).
 
-And who leaves the page cache when room is needed (`choose_victims`), in this order: single pages beyond their reserve, what
-was read once and does not loop, what a loop's readers have left behind (oldest touch first), what was fetched ahead of a
-reader that never came, and last the reserves.
+And what leaves the page cache when room is needed (`choose_victims`), in this order: single pages beyond their reserve, what
+was read once and does not loop, extents that are no longer used, what the readers of a loop have left behind (oldest touch
+first), what was fetched ahead of a reader that never came, and last the reserves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Planner:
                 self.state.least_window_bytes,
             )
             for group in groups
-            if group.first or group.warm or self.state.opens_of(group) or self.holder.pinned(group)
+            if not group.left and (group.first or group.warm or self.state.opens_of(group) or self.holder.pinned(group))
         ]
         budget_bytes = max(0, self.state.limit_bytes - self._reserve())
         shares = share_budget(budget_bytes, loops)
@@ -131,13 +131,17 @@ class Planner:
         return reserve_bytes(self.state.limit_bytes, hot, has_rows)
 
     def _apply(self, group: Group, share: Share) -> None:
-        by_rank = zip(group.order.extent_at, group.status, strict=True)
-        candidates = [extent for extent, state in by_rank if state != SINGLE]
+        unused, thin, by_rank = group.use.unused, group.thin, zip(group.order.extent_at, group.status, strict=True)
+        candidates = [extent for extent, state in by_rank if state != SINGLE and not (unused[extent] or thin[extent])]
+        stale = [extent for extent in range(group.count) if group.wanted[extent] and (unused[extent] or thin[extent])]
+        for extent in stale:
+            group.wanted[extent] = 0
         whole = share.pinned_bytes >= group.loop_bytes
         settled = settle(candidates, group.wanted, share.pinned_bytes, group.extent_bytes, whole)
         set_window(group, share, settled)
-        if settled.unpinned:
-            self.holder.release(group, settled.unpinned)
+        group.learner.expect(settled.extents - settled.pinned)
+        if unpinned := stale + settled.unpinned:
+            self.holder.release(group, unpinned)
             self.state.room.notify()
         self.holder.pin_ready(group)
 
@@ -219,10 +223,13 @@ def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
     for group in groups:
         if not group.looping:
             yield from _touched(group, now_ns)
+        elif 1 in group.use.unused:
+            yield from ((group, extent) for extent in group.touched if group.use.unused[extent])
     yield from _rows([group for group in groups if group.written], 0)
     for group in groups:
         if group.looping:
-            yield from _touched(group, now_ns) if not state.slack_bytes else _touched_last(group, now_ns)
+            is_last_first = state.slack_bytes and not group.left
+            yield from _touched_last(group, now_ns) if is_last_first else _touched(group, now_ns)
     for group in groups:
         yield from ((group, extent) for extent, since in group.ready.items() if now_ns - since > ABANDONED_NS)
     yield from _hot(groups, state.limit_bytes // HOT_SHARE)

@@ -23,6 +23,7 @@ from llmcache.fs.layout.tensors import Part
 from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
+    from llmcache.fs.backends.base import ClientReads
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.engine.state import CacheState, References
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache.stats/1"
 
 
-def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
-    """Returns everything as JSON-ready values. Takes the lock."""
+def snapshot(state: CacheState, mode: str, helper_pid: int, reads: ClientReads | None) -> dict[str, Any]:
+    """Return everything as JSON-ready values. Takes the lock. `reads`: of the kernel, in place."""
     with state.lock:
         counters, log = asdict(state.counters), state.references.log
         result: dict[str, Any] = {
@@ -49,7 +50,8 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "hit_bytes": counters["hit_bytes"],
             "miss_bytes": counters["miss_bytes"],
             "requested_bytes": counters["requested_bytes"],
-            "backing_read_bytes": counters["backing_read_bytes"],
+            "backing_read_bytes": counters["backing_read_bytes"] if reads is None else sum(reads),
+            "client_read_bytes": 0 if reads is None else reads.client_bytes,
             "backing_write_bytes": counters["backing_write_bytes"],
             "prefetch": {f"{fate}_bytes": counters[f"prefetch_{fate}_bytes"] for fate in ("useful", "late", "wasted")},
             "waits": {"late": state.late_waits.as_dict(), "demand": state.demand_waits.as_dict()},
@@ -118,7 +120,17 @@ def _loop(group: Group) -> dict[str, Any]:
         "passes": learner.passes,
         "readers": [cursor.head / group.count for cursor in group.cursors.live],
         "guessed": learner.guessed,
+        "unused_bytes": group.use.unused.count(1) * group.extent_bytes,
+        **judgement(group),
     }
+
+
+def judgement(group: Group) -> dict[str, Any]:
+    """Return whether a loop is left to the kernel, and what a pass reads when steered and by LRU; None if not known yet."""
+    guard = group.evidence.guard
+    figures = (None, None) if guard is None else (guard.steered_bytes, guard.lru_bytes)
+    steered_bytes, lru_bytes = (None if each is None else int(each / group.evidence.window_passes) for each in figures)
+    return {"left": group.left, "steered_pass_bytes": steered_bytes, "lru_pass_bytes": lru_bytes}
 
 
 def cpu_s(pid: str) -> float:

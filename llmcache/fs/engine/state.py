@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.shadow import Shadow
 from llmcache.cache.steering import HIT, MISS, Steering
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.experts import MixtureCache
@@ -214,6 +215,7 @@ class CacheState:
         self.pin_limit_bytes = self.budget_bytes
         self.limit_bytes = self.budget_bytes + self.allowance_bytes
         self.mixtures = MixtureCache(self)
+        self.shadow = Shadow(self.limit_bytes)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
         self.ended = threading.Condition(self.lock)

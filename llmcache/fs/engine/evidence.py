@@ -1,0 +1,329 @@
+"""Whether steering follows what clients really use: judged at the end of each pass over a loop space.
+
+Two questions, answered from the touches that the back end observes:
+- Which extents are still in use (`llmcache.cache.loops.RecentUse`)? An extent that no client has touched for a few passes is
+  no longer pinned or fetched ahead. Touches of resident extents cannot be observed all the time, so they are *exposed* now
+  and then: the back end clears the accessed bits of the pages (in place) or drops one page of each extent (FUSE), and those
+  that are still untouched after a few passes are unused. An exposure costs clients some time, so one is made when the
+  observed touches suggest that the set in use has changed, and otherwise rarely.
+- Does steering read more than LRU would? (`llmcache.cache.shadow`.) Every touch also goes to a shadow of an LRU cache that
+  has the memory of this mount. Where steering reads more, the space is left to the kernel: nothing is pinned, fetched ahead
+  or dropped. It is steered again when the kernel reads more than steering is expected to.
+
+Every method expects the engine's lock, except the jobs, which take it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from llmcache.cache.arbitration import MIN_WINDOW_BYTES
+from llmcache.cache.loops import UNUSED_PASSES
+from llmcache.cache.shadow import Guard
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
+from llmcache.units import format_size
+
+if TYPE_CHECKING:
+    from llmcache.fs.backends.base import Backend, Holder
+    from llmcache.fs.engine.state import CacheState
+
+log = logging.getLogger(__name__)
+
+SHADOW_EXTENTS = 2048  # of one space: of a larger one every n-th extent stands for n of them
+BOUND_SHARE = 2  # of the memory, inverted, that may be read in excess before the decision changes
+WINDOW_PASSES, EXPERT_PASSES = 3, 16  # that are compared at a time; tokens of an MoE model vary
+LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the loop was read (inverted)
+NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
+THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
+TINY_BYTES = 64 << 10  # norms and biases
+SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
+EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
+EXPOSURE_REST = 25  # times as long as an exposure took, until the next one
+_VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is observed
+
+
+class Judge:
+    """Judges the spaces of one mount."""
+
+    def __init__(self, state: CacheState, backend: Backend, holder: Holder, replan: Callable[[], None]) -> None:
+        """`replan()` has pins and windows brought in line with what has changed."""
+        self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
+        self._rest_until = 0.0
+
+    def touched(self, group: Group, extent: int) -> None:
+        """Record a touch of an extent, for the shadow."""
+        step = -(-group.count // SHADOW_EXTENTS)
+        if extent % step:
+            return
+        self._shadow(group, extent, step * self.used_bytes(group, extent))
+
+    def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
+        """Record a touch of an extent that is read page by page, of which so much is resident now."""
+        step = -(-group.count // SHADOW_EXTENTS)
+        if not extent % step:
+            self._shadow(group, extent, step * resident_bytes)
+
+    def _shadow(self, group: Group, extent: int, size_bytes: int) -> None:
+        before = self.state.shadow.read_bytes
+        self.state.shadow.touch((group.key, extent), size_bytes)
+        group.evidence.lru_bytes += self.state.shadow.read_bytes - before
+
+    def used_bytes(self, group: Group, extent: int) -> int:
+        """Estimate what clients use of an extent: of one beside an unused extent half, or what the tensors say if less."""
+        member, unused = group.member_of(extent), group.use.unused
+        size = group.length_of(member, extent)
+        for beside in (extent - 1, extent + 1):
+            if member.base <= beside < member.base + member.count and unused[beside]:
+                size //= 2
+        used_bytes = group.evidence.used_bytes
+        return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
+
+    def _weigh(self, group: Group) -> None:
+        """Estimate what clients use of each extent, from which tensors are used; hardly used ones become single pages.
+
+        A tensor is used where an extent that lies wholly in it is. One that is too small for that is used if all its extents
+        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
+        """
+        if 1 not in group.use.unused:
+            group.evidence.used_bytes = None
+            return
+        used_bytes = array("L", bytes(array("L").itemsize * group.count))
+        for member in group.members:
+            if member.tensors:
+                _weigh_member(group, member, used_bytes)
+        group.evidence.used_bytes = used_bytes
+        thin = [
+            extent
+            for extent, state in zip(group.order.extent_at, group.status, strict=True)
+            if 0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes
+            and not group.use.unused[extent]
+            and not group.thin[extent]
+            and state != SINGLE
+        ]
+        for extent in thin:
+            group.thin[extent] = 1
+            group.hot.add(extent)
+        group.use.changed = group.use.changed or bool(thin)
+
+    def _make_single(self, group: Group) -> None:
+        """Have thin extents read page by page, once nothing of them is on its way."""
+        if 1 not in group.thin:
+            return
+        for extent in range(group.count):
+            if not group.thin[extent]:
+                continue
+            state = group.state(extent)
+            if state == PINNED:
+                group.wanted[extent] = 0
+                self.holder.release(group, [extent])
+                state = TOUCHED
+            if state in (TOUCHED, READY) and self.backend.in_place:
+                self.state.resident_bytes -= group.forget(extent)
+            elif state in (ABSENT, SPARSE):
+                group.set_state(extent, SINGLE)
+            if group.state(extent) == SINGLE:
+                group.thin[extent] = group.use.unused[extent] = 0
+
+    def pass_ended(self, group: Group) -> None:
+        """Judge a space whose pass has ended."""
+        use = group.use
+        by_rank = list(zip(group.order.extent_at, group.status, strict=True))
+        visible = [extent for extent, state in by_rank if state in _VISIBLE]
+        returned = use.changed
+        if not group.left:
+            self._drop_out(group, use.judge(visible))
+            if use.changed:
+                self._weigh(group)
+            self._make_single(group)
+            hidden = [extent for extent, state in by_rank if state in (PINNED, TOUCHED)]
+            self._assume_touched(group, hidden)
+            late = sum(map(use.is_late, visible))
+            in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
+            self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
+        self._guard(group)
+        if use.changed:
+            use.changed = False
+            self._replan()
+
+    def look(self, group: Group, now_ns: int) -> None:
+        """Judge a space that is read though no pass ends, as what loops is pinned whole: several times a second."""
+        evidence = group.evidence
+        if group.left or not evidence.ended_ns or group.last_ns < evidence.ended_ns or group.learner.period is None:
+            return
+        read_bytes = self.backend.read_bytes(group) - evidence.seen_read_bytes
+        if now_ns - evidence.ended_ns < max(LOOK_NS, group.learner.period) or read_bytes * LOOK_SHARE < group.loop_bytes:
+            return
+        by_rank = zip(group.order.extent_at, group.status, strict=True)
+        self._assume_touched(group, [extent for extent, state in by_rank if state in (PINNED, TOUCHED)])
+        self._guard(group)
+
+    def _assume_touched(self, group: Group, hidden: Sequence[int]) -> None:
+        """Count resident extents that are in use as touched once in a pass: as hits, and for the shadow."""
+        for extent in hidden:
+            if not group.use.unused[extent] and group.use.untouched(extent):
+                self.touched(group, extent)
+                self.state.consumed(self.used_bytes(group, extent), True)
+
+    def _drop_out(self, group: Group, extents: Sequence[int]) -> None:
+        """Extents are no longer used: they are not fetched ahead any more, and the next plan does not pin them."""
+        for extent in extents:
+            if group.state(extent) == ABSENT:
+                group.set_state(extent, SPARSE)
+
+    # Exposures
+
+    def _expose(self, group: Group, hidden: Sequence[int], *, is_suspicious: bool) -> None:
+        use, evidence = group.use, group.evidence
+        if evidence.exposed:
+            if use.passes - evidence.exposed_pass >= UNUSED_PASSES:
+                self.state.jobs.append(functools.partial(self._examine, group))
+                self.state.work.notify()
+            return
+        gap = evidence.exposure_gap if is_suspicious else EXPOSURE_MAX_PASSES
+        if use.passes < evidence.exposed_pass + gap or time.monotonic() < self._rest_until or not hidden:
+            return
+        evidence.exposure_gap = min(EXPOSURE_MAX_PASSES, 2 * evidence.exposure_gap)
+        evidence.exposed = set(hidden)
+        evidence.exposed_pass = use.passes
+        use.excuse(hidden)
+        self.state.jobs.append(functools.partial(self._begin, group, list(hidden)))
+        self.state.work.notify()
+
+    def _begin(self, group: Group, hidden: list[int]) -> None:
+        """Has the back end make the next touch of resident extents visible."""
+        began = time.monotonic()
+        exposed = self.backend.expose(group, hidden)
+        self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
+        with self.state.lock:
+            group.evidence.exposed.intersection_update(exposed)
+
+    def _examine(self, group: Group) -> None:
+        """Judges the exposed extents that no client has touched since."""
+        with self.state.lock:
+            exposed = [extent for extent in group.evidence.exposed if group.state(extent) in (PINNED, TOUCHED)]
+        touched = self.backend.conclude(group, exposed)
+        with self.state.lock:
+            for extent in touched:
+                group.use.touch(extent)
+            found = group.use.judge(exposed) if group.alive else []
+            if found:
+                self._drop_out(group, found)
+                self._weigh(group)
+                group.evidence.exposure_gap = EXPOSURE_PASSES
+            group.evidence.exposed.clear()
+            if group.use.changed:
+                group.use.changed = False
+                self._replan()
+
+    # The guard
+
+    def _guard(self, group: Group) -> None:
+        """Compares what a few passes have read with what LRU would have read, and leaves the space or takes it back."""
+        evidence, capacity_bytes = group.evidence, self.state.shadow.capacity_bytes
+        has_experts = any(member.mixture is not None for member in group.members)
+        evidence.passes += 1
+        evidence.ended_ns = time.monotonic_ns()
+        evidence.seen_read_bytes = self.backend.read_bytes(group)
+        passes = evidence.passes
+        if passes < (EXPERT_PASSES if has_experts else WINDOW_PASSES) and group.use.passes > 1:
+            return
+        evidence.passes, evidence.window_passes = 0, passes
+        if evidence.guard is None:
+            noise_bytes = WINDOW_PASSES * group.loop_bytes // NOISE_SHARE
+            evidence.guard = Guard(max(MIN_WINDOW_BYTES, capacity_bytes // BOUND_SHARE), noise_bytes)
+        now_read_bytes = evidence.seen_read_bytes
+        read_bytes, lru_bytes = now_read_bytes - evidence.judged_read_bytes, evidence.lru_bytes - evidence.judged_lru_bytes
+        evidence.judged_read_bytes, evidence.judged_lru_bytes = now_read_bytes, evidence.lru_bytes
+        if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
+            return
+        if group.left:
+            missing_bytes = max(0, read_bytes - lru_bytes)
+            evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
+            steered_bytes, lru_bytes = passes * self._expected_bytes(group), read_bytes
+        else:
+            steered_bytes, lru_bytes = read_bytes, lru_bytes + int(evidence.missing_bytes)
+        if group.first or (has_experts and not self.backend.in_place):
+            return  # the user wants it kept; over FUSE experts cannot be left
+        is_left = not evidence.guard.judge(steered_bytes, lru_bytes)
+        if is_left is group.left:
+            return
+        steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
+        what = "left to the kernel" if is_left else "steered again"
+        log.info("inode %d: %s: steering reads %s a pass, LRU %s", self._inode(group), what, steered, lru)
+        evidence.steered_bytes = steered_bytes // passes
+        self.turn(group, is_left)
+
+    def _expected_bytes(self, group: Group) -> int:
+        """Return what steering would read of a space in a pass: what does not fit, and the window.
+
+        Of an MoE model, what it has read before the space was left: experts are not read in order.
+        """
+        guard = group.evidence.guard
+        if guard is not None and any(member.mixture is not None for member in group.members):
+            return int(group.evidence.steered_bytes)
+        others = sum(other.pinned_bytes for other in self.state.groups.values() if other is not group)
+        missing_bytes = group.loop_bytes - max(0, self.state.limit_bytes - others)
+        return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
+
+    def turn(self, group: Group, is_left: bool) -> None:
+        """Leave a space to the kernel, or steer it again."""
+        group.left = is_left
+        group.evidence.exposed.clear()
+        self.state.references.tell("leave" if is_left else "steer", group.key)
+        for member in group.members:
+            if member.mixture is not None:
+                self.state.mixtures.turn(member.mixture, is_left)
+                if not is_left:
+                    self.state.jobs.append(functools.partial(self.backend.find_experts, member.mixture))
+        if is_left and self.backend.in_place:
+            for extent in list(group.loading):
+                group.cancel(extent)
+            self.holder.release(group, self.holder.pinned(group))
+            for extent in range(group.count):
+                group.wanted[extent] = 0
+                if group.charge[extent] and group.state(extent) != SINGLE:
+                    self.state.resident_bytes -= group.forget(extent)
+        else:
+            for extent in range(group.count):
+                if group.state(extent) in (ABSENT, SPARSE):
+                    group.set_state(extent, SPARSE if group.use.unused[extent] else ABSENT)
+        self._replan()
+
+    @staticmethod
+    def _inode(group: Group) -> int:
+        return next((member.identity.ino for member in group.members if member.identity is not None), 0)
+
+
+def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:
+    """Add what is used of each extent of one file to `used_bytes`."""
+    size, unused = group.extent_bytes, group.use.unused
+    unknown: list[tuple[int, int]] = []
+    explained = set[int]()
+
+    def add(start: int, end: int) -> None:
+        for index in range(start // size, -(-end // size)):
+            extent = member.base + index
+            if not unused[extent]:
+                used_bytes[extent] += min(end, (index + 1) * size) - max(start, index * size)
+                explained.add(extent)
+
+    for start, end in zip(member.tensors[::2], member.tensors[1::2], strict=True):
+        first, last = start // size, (end - 1) // size
+        inner = range(member.base + -(-start // size), member.base + end // size)
+        if end - start <= TINY_BYTES:
+            add(start, end)
+        elif len(inner):
+            # The ends of a large tensor are used if the whole extents beside them are.
+            low = start if not unused[inner[0]] else -(-start // size) * size
+            high = end if not unused[inner[-1]] else end // size * size
+            add(low, high)
+        elif not any(unused[member.base + index] for index in range(first, last + 1)):
+            unknown.append((start, end))
+    for start, end in unknown:
+        if not all(member.base + index in explained for index in range(start // size, -(-end // size))):
+            add(start, end)
