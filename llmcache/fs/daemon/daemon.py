@@ -115,7 +115,8 @@ class Daemon:
         self._session: Session | BindMount
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):
-            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
+            flags = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+            flags |= 0 if request.writable else syscalls.MOUNT_ATTR_RDONLY
             if request.read_ahead_bytes is not None:
                 backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
             begin, end = self._hand_over, self._engine.stop

@@ -1,0 +1,89 @@
+"""Mounts seen from other namespaces: mount namespaces that share or follow this one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from llmcache.errors import MountProblem
+from llmcache.fs import syscalls
+from llmcache.fs.backends.inplace import BindMount
+from llmcache.fs.backends.touches import why_not
+from llmcache.procfs import mounts
+from tests.mount.live import live, wait_for
+
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="namespaces need root and util-linux"),
+]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is a shared mount, as every mount is under systemd."""
+    subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
+    subprocess.run(["mount", "--make-shared", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@contextmanager
+def namespace(propagation: str) -> Iterator[int]:
+    """Yield a process with a mount namespace of its own."""
+    process = subprocess.Popen(["unshare", "--mount", "--propagation", propagation, "sleep", "600"])
+    own = os.readlink("/proc/self/ns/mnt")
+    wait_for(lambda: os.readlink(f"/proc/{process.pid}/ns/mnt") != own, "it has left our namespace")
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def in_namespace(pid: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in the mount namespace of a process."""
+    return subprocess.run(["nsenter", "-t", str(pid), "-m", "--", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("propagation", ["unchanged", "slave"])
+def test_a_read_only_mount_in_place_is_read_only_in_every_namespace(shared: Path, propagation: str) -> None:
+    source, point = shared / "source", shared / "mnt"
+    source.mkdir()
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    (source / "below").mkdir()
+    with namespace(propagation) as pid:
+        with live(source, point, "32Mi", "--mode", "inplace"):
+            (entry,) = [mount for mount in mounts(pid).values() if mount.point == str(point)]
+            options = in_namespace(pid, "findmnt", "--noheadings", "--output", "VFS-OPTIONS", point).stdout
+            assert {"ro", "nosuid", "nodev"} <= set(options.strip().split(",")), entry
+            refused = in_namespace(pid, "touch", point / "file")
+            assert refused.returncode != 0 and "Read-only" in refused.stderr
+            assert not (source / "file").exists()
+            # What is mounted in SOURCE later stays out of MOUNT, and the other way round.
+            subprocess.run(["mount", "-t", "tmpfs", "none", source / "below"], check=True)
+            try:
+                assert not [mount for mount in mounts().values() if mount.point == str(point / "below")]
+            finally:
+                subprocess.run(["umount", source / "below"], check=True)
+        assert not [mount for mount in mounts(pid).values() if mount.point == str(point)]
+
+
+@pytest.mark.parametrize("call", ["_OPEN_TREE", "_MOUNT_SETATTR", "_MOVE_MOUNT"])
+def test_a_kernel_without_the_calls_gives_no_writable_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(syscalls, call, 9999)  # ENOSYS, as before Linux 5.12 and under old seccomp filters
+    mount = BindMount("/", str(tmp_path), 0, Mock(), Mock(), Mock())
+    with pytest.raises(MountProblem, match=call[1:].lower()) as caught:
+        mount.run()
+    assert "Linux 5.12" in (caught.value.hint or "")
+    assert not [entry for entry in mounts().values() if entry.point == str(tmp_path)]
