@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(t
 
 def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path: Path) -> None:
     """A daemon that is killed closes its pipes a moment before the helper is killed for it."""
-    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path)]
+    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getpid())]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as helper:
         assert helper.stdin is not None and helper.stdout is not None and helper.stderr is not None
         helper.stdout.close()
@@ -68,6 +69,34 @@ def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path:
         helper.stdin.flush()
         assert helper.wait(60) == -signal.SIGPIPE
         assert helper.stderr.read() == ""
+
+
+FIRST_PROCESS = """
+import os, sys
+from llmcache.fs.backends.holders import PinService
+assert os.getpid() == 1
+service = PinService(lambda _path, _node: None, print, print)
+service.start(sys.argv[1])
+service.attach("/file")
+service.lock("/file", 0, 1 << 20)
+service.settle(60)
+print(service.locked_bytes)
+service.stop()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and util-linux")
+def test_a_daemon_may_be_the_first_process_of_its_container(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", FIRST_PROCESS]
+    done = subprocess.run([*inside, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [str(MIB)], done
+
+
+def test_a_helper_whose_daemon_is_gone_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getppid())]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as helper:
+        assert helper.wait(60) == 0
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -116,7 +117,7 @@ class PinService:
         script = str(Path(__file__).with_name("pinhelper.py"))
         # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
         self._helper = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, self._mountpoint],
+            [sys.executable, "-I", "-S", script, self._mountpoint, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,7 @@
 
 It is separate because locking faults the pages in through the mount: done in the daemon, that would hold the memory map
 that serving threads need. It keeps an open handle on each file, so that the kernel's node id (`st_ino`) stays valid.
-Standard library only; run as `python pinhelper.py MOUNT`, one JSON request a line on stdin, one reply a line on stdout. It
+Standard library only; run as `python pinhelper.py MOUNT DAEMON_PID`, one JSON request a line on stdin, one reply a line on stdout. It
 dies with the daemon (PR_SET_PDEATHSIG) and its locks with it.
 
 Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "offset", "length"} ·
@@ -170,7 +170,7 @@ def others(mountinfo: bytes, mountpoint: bytes) -> list[bytes]:
 def main() -> int:
     """Serves requests until stdin closes."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the daemon died before prctl
+    if os.getppid() != int(sys.argv[2]):  # the daemon died before prctl; it may be process 1 itself, in a container
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a daemon that is killed closes its files before prctl's signal comes
