@@ -1,10 +1,14 @@
-"""Mounts seen from other namespaces: mount namespaces that share or follow this one."""
+"""Mounts and other namespaces: mount namespaces that share or follow this one, and a daemon in a chroot."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +20,10 @@ from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.inplace import BindMount
 from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import control, mountpoint
 from llmcache.procfs import mounts
-from tests.mount.live import live, wait_for
+from tests.mount.live import MIB, live, random_file, wait_for
+from tools.bench.sides import environment
 
 pytestmark = [
     pytest.mark.mount,
@@ -87,3 +93,55 @@ def test_a_kernel_without_the_calls_gives_no_writable_mount(
         mount.run()
     assert "Linux 5.12" in (caught.value.hint or "")
     assert not [entry for entry in mounts().values() if entry.point == str(tmp_path)]
+
+
+@pytest.fixture
+def jail(shared: Path) -> Iterator[Path]:
+    """A root directory for chroot(2) that is no mount point, with the system's directories mounted in it."""
+    root = shared / "jail"
+    root.mkdir()
+    made = []
+    for name in os.listdir("/"):
+        at = root / name
+        if os.path.islink(f"/{name}"):
+            at.symlink_to(os.readlink(f"/{name}"))
+        elif os.path.isdir(f"/{name}"):
+            at.mkdir()
+            subprocess.run(["mount", "--bind", f"/{name}", at], check=True)
+            made.append(at)
+    yield root
+    for at in reversed(made):
+        subprocess.run(["umount", "--lazy", at], check=False, capture_output=True)
+
+
+def test_a_daemon_in_a_chroot_leaves_all_mounts_but_its_own_alone(jail: Path) -> None:
+    """Its helper and its sentinel need a mount that only they see, and propagation cannot be ended in a chroot."""
+
+    def in_jail() -> list[tuple[str, str]]:
+        return [(mount.point, mount.fstype) for mount in mounts().values() if mount.point.startswith(f"{jail}/")]
+
+    # Below /tmp and /run, which are the same directories inside.
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        source, point, inside = Path(directory) / "source", Path(directory) / "mnt", f"{jail}{directory}"
+        source.mkdir()
+        point.mkdir()
+        random_file(source / "loop.bin", 20 * MIB)
+        before = in_jail()
+        command = ["chroot", str(jail), sys.executable, "-m", "llmcache"]
+        words = [*command, "mount", directory + "/source", directory + "/mnt", "--mode", "steer", "--cache", "32Mi"]
+        made = subprocess.run([*words, "--pin", "*"], capture_output=True, text=True, env=environment(), check=False)
+        assert made.returncode == 0, made.stderr
+        daemon = int(control.files(str(point)).describe()["pid"])
+        try:
+            own = (f"{inside}/mnt", "fuse.llmcachefs")
+            wait_for(lambda: control.request(str(point), {"op": "stats"})["pinned_bytes"] == 20 * MIB, "the file is pinned")
+            assert in_jail() == [*before, own]
+            os.kill(daemon, signal.SIGKILL)
+            wait_for(lambda: mountpoint.answers(f"{inside}/mnt") == errno.ENOTCONN, "the sentinel aborts the connection")
+            assert in_jail() == [*before, own]
+            ended = subprocess.run([*command, "umount", "--force", point], env=environment(), check=False)
+            assert ended.returncode == 0 and in_jail() == before
+        finally:
+            subprocess.run(["umount", "--lazy", f"{inside}/mnt"], check=False, capture_output=True)
+            control.files(str(point)).remove()
+            Path(control.files(str(point)).log).unlink(missing_ok=True)

@@ -369,7 +369,7 @@ class Engine:
             self._wake.clear()
             began = time.monotonic()
             try:
-                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's copy must not keep it alive
                     self.pins.stop()
                     return
                 limit = self.gauge.limit(self._held_bytes)
