@@ -15,7 +15,7 @@ from subprocess import PIPE
 
 import pytest
 
-from llmcache.fs.backends import pinhelper
+from llmcache.fs.backends import holders, pinhelper
 from llmcache.fs.backends.holders import PinService
 from llmcache.fs.backends.pinhelper import Helper
 from llmcache.memory import UNLIMITED, lockable_bytes
@@ -99,9 +99,9 @@ def service(tmp_path: Path) -> Iterator[PinService]:
     service.stop()
 
 
-def told(service: PinService, field: str) -> int:
-    """What the kernel says of the helper's memory."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{service.pid}/status").read_text())
+def told(pid: int, field: str) -> int:
+    """What the kernel says of a helper's memory."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
@@ -125,7 +125,7 @@ def test_what_is_locked_is_known(service: PinService, change: str) -> None:
     act, left = CHANGES[change]
     act(service)
     service.settle(60)
-    assert service.locked_bytes == told(service, "VmLck") == left * MIB
+    assert service.locked_bytes == told(service.pid, "VmLck") == left * MIB
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 0])
@@ -139,5 +139,88 @@ def test_what_is_given_up_when_the_helper_has_died_is_not_locked_once_more(servi
     service.lock("/b", 0, MIB)
     service.settle(60)
     wait_until(lambda: service.locked_bytes == left + MIB, "it goes on")
-    assert told(service, "VmLck") == left + MIB
-    assert told(service, "VmHWM") < 32 * MIB
+    assert told(service.pid, "VmLck") == left + MIB
+    assert told(service.pid, "VmHWM") < 32 * MIB
+
+
+PAGE = 4096
+
+
+@pytest.fixture
+def map_count() -> int:
+    """How many parts the kernel lets one process have its memory in; no more than a test can fill."""
+    count = int(holders.MAP_COUNT.read_text())
+    if count > 1 << 17:
+        pytest.skip(f"vm.max_map_count is {count}")
+    return count
+
+
+def all_locked(service: PinService) -> int:
+    """Bytes that the kernel says the helpers have locked."""
+    return sum(told(pid, "VmLck") for pid in service.pids)
+
+
+def test_more_runs_are_locked_than_one_process_may_have(service: PinService, tmp_path: Path, map_count: int) -> None:
+    """Every second page of a file: each of them takes two parts of a process' memory."""
+    failed: list[tuple[object, ...]] = []
+    service.on_failed = lambda *what: failed.append(what)
+    runs = map_count // 2 + 1000
+    with (tmp_path / "many").open("wb") as file:
+        file.truncate(2 * PAGE * runs)
+    service.attach("/many")
+    before = service.locked_bytes
+    for number in range(runs):
+        service.lock("/many", 2 * PAGE * number, PAGE)
+    service.settle(300)
+    assert not failed
+    assert service.locked_bytes == all_locked(service) == before + PAGE * runs
+    assert len(service.pids) > 1
+    service.lock("/many", PAGE, PAGE)  # between two of the first helper
+    service.rename("/many", "/much")
+    service.unlock("/much", 0, 2 * PAGE * (runs // 2))
+    service.settle(300)
+    assert service.locked_bytes == all_locked(service) == before + PAGE * (runs - runs // 2)
+    os.kill(service.pids[1], signal.SIGKILL)  # while it is asked nothing
+    left = set(service.pids[:1])
+    wait_until(lambda: left < set(service.pids), "another one has what it had")
+    wait_until(lambda: service.locked_bytes == before + PAGE * (runs - runs // 2), "all is locked again")
+    service.detach("/much")
+    service.settle(60)
+    assert service.locked_bytes == all_locked(service) == before
+
+
+def test_what_cannot_be_unlocked_counts_as_locked_and_is_tried_again(
+    service: PinService, tmp_path: Path, map_count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unlock within a run needs two more parts of the process' memory."""
+    pages = map_count + 2000
+    with (tmp_path / "many").open("wb") as file:
+        file.truncate(PAGE * pages)
+    service.attach("/many")
+    service.lock("/many", 0, PAGE * pages)
+    for number in range(1, pages, 2):
+        service.unlock("/many", PAGE * number, PAGE)
+    service.settle(300)
+    assert service.locked_bytes == all_locked(service) > 64 * MIB + PAGE * (pages // 2 + 100)
+    assert sum("cannot unlock" in record.message for record in caplog.records) == 1
+    service.unlock("/many", 0, PAGE * (pages // 2))
+    wait_until(lambda: service.locked_bytes == 64 * MIB + PAGE * (pages // 4), "what was refused is unlocked")
+    assert all_locked(service) == service.locked_bytes
+
+
+def test_a_helper_that_is_full_is_spared(service: PinService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours of a run go to its helper as long as that has room for the holes that unlocks may make."""
+    count = tmp_path / "max_map_count"
+    count.write_text("8\n")
+    monkeypatch.setattr(holders, "MAP_COUNT", count)
+    service.stop()
+    service.start(str(tmp_path))
+    service.attach("/a")
+    for at in (0, 1, 2, 3, 4, 20, 30, 40, 41):
+        service.lock("/a", at * MIB, MIB)
+    service.settle(60)
+    assert [told(pid, "VmLck") // MIB for pid in service.pids] == [4, 2, 3]
+    assert service.locked_bytes == 9 * MIB
+    service.lock("/a", 0, 64 * MIB)  # no byte is locked twice
+    service.settle(60)
+    assert service.locked_bytes == all_locked(service) == 64 * MIB

@@ -114,7 +114,7 @@ class Engine:
 
     def opened(self, backing: Backing, path: str, pid: int) -> bool:
         """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
-        if pid == self.pins.pid:
+        if pid in self.pins.pids:
             self._helpers.add(pid)
             return True
         if not self.state.running:
@@ -262,7 +262,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        return snapshot(self.state, self.mode, self.pins.pid)
+        return snapshot(self.state, self.mode, self.pins.pids)
 
     @property
     def _held_bytes(self) -> int:
