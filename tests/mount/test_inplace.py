@@ -687,7 +687,8 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
         (("--rw",), "inplace, 33.6 MB (--cache), writable"),
         (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
         (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
-        (("-o", "fsname=models"), "steer (-o fsname=models: is an option of FUSE"),
+        (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

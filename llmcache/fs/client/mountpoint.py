@@ -167,6 +167,14 @@ def check(source: str, path: str) -> tuple[str, str]:
     return real, point
 
 
+def is_in_place(source: str, path: str) -> bool:
+    """Return whether a living daemon of root serves SOURCE in place on the mount point `path`."""
+    point = resolve(path)
+    mount, found = find(point), control.files(point, 0)
+    served = found.describe().get("source") == os.path.realpath(source)
+    return served and mount is not None and mount.fstype == IN_PLACE and control.is_locked(found)
+
+
 def _check_directory(path: str, what: str, hint: str | None) -> None:
     try:
         mode = os.stat(path).st_mode
