@@ -37,7 +37,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, printable
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import ReadAhead
 from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
 from llmcache.fs.client import control, mountpoint
@@ -48,6 +47,7 @@ from llmcache.fs.daemon.openmetrics import MetricsEndpoint
 from llmcache.fs.engine.budget import settle_budget, settle_mode
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Tell, Warmer
+from llmcache.fs.readahead import ReadAhead, restore_left
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
 from llmcache.fs.vfs.operations import LlmcacheOperations
@@ -97,6 +97,7 @@ class Daemon:
         self._files = control.files(point)
         self._lock_fd = controlserver.take_lock(self._files, point)
         try:
+            restore_left()
             self._make(request)
         except BaseException:
             self._files.remove()
