@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zlib
@@ -646,17 +645,6 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
         wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
-
-
-def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
-    done = llmcache("mount", "/dev/shm", tmp_path, "--mode", "inplace")
-    assert done.returncode == 3 and "is on tmpfs" in done.stderr
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        with live(directory, tmp_path / "mnt", "32Mi", "--mode", "auto") as mount:
-            wait_for(lambda: "steer (/dev/shm" in mount.log.read_text(), "it says what it does")
-    finally:
-        directory.rmdir()
 
 
 def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:
