@@ -83,6 +83,53 @@ def test_a_read_only_mount_in_place_is_read_only_in_every_namespace(shared: Path
         assert not [mount for mount in mounts(pid).values() if mount.point == str(point)]
 
 
+# In a pid namespace: two readers, one after the other, that have one number outside and two inside. They are no children of
+# the observer, whose own reads are not reported.
+REUSED = """
+import array, ctypes, os, signal, sys, time
+from llmcache.fs.backends.touches import QUIET_NS, Touches
+
+path, number = sys.argv[1], int(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+
+def read(own):
+    numbers = (ctypes.c_int * 2)(own, number)
+    # struct clone_args: exit_signal is the fifth, set_tid and set_tid_size are the ninth and the tenth
+    arguments = array.array("Q", [0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(numbers), 2, 0])
+    child = libc.syscall(ctypes.c_long(435), ctypes.c_void_p(arguments.buffer_info()[0]), ctypes.c_size_t(88))
+    if child == 0:
+        os.pread(os.open(path, os.O_RDONLY), 4096, 0)
+        os._exit(0)
+    assert child == own, os.strerror(ctypes.get_errno())
+    os.waitpid(child, 0)
+    os._exit(0)
+
+touches = Touches()
+touches.watch(7, os.stat(path), 0, 1, 1 << 20)
+for own in (500, 600):
+    if not os.fork():
+        read(own)
+    assert os.wait()[1] == 0
+    print(*{touch.pid for touch in touches.wait(1)}, flush=True)
+    time.sleep(2 * QUIET_NS / 1e9)
+touches.close()
+"""
+
+
+@pytest.mark.bpf
+def test_a_process_is_not_taken_for_one_that_had_its_number_before(tmp_path: Path) -> None:
+    if reason := why_not(str(tmp_path)):
+        pytest.skip(reason)
+    path = random_file(tmp_path / "file", MIB)
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    free = next(number for number in range(most - 1, 0, -1) if not Path(f"/proc/{number}").exists())
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
+    done = subprocess.run(
+        [*inside, path, str(free)], capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert done.stdout.split() == ["500", "600"], done
+
+
 @pytest.mark.parametrize("call", ["_OPEN_TREE", "_MOUNT_SETATTR", "_MOVE_MOUNT"])
 def test_a_kernel_without_the_calls_gives_no_writable_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
