@@ -53,6 +53,7 @@ struct task_struct {
 	struct pid *thread_pid;
 	struct files_struct *files;
 	struct mm_struct *mm;
+	u64 start_time;
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };

@@ -52,12 +52,14 @@ struct {
 	__uint(max_entries, 1 << 20);
 } ring SEC(".maps");
 
-/* Processes that were told of, by the numbers that the daemon sees. */
+/* Processes that have touched a watched file, by tgid: the number that the daemon sees, and the time at which the process
+ * started, because the kernel gives the tgid of a process that has ended to another one. */
+struct program { u64 started_ns; u32 pid, spare; };
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 1024);
 	__type(key, u32);
-	__type(value, u32);
+	__type(value, struct program);
 } programs SEC(".maps");
 
 /* Pages that were added to the page cache, by the file's number: those that clients had read, and those that the daemon and its
@@ -90,8 +92,9 @@ static __always_inline int is_own(struct own *mine)
 static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 flags)
 {
 	struct touch touch = { .t_ns = now, .id = file->id, .extent = extent, .flags = flags };
-	u32 place = file->first + extent, zero = 0, tgid, *known;
+	u32 place = file->first + extent, zero = 0, tgid;
 	u64 *last = bpf_map_lookup_elem(&told, &place);
+	struct program *known, program = {};
 	struct own *mine;
 	int wakes;
 
@@ -105,9 +108,13 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 		return;
 	tgid = bpf_get_current_pid_tgid() >> 32;
 	known = bpf_map_lookup_elem(&programs, &tgid);
-	touch.pid = known ? *known : visible_pid((void *)bpf_get_current_task(), mine->level);
-	if (!known)
-		bpf_map_update_elem(&programs, &tgid, &touch.pid, 0);
+	program.started_ns = bpf_get_current_task_btf()->group_leader->start_time;
+	if (known && known->started_ns == program.started_ns) {
+		touch.pid = known->pid;
+	} else {
+		touch.pid = program.pid = visible_pid((void *)bpf_get_current_task(), mine->level);
+		bpf_map_update_elem(&programs, &tgid, &program, 0);
+	}
 	/* A wake-up costs the toucher microseconds: a miss is told at once, hits are gathered for a while. */
 	wakes = flags & MISS || now - mine->woken_ns > config.gather_ns;
 	if (wakes)

@@ -58,23 +58,31 @@ def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[Bin
         with open(create(temporary, mode), "wb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            _finish(stream.fileno(), temporary)
         rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-class Output:
-    """What a user asked for: as `replacing`, but it replaces nothing unasked, and its errors are for people.
+def _finish(fd: int, temporary: Path) -> None:
+    """Sync an open file before it is renamed. OSError: also if its name stands for another file by now."""
+    os.fsync(fd)
+    if not os.path.samestat(os.fstat(fd), os.lstat(temporary)):
+        raise OSError(errno.EBUSY, "another file was put in its place")
 
-    In a with block, or by `begin`, then `keep` or `discard`. It is written by its temporary name.
+
+class Output:
+    """A file that a user named: as `replacing`, but without `force` it replaces no file, and its errors are for people.
+
+    In a with block, or by `begin`, then `keep` or `discard`.
     """
 
     def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
         """UsageError, naming `option`, if `path` exists and `force` is not set, or cannot be a file."""
         self.path = Path(path)
         self._temporary = _beside(self.path)
+        self._fd = -1
         if self.path.is_dir():
             raise UsageError(f"{option}: '{self.path}' is a directory", "name a file")
         if self.path.exists() and not force:
@@ -83,25 +91,34 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
 
     def begin(self) -> Path:
-        """Makes the temporary file, empty, and returns its name; EnvironmentProblem if that is not possible."""
+        """Make the temporary file, empty, and return a path by which this process writes it. EnvironmentProblem.
+
+        The path stands for the open file: another user, who may write to the directory, can put a link at its name.
+        """
         with writing(self.path):
-            os.close(create(self._temporary))
-        return self._temporary
+            self._fd = create(self._temporary)
+        return Path(f"/proc/self/fd/{self._fd}")
 
     def keep(self) -> None:
-        """Gives the file its name, on the disk with all that is in it; EnvironmentProblem if there is no room."""
+        """Give the file its name, on the disk with all that is in it; EnvironmentProblem if there is no room."""
         try:
             with writing(self.path):
-                with self._temporary.open("r+b") as file:
-                    os.fsync(file.fileno())
+                _finish(self._fd, self._temporary)
                 rename(self._temporary, self.path)
         except BaseException:
             self.discard()
             raise
+        self._close()
 
     def discard(self) -> None:
-        """Removes what has been written."""
+        """Remove the file."""
         self._temporary.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Path:
         return self.begin()

@@ -73,9 +73,23 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
         return {mount.id: mount for mount in found}
 
 
-def fstype_of(dev: int) -> str:
-    """Type of the file system of `dev` (st_dev); "" if the kernel does not tell (btrfs has numbers of its own)."""
-    return next((mount.fstype for mount in reversed(mounts().values()) if mount.dev == dev), "")
+IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))
+"""Types of file systems whose files are in memory and nowhere else."""
+
+
+def fstype_at(path: str | os.PathLike[str]) -> str:
+    """Return the type of the file system of a path; "" if its mount is not in mountinfo (a chroot). OSError.
+
+    By the id of the mount: st_dev of files on btrfs and overlayfs is no number that mountinfo has.
+    """
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+            number = next(int(line.partition(":")[2]) for line in info if line.startswith("mnt_id:"))
+    finally:
+        os.close(fd)
+    mount = mounts().get(number)
+    return mount.fstype if mount is not None else ""
 
 
 def _mount(line: str) -> Mount:

@@ -126,6 +126,7 @@ install_tested_programs() {
     # The server itself, without one that is started with the machine.
     command -v valkey-server >/dev/null || command -v redis-check-rdb >/dev/null || install_optional redis-tools
     PATH=$PATH:/sbin:/usr/sbin command -v mkfs.xfs >/dev/null || install_optional xfsprogs
+    PATH=$PATH:/sbin:/usr/sbin command -v mkfs.btrfs >/dev/null || install_optional btrfs-progs
 }
 
 # systemd makes this link when a machine starts; in a chroot or image that was never started, fusermount3 cannot unmount

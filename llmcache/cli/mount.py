@@ -53,9 +53,10 @@ def settings_of_a_mount(command: Command) -> Command:
 
 @base.command("mount")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
+@click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, which `mount -a` runs again
 @settings_of_a_mount
 @base.json_option("llmcache.mount/1", ", once it serves")
-def command(foreground: bool, config: str | None, as_json: bool, **flags: Any) -> None:
+def command(foreground: bool, unless_served: bool, config: str | None, as_json: bool, **flags: Any) -> None:
     """Mount the model directory SOURCE on MOUNT (they may be the same) with a cache budget.
 
     \b
@@ -70,7 +71,8 @@ def command(foreground: bool, config: str | None, as_json: bool, **flags: Any) -
     from llmcache.fs.client import mount
     from llmcache.fs.client.settings import resolve
 
-    mount.mount(mount.request_of(resolve(flags, config)), foreground=foreground, as_json=as_json)
+    request = mount.request_of(resolve(flags, config))
+    mount.mount(request, foreground=foreground, as_json=as_json, unless_served=unless_served)
 
 
 @base.command("config")

@@ -359,7 +359,7 @@ class _Capture:
             say(f"writing {self._settings.output}")
         try:
             with TraceWriter(self._settings.output, force=self._settings.force) as writer:
-                read_recording(self._recording.path, writer)
+                read_recording(self._recording.opened, writer)
                 writer.provenance = provenance
         except EnvironmentProblem as error:
             raise EnvironmentProblem(error.message, kept_hint(self._recording.path)) from error

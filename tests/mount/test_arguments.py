@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounter
+from tests.mount.fault_rig import small_disk
 from tests.mount.live import llmcache
+from tests.unit.kv_parts import small_disk as small_tmpfs
 from tools.bench.sides import environment
 
 
@@ -34,6 +37,24 @@ def refused(code: int, message: str, hint: str | None, *words: str | Path, env: 
         assert hint in lines[1], result.stderr
     assert len(lines) <= 2
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("mode", ["auto", "inplace", "steer", "arena"])
+def test_files_in_memory_are_left_where_they_are(tmp_path: Path, mode: str) -> None:
+    with small_tmpfs(tmp_path, "1m") as source:
+        point = tmp_path / "mnt"
+        point.mkdir()
+        refused(3, f"SOURCE {source} is on tmpfs", "where they are", "mount", source, point, "--mode", mode)
+        refused(3, f"SOURCE {source} is on tmpfs", "where they are", "mount", source, source, "--mode", mode)
+        assert mountpoint.find(str(point)) is None
+
+
+@pytest.mark.bpf
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), reason="needs root and btrfs-progs")
+def test_btrfs_is_named_though_no_mount_has_the_device_number_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    with small_disk(tmp_path, 128, kind="btrfs") as source:
+        refused(3, f"{source} is on btrfs;", "--mode auto", "mount", source, tmp_path / "mnt", "--mode", "inplace")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounter
 from tests.mount.live import llmcache, said, wait_for
@@ -132,20 +133,44 @@ mount -t llmcachefs "$@" 2>/dev/null
 """
 
 
-def test_mount_itself(tmp_path: Path) -> None:
+# The same for a mount in place, which mount(8) sees as a bind mount. Its source is in the brackets of findmnt.
+IN_PLACE = """
+mount -t overlay -o lowerdir="$1:$(readlink -f /sbin)" overlay "$(readlink -f /sbin)" || exit 99
+shift
+trap 'umount "$2" 2>/dev/null' EXIT
+for again in 1 2; do
+    mount --all -t llmcachefs --fstab "$FSTAB" || exit 2
+    findmnt --noheadings --raw --first-only --output FSROOT,OPTIONS "$2"
+done
+findmnt --noheadings --list --output TARGET | grep --count --fixed-strings --line-regexp "$2"
+umount "$2" && mount --fstab "$FSTAB" "$2" && umount "$2" && ! mountpoint --quiet "$2"
+"""
+
+
+@pytest.mark.parametrize(("script", "more"), [(BY_MOUNT, "noexec"), (IN_PLACE, "mode=inplace")], ids=["fuse", "in place"])
+def test_mount_itself(tmp_path: Path, script: str, more: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can have a mount namespace")
+    if script == IN_PLACE and (reason := why_not(str(tmp_path))):
+        pytest.skip(reason)
     source, point, helpers = (tmp_path / name for name in ("models, all", "mount point", "sbin"))
     for place in (source, point, helpers):
         place.mkdir()
     (source / "file").write_text("x")
     (helpers / "mount.llmcachefs").symlink_to(ROOT / "tools/mount.llmcachefs")
-    options = "cache=32Mi,nofail,_netdev,x-foo,ro,noexec"
+    options = f"cache=32Mi,nofail,_netdev,x-foo,ro,{more}"
     escaped = (str(place).replace(" ", "\\040") for place in (source, point))
     (tmp_path / "fstab").write_text(f"{' '.join(escaped)} llmcachefs {options} 0 0\n")
-    words = ["unshare", "-m", "sh", "-c", BY_MOUNT, "sh", str(helpers), str(source), str(point), "-o", options]
+    words = ["unshare", "-m", "sh", "-c", script, "sh", str(helpers), str(source), str(point), "-o", options]
     settings = {**os.environ, "LLMCACHEFS": str(PROGRAM), "FSTAB": str(tmp_path / "fstab")}
     done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=150, check=False)
     if done.returncode == 99:
         pytest.skip("no overlay file system")
-    assert (done.returncode, done.stdout) == (0, "x"), done.stderr
+    assert done.returncode == 0, done
+    if script == BY_MOUNT:
+        assert done.stdout == "x"
+    else:
+        *shown, count = done.stdout.splitlines()
+        assert [line.split()[0] for line in shown] == [str(source).replace(" ", "\\x20")] * 2, done
+        assert all({"ro", "nosuid", "nodev"} <= set(line.split()[1].split(",")) for line in shown)
+        assert count == "1", "it is mounted once"

@@ -9,12 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,18 @@ import pytest
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import MappedFile, read_ahead_file
+from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
+from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.procfs import mounts
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
-from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Cgroup
 from tools.bench.runner import crc_file, forget
 from tools.bench.sides import read_ahead
@@ -339,54 +338,6 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
                 assert [others.next()["wrong"] for _ in range(3)] == [0] * 3
 
 
-def test_the_last_mount_puts_read_ahead_back(tmp_path: Path) -> None:
-    """Whoever ends first; and the next one, after one that was killed."""
-    with loop_disk(tmp_path) as disk:
-        setting = read_ahead_file(str(disk.point))
-        assert setting is not None
-        before = setting.read_text()
-
-        def mounted(name: str, kib: int) -> AbstractContextManager[Live]:
-            source = disk.point / name
-            source.mkdir(exist_ok=True)
-            (source / "large.bin").touch()
-            os.truncate(source / "large.bin", 64 * MIB)
-            return live(source, tmp_path / name, "32M", "--mode", "inplace", "--read-ahead", f"{kib}Ki")
-
-        with ExitStack() as first, ExitStack() as second:
-            first.enter_context(mounted("first", 64))
-            second.enter_context(mounted("second", 32))
-            assert setting.read_text() == "32\n"
-            first.close()
-            assert setting.read_text() == "32\n", "the other one is still there"
-            second.close()
-            assert setting.read_text() == before
-        with mounted("first", 64) as killed:
-            killed.daemon.kill()
-            killed.daemon.wait()
-        assert setting.read_text() == "64\n"
-        with mounted("second", 32):
-            pass
-        assert setting.read_text() == before
-
-
-def test_read_ahead_is_set_while_files_do_not_fit(tmp_path: Path) -> None:
-    with loop_disk(tmp_path) as disk:
-        setting = read_ahead_file(str(disk.point))
-        assert setting is not None
-        before = setting.read_text()
-        files = [disk.point / "one.bin", disk.point / "two.bin"]
-        for path in files:
-            path.touch()
-            os.truncate(path, 24 * MIB)
-        with live(disk.point, tmp_path / "mnt", "64M", "--mode", "inplace", "--read-ahead", "64Ki") as mount:
-            assert setting.read_text() == before != "64\n"
-            mount.resize(32 * MIB)
-            wait_for(lambda: setting.read_text() == "64\n", "it is set, as both do not fit")
-            files[1].unlink()
-            wait_for(lambda: setting.read_text() == before, "it is put back, as one does")
-
-
 @pytest.mark.cgroup
 def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
     """What is kept of one makes room for the other when that is used."""
@@ -687,23 +638,13 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
         (("--rw",), "inplace, 33.6 MB (--cache), writable"),
         (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
         (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
-        (("-o", "fsname=models"), "steer (-o fsname=models: is an option of FUSE"),
+        (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
         wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
-
-
-def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
-    done = llmcache("mount", "/dev/shm", tmp_path, "--mode", "inplace")
-    assert done.returncode == 3 and "is on tmpfs" in done.stderr
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        with live(directory, tmp_path / "mnt", "32Mi", "--mode", "auto") as mount:
-            wait_for(lambda: "steer (/dev/shm" in mount.log.read_text(), "it says what it does")
-    finally:
-        directory.rmdir()
 
 
 def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from tests.mount.live import OVERHEAD_BYTES, live, llmcache, wait_for
 from tools.bench import routing
 from tools.bench.cgroup import Cgroup

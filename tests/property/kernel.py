@@ -177,6 +177,11 @@ class Pins:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """One helper."""
+        return (self.pid,)
+
+    @property
     def kernel(self) -> Kernel:
         """The kernel, which is made after the engine that makes this."""
         return self._kernels[0]

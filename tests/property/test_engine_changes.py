@@ -227,10 +227,13 @@ def test_what_another_file_has_taken_the_place_of_is_given_up(rig: Rig, tmp_path
     rig.charges_add_up()
 
 
-def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(rig: Rig) -> None:
-    file, state, helper = rig.file("file", LOOP), rig.engine.state, rig.engine.pins.pid
+def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, state, pins = rig.file("file", LOOP), rig.engine.state, rig.engine.pins
+    helper = pins.pid
     assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
-    rig.engine.pins.pid = helper + 1  # the successor is there before the kernel has told all
+    monkeypatch.setattr(pins, "pid", helper + 1)  # the successor is there before the kernel has told all
     rig.engine.closed(file.backing, helper)
     assert state.opens[file.backing] == 1 and file.backing in state.owners
     rig.engine.opened(file.backing, "/file", helper)  # another process, of the same number

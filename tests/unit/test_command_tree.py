@@ -44,7 +44,7 @@ def test_help_has_examples_and_exit_codes_within_79_columns(words: str, monkeypa
 
 
 def options(command: click.Command) -> list[click.Option]:
-    return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    return [parameter for parameter in command.params if isinstance(parameter, click.Option) and not parameter.hidden]
 
 
 @pytest.mark.parametrize("words", COMMANDS)

@@ -14,6 +14,7 @@ import pytest
 from llmcache import files
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
+from llmcache.errors import EnvironmentProblem
 from llmcache.files import create
 from llmcache.fs.client import control
 from llmcache.fs.layout.modelfile import ModelHeaders
@@ -23,7 +24,8 @@ from llmcache.kv.tiers.table import Tables
 from llmcache.report.plot import plot
 from llmcache.report.simulate_page import write_report
 from llmcache.trace.formats import convert
-from llmcache.trace.formats.recording import RecordingWriter
+from llmcache.trace.formats.recording import RecordingWriter, recording_of
+from llmcache.trace.formats.recording import read as read_recording
 from llmcache.trace.record import Provenance, TraceWriter
 from tests.unit.report_parts import recorded
 
@@ -85,6 +87,40 @@ def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, 
         (directory / name).symlink_to(target)
     write(directory / "file.kv")
     assert target.read_text() == "untouched"
+
+
+@pytest.mark.parametrize("write", [trace, converted, picture, report, indexes, page_tables])
+def test_a_file_put_in_the_place_of_a_new_one_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    """By another user, who may write to the directory: a link would lead root anywhere."""
+    target, directory = tmp_path / "target", tmp_path / "directory"
+    target.write_text("untouched")
+    directory.mkdir()
+    made = files.create
+
+    def replaced(path: Path, mode: int = files.PRIVATE) -> int:
+        fd = made(path, mode)
+        os.unlink(path)
+        os.symlink(target, path)
+        return fd
+
+    monkeypatch.setattr(files, "create", replaced)
+    with pytest.raises((OSError, EnvironmentProblem), match="put in its place"):
+        write(directory / "file.kv")
+    assert target.read_text() == "untouched" and not list(directory.iterdir())
+
+
+def test_a_recording_is_read_whatever_lies_at_its_name(tmp_path: Path) -> None:
+    path = recording_of(tmp_path / "file.parquet")
+    recording = RecordingWriter(path, Provenance(tier="faults"), force=False)
+    recording.close()
+    path.unlink()
+    os.mkfifo(path)
+    with TraceWriter(tmp_path / "file.parquet") as writer:
+        read_recording(recording.opened, writer)
+    recording.discard()
+    assert [item.name for item in tmp_path.iterdir()] == ["file.parquet"]
 
 
 def test_a_new_file_is_new(tmp_path: Path) -> None:

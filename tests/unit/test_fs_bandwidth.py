@@ -124,7 +124,7 @@ def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch:
 
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
 def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
-    monkeypatch.setattr(bandwidth, "fstype_of", lambda _dev: fstype)
+    monkeypatch.setattr(bandwidth, "fstype_at", lambda _path: fstype)
     with pytest.raises(EnvironmentProblem, match=why):
         measure(str(tmp_path))
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import READAHEAD_BYTES, MappedFile, Places, Program, read_ahead, read_ahead_file
+from llmcache.fs.backends.files import READAHEAD_BYTES, MappedFile, Places, Program, read_ahead
+from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345

@@ -1,10 +1,11 @@
-"""Which mounts the pin helper gives up in its own namespace, what it opens, and what it has locked."""
+"""Which files the pin helper opens, when it ends, and which ranges it has locked."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,28 +15,12 @@ from subprocess import PIPE
 
 import pytest
 
-from llmcache.fs.backends import pinhelper
+from llmcache.fs.backends import holders, pinhelper
 from llmcache.fs.backends.holders import PinService
-from llmcache.fs.backends.pinhelper import Helper, others
+from llmcache.fs.backends.pinhelper import Helper
 from llmcache.memory import UNLIMITED, lockable_bytes
 from tests.property.kernel import wait_until
 from tests.unit.fs_parts import MIB
-
-MOUNTINFO = rb"""
-22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-23 22 0:5 / /dev rw - devtmpfs devtmpfs rw
-30 22 8:1 / /media/usb\040disk rw - ext4 /dev/sda1 rw
-31 22 0:40 / /mnt rw - tmpfs tmpfs rw
-32 31 0:50 / /mnt/models rw - fuse.llmcachefs llmcachefs rw
-33 31 0:51 / /mnt/models-2 rw - fuse.llmcachefs llmcachefs rw
-34 32 0:52 / /mnt/models/inside rw - tmpfs tmpfs rw
-""".lstrip()
-
-
-def test_all_but_the_way_to_the_mount_point_is_given_up_last_first() -> None:
-    expected = [b"/mnt/models/inside", b"/mnt/models-2", b"/media/usb disk", b"/dev"]
-    assert others(MOUNTINFO, b"/mnt/models") == expected, "and not the root"
-    assert len(others(MOUNTINFO, b"/elsewhere")) == 6
 
 
 def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(tmp_path: Path) -> None:
@@ -60,7 +45,7 @@ def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(t
 
 def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path: Path) -> None:
     """A daemon that is killed closes its pipes a moment before the helper is killed for it."""
-    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path)]
+    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getpid())]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as helper:
         assert helper.stdin is not None and helper.stdout is not None and helper.stderr is not None
         helper.stdout.close()
@@ -68,6 +53,34 @@ def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path:
         helper.stdin.flush()
         assert helper.wait(60) == -signal.SIGPIPE
         assert helper.stderr.read() == ""
+
+
+FIRST_PROCESS = """
+import os, sys
+from llmcache.fs.backends.holders import PinService
+assert os.getpid() == 1
+service = PinService(lambda _path, _node: None, print, print)
+service.start(sys.argv[1])
+service.attach("/file")
+service.lock("/file", 0, 1 << 20)
+service.settle(60)
+print(service.locked_bytes)
+service.stop()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and util-linux")
+def test_a_daemon_may_be_the_first_process_of_its_container(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", FIRST_PROCESS]
+    done = subprocess.run([*inside, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [str(MIB)], done
+
+
+def test_a_helper_whose_daemon_is_gone_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getppid())]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as helper:
+        assert helper.wait(60) == 0
 
 
 @pytest.fixture
@@ -86,9 +99,9 @@ def service(tmp_path: Path) -> Iterator[PinService]:
     service.stop()
 
 
-def told(service: PinService, field: str) -> int:
-    """What the kernel says of the helper's memory."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{service.pid}/status").read_text())
+def told(pid: int, field: str) -> int:
+    """What the kernel says of a helper's memory."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
@@ -112,7 +125,7 @@ def test_what_is_locked_is_known(service: PinService, change: str) -> None:
     act, left = CHANGES[change]
     act(service)
     service.settle(60)
-    assert service.locked_bytes == told(service, "VmLck") == left * MIB
+    assert service.locked_bytes == told(service.pid, "VmLck") == left * MIB
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 0])
@@ -126,5 +139,88 @@ def test_what_is_given_up_when_the_helper_has_died_is_not_locked_once_more(servi
     service.lock("/b", 0, MIB)
     service.settle(60)
     wait_until(lambda: service.locked_bytes == left + MIB, "it goes on")
-    assert told(service, "VmLck") == left + MIB
-    assert told(service, "VmHWM") < 32 * MIB
+    assert told(service.pid, "VmLck") == left + MIB
+    assert told(service.pid, "VmHWM") < 32 * MIB
+
+
+PAGE = 4096
+
+
+@pytest.fixture
+def map_count() -> int:
+    """How many parts the kernel lets one process have its memory in; no more than a test can fill."""
+    count = int(holders.MAP_COUNT.read_text())
+    if count > 1 << 17:
+        pytest.skip(f"vm.max_map_count is {count}")
+    return count
+
+
+def all_locked(service: PinService) -> int:
+    """Bytes that the kernel says the helpers have locked."""
+    return sum(told(pid, "VmLck") for pid in service.pids)
+
+
+def test_more_runs_are_locked_than_one_process_may_have(service: PinService, tmp_path: Path, map_count: int) -> None:
+    """Every second page of a file: each of them takes two parts of a process' memory."""
+    failed: list[tuple[object, ...]] = []
+    service.on_failed = lambda *what: failed.append(what)
+    runs = map_count // 2 + 1000
+    with (tmp_path / "many").open("wb") as file:
+        file.truncate(2 * PAGE * runs)
+    service.attach("/many")
+    before = service.locked_bytes
+    for number in range(runs):
+        service.lock("/many", 2 * PAGE * number, PAGE)
+    service.settle(300)
+    assert not failed
+    assert service.locked_bytes == all_locked(service) == before + PAGE * runs
+    assert len(service.pids) > 1
+    service.lock("/many", PAGE, PAGE)  # between two of the first helper
+    service.rename("/many", "/much")
+    service.unlock("/much", 0, 2 * PAGE * (runs // 2))
+    service.settle(300)
+    assert service.locked_bytes == all_locked(service) == before + PAGE * (runs - runs // 2)
+    os.kill(service.pids[1], signal.SIGKILL)  # while it is asked nothing
+    left = set(service.pids[:1])
+    wait_until(lambda: left < set(service.pids), "another one has what it had")
+    wait_until(lambda: service.locked_bytes == before + PAGE * (runs - runs // 2), "all is locked again")
+    service.detach("/much")
+    service.settle(60)
+    assert service.locked_bytes == all_locked(service) == before
+
+
+def test_what_cannot_be_unlocked_counts_as_locked_and_is_tried_again(
+    service: PinService, tmp_path: Path, map_count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unlock within a run needs two more parts of the process' memory."""
+    pages = map_count + 2000
+    with (tmp_path / "many").open("wb") as file:
+        file.truncate(PAGE * pages)
+    service.attach("/many")
+    service.lock("/many", 0, PAGE * pages)
+    for number in range(1, pages, 2):
+        service.unlock("/many", PAGE * number, PAGE)
+    service.settle(300)
+    assert service.locked_bytes == all_locked(service) > 64 * MIB + PAGE * (pages // 2 + 100)
+    assert sum("cannot unlock" in record.message for record in caplog.records) == 1
+    service.unlock("/many", 0, PAGE * (pages // 2))
+    wait_until(lambda: service.locked_bytes == 64 * MIB + PAGE * (pages // 4), "what was refused is unlocked")
+    assert all_locked(service) == service.locked_bytes
+
+
+def test_a_helper_that_is_full_is_spared(service: PinService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours of a run go to its helper as long as that has room for the holes that unlocks may make."""
+    count = tmp_path / "max_map_count"
+    count.write_text("8\n")
+    monkeypatch.setattr(holders, "MAP_COUNT", count)
+    service.stop()
+    service.start(str(tmp_path))
+    service.attach("/a")
+    for at in (0, 1, 2, 3, 4, 20, 30, 40, 41):
+        service.lock("/a", at * MIB, MIB)
+    service.settle(60)
+    assert [told(pid, "VmLck") // MIB for pid in service.pids] == [4, 2, 3]
+    assert service.locked_bytes == 9 * MIB
+    service.lock("/a", 0, 64 * MIB)  # no byte is locked twice
+    service.settle(60)
+    assert service.locked_bytes == all_locked(service) == 64 * MIB

@@ -112,7 +112,7 @@ def test_memory_is_not_taken_for_storage(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
-    monkeypatch.setattr(profile, "fstype_of", lambda dev: "tmpfs")
+    monkeypatch.setattr(profile, "fstype_at", lambda _path: "tmpfs")
     assert "tmpfs is memory" in printed("profile", tmp_path)
     sizes = ("--context", "128k", "--gpu", "12G", "--ram", "32G")
     told = printed("plan", "--model", config, *sizes, "--ssd", tmp_path)

@@ -364,6 +364,38 @@ def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(
     assert sorted(path.name for path in store.directory.rglob("*")) == ["lock"]
 
 
+def test_links_that_another_user_puts_there_lead_nowhere(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of a new file while it is written, of a block, and of a model's directory."""
+    outside = store.directory.parent / "outside"
+    outside.mkdir()
+    victim = outside / "victim"
+    victim.write_text("untouched")
+    os.utime(victim, ns=(1, 1))
+    sync = RawFile.sync
+
+    def exchanged(raw: RawFile) -> None:
+        sync(raw)
+        os.unlink(raw.path)
+        os.symlink(victim, raw.path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RawFile, "sync", exchanged)
+        store.write(key(1), block(1))
+    assert key(1) not in store and store.read(key(1)) is None
+    store.used([key(1)])
+    other = "b" * 32
+    (store.directory / other).symlink_to(outside)
+    with pytest.raises(EnvironmentProblem, match="storing"):
+        store.write(key(2, model=other), block(2))
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        store.describe(other, {"file": "a"})
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        store.used([key(2, model=other)], tokens=1)
+    store.drop([key(2, model=other)])
+    assert list(outside.iterdir()) == [victim]
+    assert victim.read_text() == "untouched" and victim.stat().st_mtime_ns == 1
+
+
 def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockStore) -> None:
     store.write(key(1), block(1))
     left, live, link = (store.directory / MODEL / f"new-{number:016x}.tmp" for number in range(3))

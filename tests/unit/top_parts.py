@@ -49,6 +49,7 @@ def stats(uptime_s: float = 100.0, **more: Any) -> dict[str, Any]:
         "requested_bytes": 420 * MB,
         "backing_read_bytes": 400 * MB,
         "backing_write_bytes": 0,
+        "client_read_bytes": 0,
         "stored_bytes": 390 * MB,
         "invalidated_bytes": 380 * MB,
         "refault_bytes": 0,

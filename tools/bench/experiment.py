@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 
 from .cgroup import Cgroup, Usage
 from .runner import MIB, ClientRun, forget, run_clients

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.fs.client.operation import fetch
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.procfs import mounts
 
 from .cgroup import Cgroup

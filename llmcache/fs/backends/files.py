@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -25,15 +24,14 @@ import time
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
-from llmcache.fs.client import control
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
+from llmcache.fs.readahead import ReadAhead, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 from llmcache.units import BLOCK_BYTES
 
@@ -49,8 +47,6 @@ QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left a
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 WHOLE_STEP = 32  # extents
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
-SMALL_READ_AHEAD_KB = 128  # what the kernel has without a setting
-MIXTURE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # smaller slices want no more, larger ones 128 (measured)
 LEAST_WINDOWS = 8  # of less the large folios do not pay: the kernel reclaims them whole
 HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
@@ -205,67 +201,6 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
     if syscalls.cached_pages(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
         at = offset
     _will_need(fd, at, end - at)
-
-
-def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
-    """Where the KiB stand that the kernel reads ahead on the storage of `directory`; None if that is no device's."""
-    device = os.stat(directory).st_dev
-    queue = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    places = (queue / "queue/read_ahead_kb", queue.resolve().parent / "queue/read_ahead_kb")  # a partition has its disk's
-    return next((path for path in places if path.exists()), None)
-
-
-class ReadAhead:
-    """How far the kernel reads ahead on the storage of a directory, for files that are opened while it is set here.
-
-    Mounts on one storage share a note of what was there before: the last of them puts it back, or the next after one that
-    was killed.
-    """
-
-    def __init__(self, directory: str, size_bytes: int) -> None:
-        """EnvironmentProblem: the storage has no such setting."""
-        path = read_ahead_file(directory)
-        if path is None:
-            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "leave it out")
-        self._path, self._kb = path, size_bytes >> 10
-        device = os.stat(directory).st_dev
-        self._note = Path(control.directory(os.geteuid())) / f"read_ahead-{os.major(device)}-{os.minor(device)}"
-        self._fd: int | None = None
-
-    def set(self) -> None:
-        """Sets it, unless it is set. EnvironmentProblem."""
-        if self._fd is not None:
-            return
-        try:
-            with self._turn():
-                self._fd = os.open(self._note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if not os.pread(self._fd, 1, 0):
-                    os.pwrite(self._fd, self._path.read_bytes(), 0)
-                self._path.write_text(f"{self._kb}\n")
-        except OSError as error:
-            raise EnvironmentProblem(f"read_ahead: {self._path} cannot be set: {error.strerror}", "leave it out") from error
-
-    def restore(self) -> None:
-        """Puts back what was there before any mount has set it, unless another still needs it."""
-        if self._fd is None:
-            return
-        with contextlib.suppress(OSError), self._turn():  # another mount's, or the device is gone
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._note.unlink()
-            self._path.write_bytes(os.pread(self._fd, 32, 0))
-        os.close(self._fd)
-        self._fd = None
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        control.make_directory()
-        fd = os.open(self._note.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
 
 
 @dataclass(eq=False)

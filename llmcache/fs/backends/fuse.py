@@ -604,7 +604,7 @@ class Reader:
 
         The pin helper's faults say nothing about readers.
         """
-        pid = 0 if pid == self.engine.pins.pid else pid
+        pid = 0 if pid in self.engine.pins.pids else pid
         if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
             self.engine.adopt(backing)
         size = max(0, min(size, backing.size - offset))

@@ -1,32 +1,37 @@
-"""What is kept, and by whom: locked in the page cache by the pin helper (steer, in place), or in the daemon (arena).
+"""Pins: extents that stay in memory, locked in the page cache by pin helpers (steer, in place) or by the daemon (arena).
 
-Locked: programs hit it without a request. `PinService` is the daemon's side of the helper: starts it, keeps it alive, and
-queues locks so that nobody waits for them. One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only
-queue; results come back through the callbacks, called on that thread without any lock held. When the helper dies, it is
-started again; everything is attached, and locked once nothing else is asked for: if the OOM killer took it, less is wanted
-by then.
+Locked: programs read pinned data without a request. `PinService` is the daemon's side of the helpers: it starts them, keeps
+them alive, and queues locks so that no caller waits for them. One thread owns the pipes. `lock`, `unlock`, `attach` and
+`detach` only queue a request; results are reported through the callbacks, which that thread calls without any lock held.
+When a helper dies, its files are attached again, and its locks are taken again once no other request is queued: after an OOM
+kill the planner wants fewer of them by then.
 
-Arena: every pass copies what is held into the page cache ahead of the reader and drops it behind. Slower than locking, but
-it needs no privilege, and every hit is seen. What is held is decided by the deterministic core (`llmcache.cache.steering`);
-`ArenaHolder` only keeps the memory.
+Each run of locked bytes splits the mapping of its file, and a process may have vm.max_map_count such parts: at the limit the
+kernel refuses locks, and unlocks within a run as well. So further helpers are started before one comes near the limit.
+
+Arena: every pass copies pinned data into the page cache ahead of the reader and drops it behind the reader. That is slower
+than locking, but it needs no privilege, and the daemon sees every hit. The deterministic core (`llmcache.cache.steering`)
+decides which extents are pinned; `ArenaHolder` only keeps the memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmcache.cache.steering import HIT, KEPT, Steering
+from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
 from llmcache.fs.backends.base import Holder, MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
@@ -35,11 +40,124 @@ log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 20
 RESTARTS_WITHIN_S = 60.0
+RETRY_S = 1.0  # from a refused unlock to the next try; also how often helpers are checked while no request is queued
 BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
+MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+DEFAULT_MAP_COUNT = 65530
+
+Run = tuple[int, int]
+"""A stretch of a file, (offset, bytes)."""
+
+
+class PinHelper:
+    """One helper process and the runs that it has locked.
+
+    `locked`: by path of each attached file, in order; runs neither overlap nor touch. `count`: of all runs. `nodes`: numbers
+    that the attached files have in the kernel, None for those that cannot be opened.
+    """
+
+    def __init__(self, mountpoint: str) -> None:
+        self.locked: dict[str, list[Run]] = {}
+        self.nodes: dict[str, int | None] = {}
+        self.count = self.locked_bytes = 0
+        script = str(Path(__file__).with_name("pinhelper.py"))
+        # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, mountpoint, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self.pid = self._process.pid
+        # The OOM killer's first choice: its death frees pinned memory, and no program fails for it.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
+
+    def call(self, operation: str, path: str, **more: int | str) -> dict[str, Any]:
+        """Return the helper's reply to a request. HelperLost."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"op": operation, "path": path, **more}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+            if not line:
+                raise HelperLost(self, "it ended")
+            reply: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError) as error:
+            raise HelperLost(self, str(error)) from error
+        return reply
+
+    def attach(self, path: str) -> int | None:
+        """Open `path`, with nothing locked; returns the file's number in the kernel, None if it cannot be opened."""
+        self._drop(path)
+        node = self.nodes[path] = self.call("attach", path).get("node")
+        self.locked[path] = []
+        return node
+
+    def detach(self, path: str) -> None:
+        """Close `path`, which unlocks it."""
+        if path in self.locked:
+            self.call("detach", path)
+            self._drop(path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename an attached file."""
+        if old in self.locked:
+            self.call("rename", old, new=new)
+            self._drop(new)
+            self.locked[new], self.nodes[new] = self.locked.pop(old), self.nodes.pop(old)
+
+    def lock(self, path: str, run: Run) -> int:
+        """Lock a run of an attached file; returns 0, or the errno with which it was refused."""
+        code = int(self.call("lock", path, offset=run[0], length=run[1]).get("errno", 0))
+        if not code:
+            self._change(path, run, add_run)
+        return code
+
+    def unlock(self, path: str, run: Run) -> int:
+        """Unlock a run; returns 0, or the errno with which it was refused: it is locked as before then."""
+        code = int(self.call("unlock", path, offset=run[0], length=run[1]).get("errno", 0))
+        if not code:
+            self._change(path, run, take_out)
+        return code
+
+    def _change(self, path: str, run: Run, how: Callable[[list[Run], int, int], int]) -> None:
+        runs = self.locked[path]
+        before = len(runs)
+        self.locked_bytes += how(runs, *run)
+        self.count += len(runs) - before
+
+    def _drop(self, path: str) -> None:
+        self.nodes.pop(path, None)
+        runs = self.locked.pop(path, [])
+        self.count -= len(runs)
+        self.locked_bytes -= sum(length for _, length in runs)
+
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process, which releases its locks, and wait for it."""
+        self._process.kill()
+        self._process.wait()
+
+
+class HelperLost(Exception):
+    """A helper has ended, or does not answer."""
+
+    def __init__(self, helper: PinHelper, reason: str) -> None:
+        super().__init__(reason)
+        self.helper = helper
 
 
 class PinService:
-    """Queue and bookkeeping of attached files and locked ranges."""
+    """Queue and bookkeeping of attached files and locked ranges.
+
+    The first helper has all files attached, for their node ids; others have those of which they lock something.
+    """
 
     def __init__(
         self,
@@ -50,82 +168,79 @@ class PinService:
         self.on_attached = on_attached
         self.on_failed = on_failed
         self.on_lost = on_lost
-        self.pid = 0
-        self.locked_bytes = 0  # what the helper has locked: less what it was asked to unlock only once it has
+        self.pids: tuple[int, ...] = ()  # of the helpers, the first one's first
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
-        # (offset, bytes) in order, of which none overlap: what the helper has locked, and what one that has died had.
-        self._locked: dict[str, list[tuple[int, int]]] = {}
-        self._lost: dict[str, list[tuple[int, int]]] = {}
-        self._helper: subprocess.Popen[str] | None = None
+        self._helpers: list[PinHelper] = []
+        self._lost: dict[str, list[Run]] = {}  # locked by helpers that have died
+        self._refused: dict[str, list[Run]] = {}  # unlocks that the kernel has refused
+        self._retry_at = 0.0
+        self._most_runs = self._most_bytes = 0  # of one helper
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._restarts: list[float] = []
 
+    @property
+    def pid(self) -> int:
+        """Process id of the first helper; 0 if there is none."""
+        return next(iter(self.pids), 0)
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that helpers have locked; an unlock counts once it is done."""
+        return sum(helper.locked_bytes for helper in list(self._helpers))
+
     def start(self, mountpoint: str) -> None:
-        """Starts the helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
+        """Start the first helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
         self._mountpoint = mountpoint
         self._stopping = False
         self._queue = queue.SimpleQueue()
-        self._locked.clear()
+        self._helpers = []
         self._lost.clear()
-        self.locked_bytes = 0
+        self._refused.clear()
+        self._most_runs, self._most_bytes = capacity()
         self._spawn()
         self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the helper, which releases every lock; waits for it."""
+        """End the helpers, which releases every lock; waits for them."""
         self._stopping = True
         self._queue.put(None)
-        if self._helper is not None:
-            self._helper.kill()
-            self._helper.wait()
+        for helper in list(self._helpers):
+            helper.kill()
         if self._thread is not None:
             self._thread.join(timeout=10)
+        self._helpers = []
 
     def attach(self, path: str) -> None:
-        """Opens `path` in the helper; `on_attached(path, node id or None)` follows."""
+        """Open `path` in the first helper; `on_attached(path, node id or None)` follows."""
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
-        """Closes `path` in the helper and forgets its locks."""
+        """Close `path` and forget its locks."""
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Locks a range; `on_failed(path, offset, length, errno)` follows if that is refused."""
-        for start in range(offset, offset + length, BATCH_BYTES):
-            size = min(BATCH_BYTES, offset + length - start)
+        """Lock a range; `on_failed(path, offset, length, errno)` follows if the kernel refuses."""
+        for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
     def unlock(self, path: str, offset: int, length: int) -> None:
-        """Unlocks a range."""
+        """Unlock a range. Bytes that the kernel refuses to unlock count as locked until a later try succeeds."""
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
-        """`old` is called `new` from now on, also to a helper started later."""
+        """Use the name `new` for `old` from now on."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
     def settle(self, timeout_s: float) -> None:
-        """Returns when the helper has done what it was asked to until now, or after `timeout_s`."""
+        """Return when all requests up to now are done, or after `timeout_s`."""
         done = threading.Event()
         self._queue.put(done)
         done.wait(timeout_s)
 
-    def _spawn(self) -> None:
-        script = str(Path(__file__).with_name("pinhelper.py"))
-        # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
-        self._helper = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, self._mountpoint],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-        self.pid = self._helper.pid
-        # The OOM killer's first choice: its death frees what is pinned, and costs nobody anything.
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
+    # The thread
 
     def _run(self) -> None:
         while (request := self._next()) is not None:
@@ -136,110 +251,222 @@ class PinService:
                 try:
                     self._serve(request)
                     break
-                except (OSError, ValueError) as error:
-                    if self._stopping or not self._recovered(error):
+                except HelperLost as lost:
+                    if self._stopping or not self._recovered(lost):
                         return
 
     def _next(self) -> dict[str, Any] | threading.Event | None:
-        while self._lost and self._queue.empty():
-            path, ranges = next(iter(self._lost.items()))
-            if ranges:
-                offset, length = ranges.pop()
-                return {"op": "lock", "path": path, "offset": offset, "length": length}
-            del self._lost[path]
-        return self._queue.get()
+        """Return the next queued request; while there is none, one for a lost lock or a refused unlock."""
+        while True:
+            retry = bool(self._refused) and time.monotonic() > self._retry_at
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(block=not (self._lost or retry), timeout=RETRY_S)
+            if not all(helper.is_running() for helper in self._helpers):
+                return {"op": "check", "path": ""}
+            if (run := take_last(self._lost)) is not None:
+                return {"op": "lock", "path": run[0], "offset": run[1], "length": run[2]}
+            if retry and (run := take_last(self._refused)) is not None:
+                return {"op": "unlock", "path": run[0], "offset": run[1], "length": run[2]}
 
     def _serve(self, request: dict[str, Any]) -> None:
+        """Do a request; it may be served again from the start after HelperLost."""
         path, operation = request["path"], request["op"]
-        reply = self._call(request)
         if operation == "attach":
-            self._locked.setdefault(path, [])
-            self.on_attached(path, reply.get("node"))
-        elif operation == "rename":
-            self._forget(request["new"])  # as the helper does
-            for ranges in (self._locked, self._lost):
-                if path in ranges:
-                    ranges[request["new"]] = ranges.pop(path)
+            self._forget(path)
+            self.on_attached(path, self._helpers[0].attach(path))
         elif operation == "detach":
             self._forget(path)
+        elif operation == "rename":
+            for helper in self._helpers:
+                helper.rename(path, request["new"])
+            for runs in (self._lost, self._refused):
+                if path in runs:
+                    runs[request["new"]] = runs.pop(path)
+        elif operation == "lock":
+            self._lock(path, request["offset"], request["length"])
+        elif operation == "unlock":
+            self._unlock(path, request["offset"], request["length"])
         else:
-            self._note(operation, path, request["offset"], request["length"], reply.get("errno", 0))
+            self._check()
 
-    def _note(self, operation: str, path: str, offset: int, length: int, code: int) -> None:
-        """The helper has locked a range, unless the kernel has refused with `code`, or unlocked it."""
-        held = self._locked.setdefault(path, [])
-        if operation == "unlock":
-            self.locked_bytes -= _take_out(held, offset, length)
-            _take_out(self._lost.get(path, []), offset, length)
-        elif code:
-            self.on_failed(path, offset, length, code)
-        else:
-            self.locked_bytes += length - _take_out(held, offset, length)
-            insort(held, (offset, length))
+    def _check(self) -> None:
+        for helper in self._helpers:
+            if not helper.is_running():
+                raise HelperLost(helper, "it ended")
 
     def _forget(self, path: str) -> None:
         self._lost.pop(path, None)
-        self.locked_bytes -= sum(length for _, length in self._locked.pop(path, []))
+        self._refused.pop(path, None)
+        for helper in self._helpers:
+            helper.detach(path)
 
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        helper = self._helper
-        if helper is None or helper.stdin is None or helper.stdout is None:
-            raise OSError("the pin helper does not run")
-        helper.stdin.write(json.dumps(request) + "\n")
-        helper.stdin.flush()
-        line = helper.stdout.readline()
-        if not line:
-            raise OSError("the pin helper ended")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+    def _lock(self, path: str, offset: int, length: int) -> None:
+        """Lock a range: parts that a helper has locked by that one again, the rest by a helper with room."""
+        if path not in self._helpers[0].locked:
+            self.on_failed(path, offset, length, errno.ENOENT)
+            return
+        for runs in (self._lost, self._refused):
+            take_out(runs.get(path, []), offset, length)
+        rest = [(offset, length)]
+        parts: list[tuple[PinHelper, Run]] = []
+        for helper in self._helpers:
+            for run in overlap(helper.locked.get(path, []), offset, length):
+                parts.append((helper, run))
+                take_out(rest, *run)
+        parts += [(self._helper_for(path, run), run) for run in rest]
+        for helper, run in parts:
+            if code := helper.lock(path, run) if self._has(helper, path) else errno.ESTALE:
+                self.on_failed(path, *run, code)
 
-    def _recovered(self, error: Exception) -> bool:
-        """Starts the helper again and replays what it had; True when it is ready, False when it is given up."""
+    def _has(self, helper: PinHelper, path: str) -> bool:
+        """Have `path` attached by a helper; False if another file than the first helper's has that path now."""
+        node = self._helpers[0].nodes[path]
+        if path not in helper.locked and helper.attach(path) != node:
+            helper.detach(path)
+            return False
+        return True
+
+    def _helper_for(self, path: str, run: Run) -> PinHelper:
+        """Return a helper with room for a run that is not locked, first of all one that has a neighbour of it locked."""
+        free = [helper for helper in self._helpers if helper.locked_bytes < self._most_bytes]
+        for helper in free:
+            if overlap(helper.locked.get(path, []), run[0] - 1, run[1] + 2):
+                return helper
+        return next((helper for helper in free if helper.count < self._most_runs), None) or self._spawn()
+
+    def _unlock(self, path: str, offset: int, length: int) -> None:
+        take_out(self._lost.get(path, []), offset, length)
+        for helper in self._helpers:
+            for run in overlap(helper.locked.get(path, []), offset, length):
+                if code := helper.unlock(path, run):
+                    if not any(self._refused.values()):
+                        log.warning("cannot unlock %d bytes: %s; trying again", run[1], os.strerror(code))
+                    add_run(self._refused.setdefault(path, []), *run)
+                    self._retry_at = time.monotonic() + RETRY_S
+
+    def _spawn(self) -> PinHelper:
+        """Start one more helper, or return the last one if the system refuses a process."""
+        try:
+            helper = PinHelper(self._mountpoint)
+        except OSError:
+            if not self._helpers:
+                raise
+            return self._helpers[-1]
+        self._helpers.append(helper)
+        self.pids = tuple(each.pid for each in self._helpers)
+        if self._stopping:  # `stop` may have missed it
+            helper.kill()
+        return helper
+
+    def _recovered(self, lost: HelperLost) -> bool:
+        """Replace a helper that has died; return False once that has failed too often."""
         while not self._stopping:
             now = time.monotonic()
             self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
             if len(self._restarts) > RESTARTS_MAX:
-                log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, error)
-                self.locked_bytes = 0
+                log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, lost)
+                for helper in self._helpers:
+                    helper.kill()
+                self._helpers, self.pids = [], ()
                 self.on_lost(True)
                 return False
-            log.warning("the pin helper ended (%s): starting it again", error)
+            log.warning("the pin helper ended (%s): starting it again", lost)
             self.on_lost(False)
             try:
-                self._restart()
+                self._replace(lost.helper)
                 return True
-            except (OSError, ValueError) as again:
-                error = again
+            except HelperLost as again:
+                lost = again
+            except OSError as error:
+                lost = HelperLost(lost.helper, str(error))
         return False
 
-    def _restart(self) -> None:
-        if self._helper is not None:
-            self._helper.kill()
-            self._helper.wait()
-        for path, ranges in self._locked.items():
-            if ranges:
-                self._lost[path] = sorted(self._lost.get(path, []) + ranges)
-                self._locked[path] = []
-        self.locked_bytes = 0
-        self._spawn()
-        for path in list(self._locked):
-            self._serve({"op": "attach", "path": path})
+    def _replace(self, helper: PinHelper) -> None:
+        """Queue the runs of a helper that has died for locking; the first helper has a successor at once."""
+        helper.kill()
+        for path, runs in helper.locked.items():
+            for run in runs:
+                add_run(self._lost.setdefault(path, []), *run)
+        attached = list(helper.locked)
+        helper.locked, helper.count, helper.locked_bytes = {path: [] for path in attached}, 0, 0
+        if helper is not self._helpers[0]:
+            self._helpers.remove(helper)
+            self.pids = tuple(each.pid for each in self._helpers)
+            return
+        self._helpers[0] = successor = PinHelper(self._mountpoint)
+        successor.locked = {path: [] for path in attached}  # if it dies before it has them, the next one attaches them
+        self.pids = tuple(each.pid for each in self._helpers)
+        if self._stopping:  # `stop` may have missed it
+            successor.kill()
+        for path in attached:
+            self.on_attached(path, successor.attach(path))
 
 
-def _take_out(held: list[tuple[int, int]], start: int, length: int) -> int:
-    """Takes a range out of `held`; returns how many bytes of it were there."""
-    end = start + length
-    first, last = bisect_left(held, (start,)), bisect_left(held, (end,))
-    if first and sum(held[first - 1]) > start:
-        first -= 1
-    if first == last:
+def capacity() -> tuple[int, int]:
+    """Return how many runs, and bytes, one helper locks.
+
+    A run takes two of the parts that vm.max_map_count allows. Runs take half of these, and unlocks of every second extent
+    of all those bytes no more than the other half.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        most = int(MAP_COUNT.read_text()) // 4
+        return most, 2 * most * LARGE_EXTENT
+    return DEFAULT_MAP_COUNT // 4, DEFAULT_MAP_COUNT // 2 * LARGE_EXTENT
+
+
+def pieces(offset: int, length: int) -> Iterator[Run]:
+    """Yield a range in runs of BATCH_BYTES at most."""
+    for start in range(offset, offset + length, BATCH_BYTES):
+        yield start, min(BATCH_BYTES, offset + length - start)
+
+
+def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
+    """Return the parts of `runs` that lie in a range."""
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    return [(max(start, offset), min(start + size, end) - max(start, offset)) for start, size in runs[first:last]]
+
+
+def add_run(runs: list[Run], offset: int, length: int) -> int:
+    """Add a range to `runs`, merged with those that it overlaps or touches; returns how many bytes are new."""
+    added = length + take_out(runs, offset, length)
+    at, end = bisect_left(runs, (offset,)), offset + length
+    if at < len(runs) and runs[at][0] == end:
+        end = sum(runs.pop(at))
+    if at and sum(runs[at - 1]) == offset:
+        at -= 1
+        offset = runs.pop(at)[0]
+    runs.insert(at, (offset, end - offset))
+    return added
+
+
+def take_out(runs: list[Run], offset: int, length: int) -> int:
+    """Take a range out of `runs`; returns how many bytes are new, so minus those of it that were in there."""
+    found = overlap(runs, offset, length)
+    if not found:
         return 0
-    low, high = held[first][0], sum(held[last - 1])
-    there = sum(size for _, size in held[first:last])
-    rest = [(low, start - low)] if low < start else []
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    low, high = runs[first][0], sum(runs[last - 1])
+    rest = [(low, offset - low)] if low < offset else []
     rest += [(end, high - end)] if high > end else []
-    held[first:last] = rest
-    return there - sum(size for _, size in rest)
+    runs[first:last] = rest
+    return -sum(size for _, size in found)
+
+
+def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None:
+    """Take the last piece out of `runs_by_path`; returns (path, offset, bytes), None if there is none."""
+    while runs_by_path:
+        path, runs = next(iter(runs_by_path.items()))
+        if runs:
+            end = sum(runs[-1])
+            size = runs[-1][1] % BATCH_BYTES or BATCH_BYTES
+            take_out(runs, end - size, size)
+            return path, end - size, size
+        del runs_by_path[path]
+    return None
 
 
 class SteerHolder(Holder):
@@ -296,8 +523,8 @@ class SteerHolder(Holder):
 class ArenaHolder(Holder):
     """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT.
 
-    Every pass goes through the window, extents are held when they pass by next, and the core says what leaves.
-    `regions`: what is held, by group and extent.
+    Every pass streams through the window; an extent that the core wants is pinned when it is read next. The core also
+    decides which extents are evicted. `regions`: memory of the pinned extents, by group and extent.
     """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:

@@ -78,7 +78,7 @@ class BindMount:
         on_init: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
+        """`flags`: MOUNT_ATTR_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
         self._source, self._point, self._flags, self._files = source, point, flags, files
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
@@ -95,11 +95,12 @@ class BindMount:
     def _serve(self) -> None:
         if self._source != self._point:
             try:
-                syscalls.bind(self._source, self._point, self._flags)
+                self.mount_id = syscalls.bind(self._source, self._point, self._flags)
             except OSError as error:
                 hint = "mounting in place needs root; --mode steer does without where fusermount3 is installed"
+                if error.errno == errno.ENOSYS:
+                    hint = "needs Linux 5.12, and a container whose seccomp filter knows this call; or use --mode steer"
                 raise MountProblem(f"{self._source} cannot be mounted on {self._point}: {error.strerror}", hint) from error
-            self.mount_id = max(mount.id for mount in mounts().values() if mount.point == self._point)
         try:
             self._on_init()
             while not self._over.wait(_LOOK_S) and self._is_mounted():

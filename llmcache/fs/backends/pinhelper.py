@@ -1,12 +1,12 @@
-"""The pin helper: a small process of its own that maps files through the mount and mlocks ranges of them.
+"""The pin helper: a small process of its own that maps files of the mount and mlocks ranges of them.
 
 It is separate because locking faults the pages in through the mount: done in the daemon, that would hold the memory map
 that serving threads need. It keeps an open handle on each file, so that the kernel's node id (`st_ino`) stays valid.
-Standard library only; run as `python pinhelper.py MOUNT`, one JSON request a line on stdin, one reply a line on stdout. It
-dies with the daemon (PR_SET_PDEATHSIG) and its locks with it.
+Standard library only; run as `python pinhelper.py MOUNT DAEMON_PID`, with one JSON request a line on stdin and one reply a
+line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel releases its locks.
 
 Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "offset", "length"} ·
-{"op": "detach", "path"} · {"op": "rename", "path", "new"}. What fails has the reply {"errno"}.
+{"op": "detach", "path"} · {"op": "rename", "path", "new"}. A request that fails has the reply {"errno"}.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import ctypes
 import errno
 import json
 import os
-import re
 import signal
 import stat
 import sys
 from collections.abc import Callable
 from typing import Any
 
-CLONE_NEWNS = 0x00020000
-MS_REC_PRIVATE = 0x4000 | 0x40000
-MNT_DETACH = 2
+OPEN_TREE, OPEN_TREE_CLONE = 428, 1  # on every architecture; Linux 5.2
+AT_FDCWD = -100
 PR_SET_PDEATHSIG = 1
 PROT_READ = 1
 MAP_SHARED = 1
@@ -37,10 +35,11 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_i
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mlock.argtypes = libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.syscall.restype = ctypes.c_long
 
 
 def unlock(address: int, length: int) -> int:
-    """Unlocks and unmaps: what is mapped here too cannot be dropped from under another's mapping. 0, or -1 and errno."""
+    """Unlock and unmap pages; the kernel does not drop pages that this process maps. Returns 0, or -1 and sets errno."""
     code: int = libc.munlock(address, length)
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
@@ -48,13 +47,13 @@ def unlock(address: int, length: int) -> int:
 class Mapping:
     """One attached file: open handle and a read-only shared mapping of it."""
 
-    def __init__(self, directory: str, path: str) -> None:
-        self.fd = open_below(directory, path)
+    def __init__(self, directory: str, path: str, clone: int | None) -> None:
+        self.fd = open_below(directory, path, clone)
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
 
     def map(self) -> int:
-        """Returns the address of the mapping, made at first use."""
+        """Return the address of the mapping, made at first use."""
         if not self.address:
             address = libc.mmap(None, self.size, PROT_READ, MAP_SHARED, self.fd, 0)
             if address == MAP_FAILED:
@@ -64,7 +63,7 @@ class Mapping:
         return self.address
 
     def close(self) -> None:
-        """Unmaps (which unlocks) and closes."""
+        """Unmap (which unlocks) and close."""
         if self.address:
             libc.munmap(self.address, self.size)
         os.close(self.fd)
@@ -75,10 +74,11 @@ class Helper:
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = mountpoint
+        self.clone = clone_mount(mountpoint)
         self.files: dict[str, Mapping] = {}
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns the reply to one request; an OSError becomes {"errno"}."""
+        """Return the reply to one request; an OSError becomes {"errno"}."""
         try:
             operation = request["op"]
             path = request["path"]
@@ -94,27 +94,27 @@ class Helper:
             return {"errno": error.errno or errno.EIO}
 
     def attach(self, path: str) -> dict[str, Any]:
-        """Opens `path` through the mount, anew if it was attached before."""
+        """Open `path` through the mount, again if it is attached already."""
         self.detach(path)
-        mapping = self.files[path] = Mapping(self.mountpoint, path)
+        mapping = self.files[path] = Mapping(self.mountpoint, path, self.clone)
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
-        """Closes `path`; unknown paths are fine."""
+        """Close `path`; unknown paths are fine."""
         mapping = self.files.pop(path, None)
         if mapping is not None:
             mapping.close()
         return {}
 
     def rename(self, old: str, new: str) -> dict[str, Any]:
-        """Knows an attached file by its new path."""
+        """Rename an attached file."""
         if old in self.files:
             self.detach(new)
             self.files[new] = self.files.pop(old)
         return {}
 
     def change(self, call: Callable[[int, int], int], path: str, offset: int, length: int) -> dict[str, Any]:
-        """Locks or unlocks a range. OSError."""
+        """Lock or unlock a range. OSError."""
         mapping = self.files.get(path)
         if mapping is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -124,13 +124,13 @@ class Helper:
         return {}
 
 
-def open_below(directory: str, path: str) -> int:
-    """Returns a descriptor of the regular file at `path` below `directory`.
+def open_below(directory: str, path: str, clone: int | None = None) -> int:
+    """Return a descriptor of the regular file at `path` below `directory`, or below its `clone`.
 
-    No link is followed, and no pipe waited for: what has taken a file's place meanwhile could lead root anywhere.
+    No link is followed, and no open waits for a pipe: a link that took a file's place could lead root anywhere.
     """
     *above, name = path.strip("/").split("/")
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory if clone is None else ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=clone)
     try:
         for step in above:
             below = os.open(step, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
@@ -145,36 +145,25 @@ def open_below(directory: str, path: str) -> int:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-def own_namespace(mountpoint: str) -> None:
-    """Leaves the mount namespace where allowed: our open files then do not make the mount point busy.
+def clone_mount(directory: str) -> int | None:
+    """Return a descriptor of a detached copy of the mount that `directory` is in, or None where the kernel refuses.
 
-    The new namespace starts with a copy of every mount there is. A copy keeps a file system alive that others unmount:
-    another llmcachefs could not end, a disk not be taken away. So all but the way to our mount point are given up here.
+    Files that are opened through the copy do not make the mount point busy, and the copy ends with this process. Refused:
+    without CAP_SYS_ADMIN, before Linux 5.2, and for mounts that may not be bound. `umount MOUNT` then finds the mount busy
+    while files are attached; `llmcache umount` ends this process first.
     """
-    if libc.unshare(CLONE_NEWNS) == 0:
-        libc.mount(None, b"/", None, MS_REC_PRIVATE, None)
-        with open("/proc/self/mountinfo", "rb") as file:
-            mounts = file.read()
-        for point in others(mounts, os.fsencode(mountpoint)):
-            libc.umount2(point, MNT_DETACH)
-
-
-def others(mountinfo: bytes, mountpoint: bytes) -> list[bytes]:
-    """Returns the mount points in `mountinfo` that do not lie on the way to `mountpoint`, the last one first."""
-    points = [
-        re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4]) for line in mountinfo.splitlines()
-    ]
-    return [point for point in reversed(points) if not (mountpoint + b"/").startswith(point.rstrip(b"/") + b"/")]
+    flags = ctypes.c_uint(OPEN_TREE_CLONE | os.O_CLOEXEC)
+    fd = libc.syscall(ctypes.c_long(OPEN_TREE), ctypes.c_int(AT_FDCWD), os.fsencode(directory), flags)
+    return None if fd < 0 else int(fd)
 
 
 def main() -> int:
-    """Serves requests until stdin closes."""
+    """Serve requests until stdin closes."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the daemon died before prctl
+    if os.getppid() != int(sys.argv[2]):  # the daemon died before prctl; it may be process 1 itself, in a container
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a daemon that is killed closes its files before prctl's signal comes
-    own_namespace(sys.argv[1])
     helper = Helper(sys.argv[1])
     for line in sys.stdin:
         sys.stdout.write(json.dumps(helper.handle(json.loads(line))) + "\n")

@@ -17,7 +17,7 @@ from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint,
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.backends.base import ClientReads
-from llmcache.procfs import fstype_of
+from llmcache.procfs import fstype_at
 from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
     """
     if os.geteuid() != 0:
         return "mode inplace needs root"
-    if directory is not None and (kind := fstype_of(os.stat(directory).st_dev)) not in _FILE_SYSTEMS:
+    if directory is not None and (kind := fstype_at(directory)) not in _FILE_SYSTEMS:
         return f"{directory} is on {kind or 'unknown'}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
     try:
         library()

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from llmcache.cache.sizing import Storage
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.client.mountpoint import FSTYPE
-from llmcache.procfs import fstype_of
+from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
@@ -32,7 +32,6 @@ WRITE_S = 5.0
 READ_S = 2.0
 SETTLING_SHARE = 0.25  # of the time, not counted
 SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
-_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _HINTS = {
     errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
     errno.EACCES: f"give a directory that you may write, or that holds a file of at least {format_size(LEAST_BYTES)}",
@@ -87,8 +86,8 @@ def measure(directory: str) -> Measured:
 
 def refuse_memory(directory: str) -> None:
     """EnvironmentProblem if the file system of `directory` is in memory: it has no storage to measure."""
-    kind = fstype_of(os.stat(directory).st_dev)
-    if kind in _IN_MEMORY:
+    kind = fstype_at(directory)
+    if kind in IN_MEMORY:
         raise EnvironmentProblem(
             f"--measure: {directory} is in memory ({kind}): there is no storage to measure",
             "give a directory on a disk",

@@ -84,7 +84,8 @@ def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str |
     """Why settings can only be kept over FUSE, None if they can be in place, where the file system serves the files."""
     if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
         return "spill: mode inplace cannot let some files be written and others not"
-    if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS]:
+    # fsname= names a file system of its own in df and findmnt; in place they show the storage and SOURCE by themselves.
+    if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS and not word.startswith("fsname=")]:
         return f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without"
     return None
 
@@ -99,11 +100,14 @@ def _size(name: str, setting: Setting) -> int | None:
         raise UsageError(f"{name}: {error.message}{where}", error.hint) from error
 
 
-def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> None:
+def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unless_served: bool = False) -> None:
     """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
 
-    Once it serves, that is printed: a line, or (`as_json`) a document.
+    Once it serves, that is printed: a line, or (`as_json`) a document. `unless_served`: do nothing where it serves already,
+    in place.
     """
+    if unless_served and mountpoint.is_in_place(request.source, request.mount):
+        return
     source, point = mountpoint.check(request.source, request.mount)
     request = replace(request, log=logs.check(request.log, point))
     if request.access_log is not None:

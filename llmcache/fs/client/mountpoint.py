@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs import syscalls
 from llmcache.fs.client import control
-from llmcache.procfs import Mount, mounts
+from llmcache.procfs import IN_MEMORY, Mount, fstype_at, mounts
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -164,7 +164,18 @@ def check(source: str, path: str) -> tuple[str, str]:
         )
     if not os.access(source, os.R_OK | os.X_OK):
         raise UsageError(f"SOURCE {source} may not be read by this user")
+    if (kind := fstype_at(real)) in IN_MEMORY:
+        said = f"SOURCE {source} is on {kind}: its files are in memory already, and a mount would keep them there twice"
+        raise EnvironmentProblem(said, "use the files where they are; a mount is for files on a disk")
     return real, point
+
+
+def is_in_place(source: str, path: str) -> bool:
+    """Return whether a living daemon of root serves SOURCE in place on the mount point `path`."""
+    point = resolve(path)
+    mount, found = find(point), control.files(point, 0)
+    served = found.describe().get("source") == os.path.realpath(source)
+    return served and mount is not None and mount.fstype == IN_PLACE and control.is_locked(found)
 
 
 def _check_directory(path: str, what: str, hint: str | None) -> None:

@@ -25,6 +25,7 @@ from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
+from llmcache.fs.readahead import restore_left
 from llmcache.procfs import Mount
 from llmcache.units import format_duration, format_percent, format_size
 
@@ -311,7 +312,18 @@ class Ended:
 
 
 def end_mount(path: str, *, force: bool) -> Ended:
-    """Unmount and wait until the daemon is gone. MountProblem if nothing of ours is mounted, or it is busy or dead."""
+    """Unmount and wait until the daemon is gone. MountProblem if nothing of ours is mounted, or it is busy or dead.
+
+    `force` also restores read_ahead_kb where a daemon that was killed has left it changed.
+    """
+    try:
+        return _end_mount(path, force=force)
+    finally:
+        if force:
+            restore_left()
+
+
+def _end_mount(path: str, *, force: bool) -> Ended:
     point = mountpoint.resolve(path)
     mount = mountpoint.find(point)
     if mount is None:

@@ -37,7 +37,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, printable
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import ReadAhead
 from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
 from llmcache.fs.client import control, mountpoint
@@ -48,6 +47,7 @@ from llmcache.fs.daemon.openmetrics import MetricsEndpoint
 from llmcache.fs.engine.budget import settle_budget, settle_mode
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Tell, Warmer
+from llmcache.fs.readahead import ReadAhead, restore_left
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
 from llmcache.fs.vfs.operations import LlmcacheOperations
@@ -97,6 +97,7 @@ class Daemon:
         self._files = control.files(point)
         self._lock_fd = controlserver.take_lock(self._files, point)
         try:
+            restore_left()
             self._make(request)
         except BaseException:
             self._files.remove()
@@ -115,7 +116,8 @@ class Daemon:
         self._session: Session | BindMount
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):
-            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
+            flags = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+            flags |= 0 if request.writable else syscalls.MOUNT_ATTR_RDONLY
             if request.read_ahead_bytes is not None:
                 backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
             begin, end = self._hand_over, self._engine.stop

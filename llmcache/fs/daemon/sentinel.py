@@ -1,8 +1,8 @@
-"""The sentinel: a tiny process that frees the readers of a mount whose daemon was killed.
+"""The sentinel: a small process that frees the readers of a mount whose daemon was killed.
 
-A daemon that dies by SIGKILL while one of its threads waits in the kernel (STORE or INVAL, for a page of a READ that now
-nobody answers) cannot go: the thread waits for the reply, and the FUSE connection is not aborted before the thread has
-gone. Everyone who reads the mount hangs with it. The sentinel notices the death and aborts the connection from outside,
+A daemon that dies by SIGKILL while one of its threads waits in the kernel (STORE or INVAL, for a page of a READ that has no
+answer any more) cannot exit: the thread waits for the reply, and the kernel aborts the FUSE connection only after the thread
+has exited. All readers of the mount hang with it. The sentinel notices the death and aborts the connection from outside,
 through the fusectl file that belongs to the mount's owner. The mount stays, and answers ENOTCONN.
 
 Standard library only; run as `python sentinel.py DAEMON_PID DEVICE_MINOR`. The daemon kills it when it ends in order.
@@ -10,23 +10,25 @@ Standard library only; run as `python sentinel.py DAEMON_PID DEVICE_MINOR`. The 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 
-CONNECTIONS = Path("/sys/fs/fuse/connections")
-CLONE_NEWNS = 0x00020000
-MS_REC_PRIVATE = 0x4000 | 0x40000
+CONNECTIONS = "/sys/fs/fuse/connections"
+FSOPEN, FSCONFIG, FSMOUNT = 430, 431, 432  # on every architecture; Linux 5.2
+FSCONFIG_CMD_CREATE = 6
 PR_SET_PDEATHSIG = 1
 KILLED = 1 << (signal.SIGKILL - 1)
 LOOK_S = 2.0
 
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
 
 def is_dead(pid: int) -> bool:
-    """True for a process that is gone, a zombie (its other threads may hang in the kernel), or killed and hangs there."""
+    """Return whether a process is gone, a zombie (its threads may hang in the kernel), or killed and unable to exit."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -36,24 +38,51 @@ def is_dead(pid: int) -> bool:
 
 
 def abort(minor: int) -> None:
-    """Aborts the FUSE connection of device 0:`minor`; mounts fusectl where the system has not (root only)."""
-    if not (CONNECTIONS / str(minor)).exists():
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(CLONE_NEWNS) == 0:
-            libc.mount(None, b"/", None, MS_REC_PRIVATE, None)
-            libc.mount(b"none", os.fsencode(CONNECTIONS), b"fusectl", 0, None)
-    with contextlib.suppress(OSError):  # unmounted meanwhile
-        (CONNECTIONS / str(minor) / "abort").write_text("1")
+    """Abort the FUSE connection of device 0:`minor`, through a fusectl of its own where the system has none mounted.
+
+    That one is attached nowhere, so no other process sees it. OSError: it needs CAP_SYS_ADMIN and Linux 5.2.
+    """
+    mounted = os.path.exists(f"{CONNECTIONS}/{minor}")
+    directory = os.open(CONNECTIONS, os.O_PATH | os.O_DIRECTORY) if mounted else fusectl()
+    try:
+        with open(os.open(f"{minor}/abort", os.O_WRONLY, dir_fd=directory), "w", encoding="ascii") as file:
+            file.write("1")
+    except FileNotFoundError:  # the mount has ended
+        pass
+    finally:
+        os.close(directory)
+
+
+def fusectl() -> int:
+    """Return a descriptor of the root of a detached fusectl mount."""
+    context = _call(FSOPEN, b"fusectl", ctypes.c_uint(0))
+    try:
+        _call(FSCONFIG, ctypes.c_int(context), ctypes.c_uint(FSCONFIG_CMD_CREATE), None, None, ctypes.c_int(0))
+        return _call(FSMOUNT, ctypes.c_int(context), ctypes.c_uint(0), ctypes.c_uint(0))
+    finally:
+        os.close(context)
+
+
+def _call(number: int, *arguments: object) -> int:
+    done = int(libc.syscall(ctypes.c_long(number), *arguments))
+    if done < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return done
 
 
 def main() -> int:
-    """Waits for the daemon's death: told by the kernel when its main thread dies, and looked for in between."""
+    """Wait for the daemon's death: the kernel signals that of its main thread, and the state is read every LOOK_S."""
     pid, minor = int(sys.argv[1]), int(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     while not is_dead(pid):
         signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
-    abort(minor)
+    try:
+        abort(minor)
+    except OSError as error:
+        print(f"the FUSE connection {minor} cannot be aborted: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -116,7 +116,7 @@ class Engine:
 
     def opened(self, backing: Backing, path: str, pid: int) -> bool:
         """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
-        if pid == self.pins.pid:
+        if pid in self.pins.pids:
             self._helpers.add(pid)
             return True
         if not self.state.running:
@@ -264,7 +264,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        return snapshot(self.state, self.mode, self.pins.pid, self.backend.client_reads())
+        return snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
 
     @property
     def _held_bytes(self) -> int:
@@ -370,7 +370,7 @@ class Engine:
             self._wake.clear()
             began = time.monotonic()
             try:
-                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's copy must not keep it alive
                     self.pins.stop()
                     return
                 limit = self.gauge.limit(self._held_bytes)

@@ -13,7 +13,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache.stats/1"
 
 
-def snapshot(state: CacheState, mode: str, helper_pid: int, reads: ClientReads | None) -> dict[str, Any]:
+def snapshot(state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None) -> dict[str, Any]:
     """Return everything as JSON-ready values. Takes the lock. `reads`: of the kernel, in place."""
     with state.lock:
         counters, log = asdict(state.counters), state.references.log
@@ -59,14 +59,14 @@ def snapshot(state: CacheState, mode: str, helper_pid: int, reads: ClientReads |
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
             "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.slack_bytes else 0,
-            "helper_pid": helper_pid,
+            "helper_pid": next(iter(helper_pids), 0),
             "arena": _arena(state.references),
             "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
             "files": _files(state),
         }
         held_bytes = state.held_bytes
-    helper_bytes = private_bytes(str(helper_pid)) if helper_pid else 0
-    result["cpu_s"] = cpu_s("self") + (cpu_s(str(helper_pid)) if helper_pid else 0.0)
+    helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
+    result["cpu_s"] = cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids)
     result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
     return result
 

@@ -37,7 +37,7 @@ from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
 from llmcache.kv.spill import KvShape
 from llmcache.memory import machine_memory
-from llmcache.procfs import fstype_of
+from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
@@ -96,7 +96,7 @@ class ProfileKey:
     @property
     def in_memory(self) -> bool:
         """True if there is no storage below: what is measured then is memory."""
-        return self.filesystem in ("tmpfs", "ramfs")
+        return self.filesystem in IN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def key_of(directory: str | Path) -> ProfileKey:
     if not where.is_dir():
         raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
     dev = where.stat().st_dev
-    return ProfileKey(processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", fstype_of(dev))
+    device = f"{os.major(dev)}:{os.minor(dev)}"
+    return ProfileKey(processor(), processors(), platform.release(), device, fstype_at(where))
 
 
 def profile_of(

@@ -67,6 +67,7 @@ _LOCK = struct.Struct("<8sQQ")  # magic, used bytes, newest stamp
 _USES = struct.Struct("<QQQ")  # restores, tokens, bytes
 _MOST_USES = (1 << 64) - 1
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO of that name keeps nobody waiting
+_MOST_DESCRIBED = 1 << 20
 _MOST_HEAD = 1 << 16
 """Bytes of a header: as many as 256 tokens and the layout of the deepest model take."""
 _MODEL = re.compile(r"[0-9a-f]{32}")
@@ -87,9 +88,14 @@ class BlockKey:
     kind: str = CUT
 
     @property
+    def base(self) -> str:
+        """Name of its file."""
+        return f"{self.name}-{self.index}.{self.kind}"
+
+    @property
     def file(self) -> str:
-        """Where it lies below the directory."""
-        return f"{self.model}/{self.name}-{self.index}.{self.kind}"
+        """Path of its file below the directory."""
+        return f"{self.model}/{self.base}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,8 @@ class BlockStore:
     def __contains__(self, key: BlockKey) -> bool:
         """True if the block is there and not too old; it may be gone, or prove damaged, when it is read."""
         try:
-            status = os.stat(self.directory / key.file, follow_symlinks=False)
+            with self._opened(key.model) as directory:
+                status = os.stat(key.base, dir_fd=directory, follow_symlinks=False)
         except OSError:
             return False
         return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
@@ -196,8 +203,8 @@ class BlockStore:
     def ahead(self, keys: Iterable[BlockKey]) -> None:
         """Has the system read blocks that will be asked for next, as far as they are there."""
         for key in keys:
-            with contextlib.suppress(OSError):
-                fd = os.open(self.directory / key.file, _READING | os.O_CLOEXEC)
+            with contextlib.suppress(OSError), self._opened(key.model) as directory:
+                fd = os.open(key.base, _READING | os.O_CLOEXEC, dir_fd=directory)
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:
@@ -206,8 +213,8 @@ class BlockStore:
     def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
         """Returns the block of number `index` that was stored last under the first of `links` that leads to one."""
         for link in links:
-            with contextlib.suppress(OSError):
-                key = key_of(model, os.readlink(self.directory / model / f"{link}-{index}.next"))
+            with contextlib.suppress(OSError), self._opened(model) as directory:
+                key = key_of(model, os.readlink(f"{link}-{index}.next", dir_fd=directory))
                 if key is not None and key.index == index and key in self:
                     return key
         return None
@@ -218,8 +225,9 @@ class BlockStore:
         """
         path = self.directory / key.file
         try:
-            raw = RawFile(path, _READING)
-        except EnvironmentProblem:
+            with self._opened(key.model) as directory:
+                raw = RawFile(path, _READING, directory=directory)
+        except (OSError, EnvironmentProblem):
             return None
         try:
             status = os.fstat(raw.fd)
@@ -246,15 +254,17 @@ class BlockStore:
         with self._account() as account:
             stamp = account.stamp()
             for key in keys:
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(self.directory / key.file, ns=(stamp, stamp))
+                with contextlib.suppress(FileNotFoundError), self._opened(key.model) as directory:
+                    os.utime(key.base, ns=(stamp, stamp), dir_fd=directory, follow_symlinks=False)
             if not tokens:
                 return stamp
-            path, more = self.directory / keys[0].model / "uses", (1, tokens, size_bytes)
-            told = _USES.pack(*(min(sum(pair), _MOST_USES) for pair in zip(self.uses(keys[0].model), more, strict=True)))
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
+            uses = zip(self.uses(keys[0].model), (1, tokens, size_bytes), strict=True)
+            packed = _USES.pack(*(min(sum(pair), _MOST_USES) for pair in uses))
+            with self._opened(keys[0].model) as directory:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open("uses", flags, files.PRIVATE, dir_fd=directory)
             try:
-                os.pwrite(fd, told, 0)
+                os.pwrite(fd, packed, 0)
             finally:
                 os.close(fd)
             return stamp
@@ -263,12 +273,14 @@ class BlockStore:
 
     def describe(self, model: str, told: dict[str, Any]) -> None:
         """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
-        path = self.directory / model / "model.json"
-        if not path.exists():
-            with self._account():  # who sweeps, or forgets a model without blocks, sees all of it, or nothing
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                with files.replacing(path) as stream:
-                    stream.write(json.dumps(told, indent=1).encode())
+        if not (self.directory / model / "model.json").exists():
+            # With the lock: a sweep, or `_forget` of a model without blocks, sees all of it, or nothing.
+            with (
+                self._account(),
+                self._opened(model, make=True) as directory,
+                files.replacing(f"/proc/self/fd/{directory}/model.json") as stream,
+            ):
+                stream.write(json.dumps(told, indent=1).encode())
 
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
@@ -283,14 +295,15 @@ class BlockStore:
         directory = self.directory / key.model
         try:
             self._make_room(size)
-            with self._written(directory, parts) as temporary, self._account() as account:
+            with self._written(key.model, parts) as (raw, opened), self._account() as account:
                 if account.used_bytes + size > self.limit_bytes:
                     self._evict(account, size)
                 stamp = account.stamp() if used_ns is None else used_ns
-                os.utime(temporary, ns=(stamp, stamp))
-                # Whoever has stored the same meanwhile has stored the same bytes.
+                os.utime(raw.fd, ns=(stamp, stamp))
+                # Another process that has stored the same block has stored the same bytes.
                 there = self._size(key)
-                os.replace(temporary, self.directory / key.file)  # a name that is lost with the machine costs a hit, no more
+                # A name that is lost with the machine costs a hit, no more.
+                os.replace(raw.path.name, key.base, src_dir_fd=opened, dst_dir_fd=opened)
                 account.used_bytes += size - there
                 account.used_bytes -= self._link(key, block, links)
         except OSError as error:
@@ -298,38 +311,35 @@ class BlockStore:
         return size
 
     @contextlib.contextmanager
-    def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
-        """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
-        temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
-        with self._account():  # who sweeps, or forgets a model without blocks, sees it locked, or not at all
-            directory.mkdir(mode=0o700, exist_ok=True)
-            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
+    def _written(self, model: str, parts: Iterable[Bytes | bytes]) -> Iterator[tuple[RawFile, int]]:
+        """A new file with `parts`, on the disk and locked, and its open directory; removed afterwards unless renamed."""
+        temporary, at = self.directory / model / f"new-{secrets.token_hex(8)}.tmp", 0
+        with contextlib.ExitStack() as stack:
+            with self._account():  # a sweep, or `_forget` of a model without blocks, sees it locked, or not at all
+                directory = stack.enter_context(self._opened(model, make=True))
+                raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, directory=directory)
+                stack.callback(raw.close)
                 raw.lock()
-            except LlmcacheError:
-                raw.close()
-                raise
-        try:
-            for part in parts:
-                raw.write(part, at)
-                at += len(part)
-            raw.sync()
-            yield temporary
-        finally:
-            raw.close()
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            try:
+                for part in parts:
+                    raw.write(part, at)
+                    at += len(part)
+                raw.sync()
+                yield raw, directory
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary.name, dir_fd=directory)
 
     def _link(self, key: BlockKey, block: Block, links: Iterable[str]) -> int:
         """Has `links` lead to `key`; returns the bytes of parts that they led to and that `block` begins with: these go."""
         freed = 0
         for link in links:
             before = self.newest(key.model, [link], key.index)
-            path = self.directory / key.model / f"{link}-{key.index}.next"
-            temporary = path.with_name(f"new-{secrets.token_hex(8)}.tmp")
-            with contextlib.suppress(OSError):  # a file system without links: only what differs within a block is not found
-                os.symlink(os.path.basename(key.file), temporary)
-                os.replace(temporary, path)
+            temporary = f"new-{secrets.token_hex(8)}.tmp"
+            # A file system without links: blocks are not found by their first tokens there.
+            with contextlib.suppress(OSError), self._opened(key.model) as directory:
+                os.symlink(key.base, temporary, dir_fd=directory)
+                os.replace(temporary, f"{link}-{key.index}.next", src_dir_fd=directory, dst_dir_fd=directory)
             if before is not None and before != key and before.kind == PART:
                 part = self.read(before, payload=False)
                 if part is not None and part.tokens == block.tokens[: len(part.tokens)]:
@@ -338,10 +348,10 @@ class BlockStore:
         return freed
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Takes blocks away that prove of no use."""
+        """Remove blocks that cannot be used."""
         for key in keys:
-            with contextlib.suppress(OSError):
-                os.unlink(self.directory / key.file)
+            with contextlib.suppress(OSError), self._opened(key.model) as directory:
+                os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
         """Removes blocks of `model` (None: of all): all, or those unused for `unused_ns`, and the oldest above `keep_bytes`.
@@ -381,7 +391,7 @@ class BlockStore:
     def description(self, model: str) -> dict[str, Any]:
         """Returns what was told of `model`; empty if that is lost."""
         try:
-            told = json.loads((self.directory / model / "model.json").read_bytes())
+            told = json.loads(self._small_file(model, "model.json"))
         except (OSError, ValueError, RecursionError):
             return {}
         return told if isinstance(told, dict) else {}
@@ -389,21 +399,39 @@ class BlockStore:
     def uses(self, model: str) -> Uses:
         """Returns what was restored of `model`."""
         try:
-            return Uses(*_USES.unpack((self.directory / model / "uses").read_bytes()))
+            return Uses(*_USES.unpack(self._small_file(model, "uses")))
         except (OSError, struct.error):
             return Uses()
 
     # Inside
 
+    @contextlib.contextmanager
+    def _opened(self, model: str, make: bool = False) -> Iterator[int]:
+        """A descriptor of the directory of `model`. OSError: there is none, or a link, which could lead root anywhere."""
+        if make:
+            (self.directory / model).mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(self.directory / model, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _small_file(self, model: str, name: str) -> bytes:
+        """Contents of a regular file beside the blocks of `model`, as far as _MOST_DESCRIBED bytes. OSError."""
+        with self._opened(model) as directory:
+            fd = os.open(name, _READING | os.O_CLOEXEC, dir_fd=directory)
+        with open(fd, "rb") as file:
+            return file.read(_MOST_DESCRIBED)
+
     def _files(self, model: str) -> list[os.DirEntry[str]]:
-        """What lies in the directory of `model`; nothing if it is gone, or somebody else's."""
+        """Entries of the directory of `model`; none if it cannot be listed."""
         with contextlib.suppress(OSError), os.scandir(self.directory / model) as listing:
             return list(listing)
         return []
 
     def _size(self, key: BlockKey) -> int:
         try:
-            return os.stat(self.directory / key.file).st_size
+            return os.stat(self.directory / key.file, follow_symlinks=False).st_size
         except FileNotFoundError:
             return 0
 
@@ -447,7 +475,8 @@ class BlockStore:
         for entry in entries:
             if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
                 break
-            (self.directory / entry.key.file).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError), self._opened(entry.key.model) as directory:
+                os.unlink(entry.key.base, dir_fd=directory)
             gone.append(entry)
             left -= entry.size_bytes
         for model in self.models():
@@ -474,7 +503,7 @@ class BlockStore:
                     if item.is_symlink():
                         os.unlink(item.path)
                         continue
-                    raw = RawFile(Path(item.path), os.O_RDWR)
+                    raw = RawFile(Path(item.path), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
                     try:
                         raw.lock()
                         os.unlink(item.path)

@@ -70,13 +70,17 @@ def there_already(path: Path) -> UsageError:
 
 
 class RawFile:
-    """`path`, open; `direct` asks for O_DIRECT: None where possible, True or an EnvironmentProblem, False never."""
+    """`path`, open; `direct` asks for O_DIRECT: None where possible, True or an EnvironmentProblem, False never.
 
-    def __init__(self, path: Path, flags: int, direct: bool | None = None) -> None:
+    `directory`: a descriptor of the directory that the file is in; `path` is for messages then, except its last component.
+    """
+
+    def __init__(self, path: Path, flags: int, direct: bool | None = None, directory: int | None = None) -> None:
         self.path = path
         self.writable = bool(flags & os.O_RDWR)
         with explained(path, "opening"):
-            self.fd = os.open(path, flags | os.O_CLOEXEC, files.PRIVATE)
+            name = path if directory is None else path.name
+            self.fd = os.open(name, flags | os.O_CLOEXEC, files.PRIVATE, dir_fd=directory)
         self._direct_fd: int | None = None
         self._wants_direct = direct
         self._flags = flags & os.O_RDWR

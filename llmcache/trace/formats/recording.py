@@ -56,11 +56,11 @@ class RecordingWriter:
             if force:
                 path.unlink(missing_ok=True)
             try:
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             except FileExistsError as error:
                 hint = f"it is being written, or was left by a recorder that was killed: llmcache convert {path} OUT.parquet"
                 raise UsageError(f"-o: '{path}' exists", f"{hint}; --force replaces it") from error
-        self._file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open until close()
+        self._file = open(self._fd, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open until close()
         self.size_bytes = 0  # up to the last whole batch
         schema = SCHEMA.with_metadata({KEY: encode((), provenance)})
         try:
@@ -99,10 +99,18 @@ class RecordingWriter:
         finally:
             self._file.close()
 
+    @property
+    def opened(self) -> Path:
+        """A path by which this process reads the file until `discard`, whatever lies at its name by then."""
+        return Path(f"/proc/self/fd/{self._fd}")
+
     def discard(self) -> None:
         """Remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def kept_hint(path: Path) -> str:

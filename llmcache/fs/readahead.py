@@ -1,0 +1,126 @@
+"""The kernel's read-ahead of a block device (`read_ahead_kb`): where the setting is, and how mounts change and restore it.
+
+A setting belongs to a whole device, so all mounts on the partitions of a disk share one. The original value is kept in a
+note in the directory of the daemons' files, named after the device. Each mount that changes the setting holds a shared lock
+on the note; the last one restores the value. A daemon that was killed leaves a note without a lock: the next mount of any
+kind, and `llmcache umount --force`, restore the value from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.fs.client import control
+
+log = logging.getLogger(__name__)
+
+SMALL_READ_AHEAD_KB = 128  # the kernel's default
+MIXTURE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # for smaller expert slices; for larger ones 128 (measured)
+_NOTES = "read-ahead-"
+_LONGEST_NOTE = 4096
+_GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
+
+
+def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
+    """Return the sysfs file of the setting (KiB) for the storage of `directory`; None if that is no block device.
+
+    `root` is for tests. Partitions have no file of their own; the path is that of their disk.
+    """
+    device = os.stat(directory).st_dev
+    block = (root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    places = (block / "queue/read_ahead_kb", block.parent / "queue/read_ahead_kb")
+    return next((path for path in places if path.exists()), None)
+
+
+class ReadAhead:
+    """Another read-ahead for the storage of a directory, for files that are opened while it is set."""
+
+    def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
+        """EnvironmentProblem: the storage has no such setting."""
+        path = read_ahead_file(directory, root)
+        if path is None:
+            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "leave it out")
+        self._path, self._kb = path, size_bytes >> 10
+        self._fd: int | None = None
+
+    def set(self) -> None:
+        """Change the setting, unless this object has. EnvironmentProblem."""
+        if self._fd is not None:
+            return
+        note = Path(control.directory(os.geteuid())) / (_NOTES + self._path.parents[1].name)
+        try:
+            control.make_directory()
+            with _turn():
+                self._fd = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+                if _read(self._fd) is None:
+                    os.ftruncate(self._fd, 0)
+                    os.pwrite(self._fd, f"{int(self._path.read_text())}\n{self._path}\n".encode(), 0)
+                self._path.write_text(f"{self._kb}\n")
+        except OSError as error:
+            raise EnvironmentProblem(f"read_ahead: {self._path} cannot be set: {error.strerror}", "leave it out") from error
+
+    def restore(self) -> None:
+        """Restore the original value, unless another mount still needs another one."""
+        if self._fd is None:
+            return
+        os.close(self._fd)
+        self._fd = None
+        restore_left()
+
+
+def restore_left() -> None:
+    """Restore every setting that no living process needs changed any more."""
+    directory = control.directory(os.geteuid())
+    if not os.path.isdir(directory):
+        return
+    with _turn():
+        for name in os.listdir(directory):
+            if name.startswith(_NOTES):
+                try:
+                    _restore(f"{directory}/{name}")
+                except OSError as error:
+                    log.warning("read_ahead_kb of %s cannot be restored: %s", name.removeprefix(_NOTES), error.strerror)
+
+
+def _restore(path: str) -> None:
+    """Write the value back, then remove the note. After OSError the note is still there, for another try."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (note := _read(fd)) is not None:
+            setting, kb = note
+            try:
+                setting.write_text(f"{kb}\n")
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+        os.unlink(path)
+    except BlockingIOError:  # a mount needs it
+        pass
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int) -> tuple[Path, int] | None:
+    """Return the setting and its original value from a note; None if the note is not complete."""
+    lines = os.pread(fd, _LONGEST_NOTE, 0).decode(errors="surrogateescape").split("\n")
+    return (Path(lines[1]), int(lines[0])) if len(lines) == 3 and lines[0].isdecimal() else None
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Keep other processes from notes. OSError: the directory of the daemons' files is missing."""
+    fd = os.open(control.directory(os.geteuid()), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,194 @@
+"""Mounts and other namespaces: mount namespaces that share or follow this one, and a daemon in a chroot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from llmcache.errors import MountProblem
+from llmcache.fs import syscalls
+from llmcache.fs.backends.inplace import BindMount
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import control, mountpoint
+from llmcache.procfs import mounts
+from tests.mount.live import MIB, live, random_file, wait_for
+from tools.bench.sides import environment
+
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="namespaces need root and util-linux"),
+]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is a shared mount, as every mount is under systemd."""
+    subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
+    subprocess.run(["mount", "--make-shared", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@contextmanager
+def namespace(propagation: str) -> Iterator[int]:
+    """Yield a process with a mount namespace of its own."""
+    process = subprocess.Popen(["unshare", "--mount", "--propagation", propagation, "sleep", "600"])
+    own = os.readlink("/proc/self/ns/mnt")
+    wait_for(lambda: os.readlink(f"/proc/{process.pid}/ns/mnt") != own, "it has left our namespace")
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def in_namespace(pid: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in the mount namespace of a process."""
+    return subprocess.run(["nsenter", "-t", str(pid), "-m", "--", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("propagation", ["unchanged", "slave"])
+def test_a_read_only_mount_in_place_is_read_only_in_every_namespace(shared: Path, propagation: str) -> None:
+    source, point = shared / "source", shared / "mnt"
+    source.mkdir()
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    (source / "below").mkdir()
+    with namespace(propagation) as pid:
+        with live(source, point, "32Mi", "--mode", "inplace"):
+            (entry,) = [mount for mount in mounts(pid).values() if mount.point == str(point)]
+            options = in_namespace(pid, "findmnt", "--noheadings", "--output", "VFS-OPTIONS", point).stdout
+            assert {"ro", "nosuid", "nodev"} <= set(options.strip().split(",")), entry
+            refused = in_namespace(pid, "touch", point / "file")
+            assert refused.returncode != 0 and "Read-only" in refused.stderr
+            assert not (source / "file").exists()
+            # What is mounted in SOURCE later stays out of MOUNT, and the other way round.
+            subprocess.run(["mount", "-t", "tmpfs", "none", source / "below"], check=True)
+            try:
+                assert not [mount for mount in mounts().values() if mount.point == str(point / "below")]
+            finally:
+                subprocess.run(["umount", source / "below"], check=True)
+        assert not [mount for mount in mounts(pid).values() if mount.point == str(point)]
+
+
+# In a pid namespace: two readers, one after the other, that have one number outside and two inside. They are no children of
+# the observer, whose own reads are not reported.
+REUSED = """
+import array, ctypes, os, signal, sys, time
+from llmcache.fs.backends.touches import QUIET_NS, Touches
+
+path, number = sys.argv[1], int(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+
+def read(own):
+    numbers = (ctypes.c_int * 2)(own, number)
+    # struct clone_args: exit_signal is the fifth, set_tid and set_tid_size are the ninth and the tenth
+    arguments = array.array("Q", [0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(numbers), 2, 0])
+    child = libc.syscall(ctypes.c_long(435), ctypes.c_void_p(arguments.buffer_info()[0]), ctypes.c_size_t(88))
+    if child == 0:
+        os.pread(os.open(path, os.O_RDONLY), 4096, 0)
+        os._exit(0)
+    assert child == own, os.strerror(ctypes.get_errno())
+    os.waitpid(child, 0)
+    os._exit(0)
+
+touches = Touches()
+touches.watch(7, os.stat(path), 0, 1, 1 << 20)
+for own in (500, 600):
+    if not os.fork():
+        read(own)
+    assert os.wait()[1] == 0
+    print(*{touch.pid for touch in touches.wait(1)}, flush=True)
+    time.sleep(2 * QUIET_NS / 1e9)
+touches.close()
+"""
+
+
+@pytest.mark.bpf
+def test_a_process_is_not_taken_for_one_that_had_its_number_before(tmp_path: Path) -> None:
+    if reason := why_not(str(tmp_path)):
+        pytest.skip(reason)
+    path = random_file(tmp_path / "file", MIB)
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    free = next(number for number in range(most - 1, 0, -1) if not Path(f"/proc/{number}").exists())
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
+    done = subprocess.run(
+        [*inside, path, str(free)], capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert done.stdout.split() == ["500", "600"], done
+
+
+@pytest.mark.parametrize("call", ["_OPEN_TREE", "_MOUNT_SETATTR", "_MOVE_MOUNT"])
+def test_a_kernel_without_the_calls_gives_no_writable_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(syscalls, call, 9999)  # ENOSYS, as before Linux 5.12 and under old seccomp filters
+    mount = BindMount("/", str(tmp_path), 0, Mock(), Mock(), Mock())
+    with pytest.raises(MountProblem, match=call[1:].lower()) as caught:
+        mount.run()
+    assert "Linux 5.12" in (caught.value.hint or "")
+    assert not [entry for entry in mounts().values() if entry.point == str(tmp_path)]
+
+
+@pytest.fixture
+def jail(shared: Path) -> Iterator[Path]:
+    """A root directory for chroot(2) that is no mount point, with the system's directories mounted in it."""
+    root = shared / "jail"
+    root.mkdir()
+    made = []
+    for name in os.listdir("/"):
+        at = root / name
+        if os.path.islink(f"/{name}"):
+            at.symlink_to(os.readlink(f"/{name}"))
+        elif os.path.isdir(f"/{name}"):
+            at.mkdir()
+            subprocess.run(["mount", "--bind", f"/{name}", at], check=True)
+            made.append(at)
+    yield root
+    for at in reversed(made):
+        subprocess.run(["umount", "--lazy", at], check=False, capture_output=True)
+
+
+def test_a_daemon_in_a_chroot_leaves_all_mounts_but_its_own_alone(jail: Path) -> None:
+    """Its helper and its sentinel need a mount that only they see, and propagation cannot be ended in a chroot."""
+
+    def in_jail() -> list[tuple[str, str]]:
+        return [(mount.point, mount.fstype) for mount in mounts().values() if mount.point.startswith(f"{jail}/")]
+
+    # Below /tmp and /run, which are the same directories inside.
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        source, point, inside = Path(directory) / "source", Path(directory) / "mnt", f"{jail}{directory}"
+        source.mkdir()
+        point.mkdir()
+        random_file(source / "loop.bin", 20 * MIB)
+        before = in_jail()
+        command = ["chroot", str(jail), sys.executable, "-m", "llmcache"]
+        words = [*command, "mount", directory + "/source", directory + "/mnt", "--mode", "steer", "--cache", "32Mi"]
+        made = subprocess.run([*words, "--pin", "*"], capture_output=True, text=True, env=environment(), check=False)
+        assert made.returncode == 0, made.stderr
+        daemon = int(control.files(str(point)).describe()["pid"])
+        try:
+            own = (f"{inside}/mnt", "fuse.llmcachefs")
+            wait_for(lambda: control.request(str(point), {"op": "stats"})["pinned_bytes"] == 20 * MIB, "the file is pinned")
+            assert in_jail() == [*before, own]
+            os.kill(daemon, signal.SIGKILL)
+            wait_for(lambda: mountpoint.answers(f"{inside}/mnt") == errno.ENOTCONN, "the sentinel aborts the connection")
+            assert in_jail() == [*before, own]
+            ended = subprocess.run([*command, "umount", "--force", point], env=environment(), check=False)
+            assert ended.returncode == 0 and in_jail() == before
+        finally:
+            subprocess.run(["umount", "--lazy", f"{inside}/mnt"], check=False, capture_output=True)
+            control.files(str(point)).remove()
+            Path(control.files(str(point)).log).unlink(missing_ok=True)
