@@ -184,7 +184,7 @@ def divided_loop(space: Space, share: float = 0.3, passes: int = PASSES) -> Patt
 
 
 def rows_beside_loop(
-    space: Space, table: Space, rows: int = 1024, advised: bool = False, passes: int = 8, seed: int = 0
+    space: Space, table: Space, rows: int = 512, advised: bool = False, passes: int = 6, seed: int = 0
 ) -> Pattern:
     """Return a loop with `rows` rows of a table before each pass, except for the `passes` passes in the middle.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# Python looks for modules in the directory of a script, not in the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.bench.clients import Told, anon_bytes, steps
@@ -115,7 +115,7 @@ class Forks:
     def anon_bytes(self) -> int:
         """Return the private memory of all processes, after the last pass."""
         self.barrier.wait()
-        return anon_bytes() + sum(self.anon)
+        return anon_bytes() + sum(int(one) for one in self.anon)
 
 
 def main() -> None:
