@@ -26,7 +26,7 @@ PAGE = 4096
 MB = 1_000_000
 WARMUP = 5
 """The first passes, which are not judged."""
-PASSES = 14
+PASSES = 11
 
 
 class Touch(NamedTuple):
@@ -153,20 +153,20 @@ def strided_loop(space: Space, used_bytes: int = 8 * MB, period_bytes: int = 20 
     return _looping([space], [whole(space), *[pieces] * (passes - 1)])
 
 
-def moving_loop(space: Space, share: float = 0.4, passes: int = 32, move: int = 20) -> Pattern:
+def moving_loop(space: Space, share: float = 0.4, passes: int = 28, move: int = 20) -> Pattern:
     """Return a loop over the first `share` of the space, over the last `share` from pass `move` on."""
     before, after = whole(space, 0, 0, share), whole(space, 0, 1 - share)
     return _looping([space], [*[before] * move, *[after] * (passes - move)])
 
 
-def alternating_loops(spaces: Sequence[Space], turn: int = 4, passes: int = 6 * 4) -> Pattern:
+def alternating_loops(spaces: Sequence[Space], turn: int = 4, passes: int = 5 * 4) -> Pattern:
     """Return loops over several models, `turn` passes over each before the next model."""
     each = [whole(space, number) for number, space in enumerate(spaces)]
     order = [each[number // turn % len(each)] for number in range(passes)]
     return _looping(spaces, order, [touch for one in each for touch in one])
 
 
-def load_once(space: Space, how: How = "mmap", idle: int = 9, idle_s: float = 0.5) -> Pattern:
+def load_once(space: Space, how: How = "mmap", idle: int = 8, idle_s: float = 0.5) -> Pattern:
     """Return a program that copies the space into private memory during the first `WARMUP` passes, then never reads it."""
     cuts = [number / WARMUP for number in range(WARMUP + 1)]
     load = [whole(space, 0, begin, end) for begin, end in pairwise(cuts)]
@@ -184,7 +184,7 @@ def divided_loop(space: Space, share: float = 0.3, passes: int = PASSES) -> Patt
 
 
 def rows_beside_loop(
-    space: Space, table: Space, rows: int = 512, advised: bool = False, passes: int = 6, seed: int = 0
+    space: Space, table: Space, rows: int = 512, advised: bool = False, passes: int = 5, seed: int = 0
 ) -> Pattern:
     """Return a loop with `rows` rows of a table before each pass, except for the `passes` passes in the middle.
 
@@ -219,7 +219,7 @@ def forked_readers(space: Space, processes: int = 4, passes: int = PASSES) -> Pa
     return Pattern((space.name,), (stage,), size, size)
 
 
-def restarted_loop(space: Space, share: float = 1.0, passes: int = PASSES, restart: int = 8) -> Pattern:
+def restarted_loop(space: Space, share: float = 1.0, passes: int = PASSES, restart: int = 7) -> Pattern:
     """Return a loop over the last `share` of the space whose process ends before pass `restart`; a new one continues."""
     loop = whole(space, 0, 1 - share)
     stages = tuple(Stage((Reader((loop,) * count),)) for count in (restart, passes - restart))
