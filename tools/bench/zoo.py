@@ -121,7 +121,7 @@ CASES = {
     "load once, mmap": Case(("model.gguf",), over_spaces(patterns.load_once, how="mmap"), quick=True),
     "load once, O_DIRECT": Case(("model.gguf",), over_spaces(patterns.load_once, how="direct")),
     "30 % beside 70 %": Case(("model.gguf",), over_spaces(patterns.divided_loop)),
-    "rows, plain mapping": Case(("model.gguf", "table.bin"), over_spaces(patterns.rows_beside_loop), quick=True),
+    "rows, plain mapping": Case(("model.gguf", "table.bin"), over_spaces(patterns.rows_beside_loop)),
     "rows, MADV_RANDOM": Case(("model.gguf", "table.bin"), over_spaces(patterns.rows_beside_loop, advised=True)),
     "prefill and decode": Case(("moe.gguf",), prompts_and_answers, quick=True),
     "draft and target": Case(("draft.gguf", "target.gguf"), over_spaces(patterns.draft_and_target)),
@@ -138,7 +138,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", type=float, action="append", default=[], help=shares)
     budgets = "settled: mounts settle their budget; given: by --cache [%(default)s]"
     parser.add_argument("--budget", choices=("settled", "given"), default="settled", help=budgets)
-    parser.add_argument("--quick", action="store_true", help="five patterns, shares 0.6 and 1.1")
+    parser.add_argument("--quick", action="store_true", help="four patterns, shares 0.6 and 1.1")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each side, interleaved")
 
 
