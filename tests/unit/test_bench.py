@@ -7,20 +7,27 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmcache.errors import DataError
+from llmcache.fs.layout.tensors import ModelLayout, Tensor
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate, Told
 from tools.bench import all as suite
-from tools.bench import harness, kvmodels, kvstore, mount, results, testtime
+from tools.bench import harness, kvmodels, kvstore, mount, patterns, results, testtime, zoo
 from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry
 from tools.bench.kv import SHAPE
+from tools.bench.patterns import MB, PAGE, WARMUP, Pass, Space, Touch
 from tools.bench.results import Bar, exit_code, of_json
+from tools.bench.runner import client
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
@@ -124,6 +131,186 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
     log.write_text("collected 6093 items\n")
     with pytest.raises(DataError, match="--log"):
         testtime.of_log(log)
+
+
+# The zoo: what its patterns touch, and how mounts are judged
+
+SPACE = Space("model", 1000, 400 * MB)
+
+
+def pages(touches: Iterable[Touch]) -> list[tuple[int, int]]:
+    """The pages of a pass, in order, each with its file."""
+    return [
+        (one.file, page)
+        for one in touches
+        for page in range(one.first_byte // PAGE, (one.first_byte + one.size_bytes) // PAGE)
+    ]
+
+
+def passes_of(pattern: patterns.Pattern) -> tuple[Pass, ...]:
+    """The passes of a pattern of one reader."""
+    ((reader,),) = (stage.readers for stage in pattern.stages)
+    return reader.passes
+
+
+@given(seed=st.integers(0, 1 << 32), size_bytes=st.integers(64 * PAGE * 50, 10 * MB + 64 * PAGE * 50))
+def test_patterns_are_pure_aligned_and_within_their_files(seed: int, size_bytes: int) -> None:
+    pattern = patterns.generate(seed, size_bytes)
+    assert pattern == patterns.generate(seed, size_bytes)
+    assert pattern.passes() > WARMUP and 0 < pattern.used_bytes <= size_bytes and pattern.loop_bytes > 0
+    for stage in pattern.stages:
+        assert len({len(reader.passes) for reader in stage.readers}) == 1, "readers of a stage finish each pass together"
+        for touch in (touch for reader in stage.readers for one in reader.passes for touch in one):
+            assert 0 <= touch.file < len(pattern.files) and touch.first_byte % PAGE == touch.size_bytes % PAGE == 0
+            assert 0 <= touch.first_byte <= touch.first_byte + touch.size_bytes <= size_bytes
+        assert json.loads(json.dumps(stage.to_json()))["shared"] is stage.shared
+
+
+def test_loops_over_a_part_touch_the_rest_once_and_use_what_they_say() -> None:
+    first, size = SPACE.part(0, 1)
+    for pattern, share in ((patterns.tail_loop(SPACE), 0.4), (patterns.strided_loop(SPACE), 0.4)):
+        load, *loops = map(pages, passes_of(pattern))
+        assert len(load) == size // PAGE and load[0] == (0, first // PAGE)
+        assert set(map(tuple, loops)) == {tuple(loops[0])} and set(loops[0]) < set(load) and loops[0] == sorted(loops[0])
+        assert len(loops[0]) * PAGE == pattern.used_bytes == pattern.loop_bytes
+        assert pattern.used_bytes == pytest.approx(share * size, rel=0.01)
+    assert pages(passes_of(patterns.tail_loop(SPACE))[1])[-1][1] == (first + size) // PAGE - 1
+    before, after = (set(pages(passes_of(patterns.moving_loop(SPACE))[at])) for at in (19, 20))
+    assert abs(len(before) - len(after)) <= 1 and not before & after
+
+
+def test_processes_divide_the_space_and_copies_are_read_once() -> None:
+    whole = len(pages(patterns.whole(SPACE)))
+    for pattern in (patterns.divided_loop(SPACE), patterns.forked_readers(SPACE)):
+        (stage,) = pattern.stages
+        last = [set(pages(reader.passes[-1])) for reader in stage.readers]
+        together = set().union(*last)
+        assert sum(map(len, last)) == len(together) and whole - len(together) < len(last) < 5
+    for how in patterns.HOW:
+        pattern = patterns.load_once(SPACE, how)
+        (reader,) = pattern.stages[0].readers
+        assert sum(len(pages(one)) for one in reader.passes[:WARMUP]) * PAGE == reader.copied_bytes() == pattern.used_bytes
+        assert reader.how == how and not any(reader.passes[WARMUP:]) and reader.idle_s > 0
+
+
+def test_models_take_turns_and_drafts_precede_their_target() -> None:
+    spaces = (SPACE, Space("other", 0, 100 * MB))
+    in_turn = [one[0].file for one in passes_of(patterns.alternating_loops(spaces, 3, 9))]
+    assert in_turn == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    pattern = patterns.draft_and_target(spaces[1], SPACE)
+    assert [touch.file for touch in passes_of(pattern)[0]] == [0, 0, 0, 0, 1]
+    assert pattern.used_bytes < 500 * MB < pattern.loop_bytes < 800 * MB
+    first, second = patterns.restarted_loop(SPACE, passes=10, restart=6).stages
+    assert (len(first.readers[0].passes), len(second.readers[0].passes)) == (6, 4)
+
+
+def test_rows_are_pages_of_the_table_and_never_repeat() -> None:
+    pattern = patterns.rows_beside_loop(SPACE, Space("table", 0, 100 * MB), 64, advised=True)
+    rows = [[touch for touch in one if touch.file == 1] for one in passes_of(pattern)]
+    assert pattern.rows is not None and not any(rows[WARMUP : pattern.rows.first])
+    counts = {len(one) for one in rows[:WARMUP] + rows[pattern.rows.first :]}
+    assert counts == {64} == {pattern.rows.count} and pattern.stages[0].readers[0].advised == (1,)
+    touched = [touch for one in rows for touch in one]
+    assert len(set(touched)) == len(touched) and {touch.size_bytes for touch in touched} == {PAGE}
+    assert pattern != patterns.rows_beside_loop(SPACE, Space("table", 0, 100 * MB), 64, advised=True, seed=1)
+
+
+def test_prompts_read_nearly_all_experts_and_tokens_few() -> None:
+    slices, dense = 64 * 64 * PAGE, 100 * PAGE
+    tensors, at = [], PAGE
+    for layer in range(3):
+        for name, size, experts in (("attn_q", dense, 1), ("ffn_gate_exps", slices, 64)):
+            tensors.append(Tensor(f"blk.{layer}.{name}.weight", at, size, "Q8_0", experts))
+            at += size
+    layout = ModelLayout("gguf", PAGE, tuple(tensors), experts_used=4)
+    pattern = patterns.prefill_and_decode("moe", layout, tokens=20, prompts=(0, 10))
+    sizes = [len(pages(one)) * PAGE for one in passes_of(pattern)]
+    assert sizes[0] == sizes[10] == 3 * (dense + 61 * slices // 64)
+    assert (
+        {size for number, size in enumerate(sizes) if number % 10}
+        == {3 * (dense + 4 * slices // 64)}
+        == {pattern.loop_bytes}
+    )
+    assert pattern.used_bytes == 3 * (dense + slices)
+
+
+def zoo_result(read: dict[str, list[float]], repeats: int = 1, **changes: Any) -> dict[str, Any]:
+    """What was measured of some sides: megabytes of their passes, which last a second for each 100 MB and one more."""
+    runs = [
+        {
+            "side": side,
+            "repeat": number,
+            "seconds": [1 + one / 100 for one in each],
+            "storage_bytes": [one * MB for one in each],
+        }
+        for number in range(repeats)
+        for side, each in read.items()
+    ]
+    about = {"name": "A pattern", "share": 0.6, "passes": WARMUP + 2, "loop_bytes": 500 * MB, "rows": None}
+    return {**about, "runs": [{**run, "problems": []} for run in runs], **changes}
+
+
+def zoo_bars(result: dict[str, Any]) -> dict[str, Bar]:
+    """The bars of a result, by the end of their names."""
+    return {one.name.partition(".")[2]: one for one in zoo.bars({"results": [result]}) if one.name != "problems"}
+
+
+def test_a_mount_may_read_a_twentieth_more_than_the_page_cache_and_a_hundredth_of_the_loop() -> None:
+    load = [9000.0] * WARMUP
+    read = {"page-cache": [*load, 80, 120], "steer": [*load, 60, 160], "arena": [*load, 60, 161]}
+    found = zoo_bars(zoo_result(read))
+    assert found["steer.bytes"].value == pytest.approx(1) and not found["arena.bytes"].passed
+    nothing = zoo_bars(zoo_result({"page-cache": [*load, 0, 0], "steer": [*load, 5, 4], "arena": [*load, 5, 6]}))
+    assert nothing["steer.bytes"].passed and not nothing["arena.bytes"].passed
+    assert "**1.00**" in zoo.table({"results": [zoo_result(read)]})
+
+
+def test_a_run_that_lacks_a_pass_reaches_nothing_and_problems_count() -> None:
+    complete, short = [100.0] * (WARMUP + 2), [0.0] * (WARMUP + 1)
+    assert not zoo_bars(zoo_result({"page-cache": complete, "inplace": short}))["inplace.bytes"].passed
+    assert not zoo_bars(zoo_result({"page-cache": short, "inplace": complete}))["inplace.bytes"].passed
+    killed = zoo_result({"page-cache": complete, "inplace": complete})
+    for run in killed["runs"]:
+        run["problems"] = ["1 OOM kills"]
+    problems, *others = zoo.bars({"results": [killed]})
+    assert problems.value == 1 and all(one.passed for one in others), "those of the page cache are not the mount's"
+
+
+def test_time_is_judged_in_place_by_three_runs_and_rows_where_the_loop_fits() -> None:
+    read = {"page-cache": [100.0] * (WARMUP + 2), "inplace": [111.0] * (WARMUP + 2), "steer": [111.0] * (WARMUP + 2)}
+    assert not any("time" in name for name in zoo_bars(zoo_result(read, 2)))
+    timed = zoo_bars(zoo_result(read, 3))
+    assert timed["inplace.time"].value == pytest.approx(2.11 / 2) and "steer.time" not in timed
+    rows = {"first": WARMUP + 1, "count": 1000}
+    read = {"page-cache": [0.0] * (WARMUP + 2), "steer": [0.0] * WARMUP + [1.0, 1.0 + 1.25 * 1000 * PAGE / MB]}
+    assert "steer.rows" not in zoo_bars(zoo_result(read, rows=rows))
+    judged = zoo_bars(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
+    assert judged.value == pytest.approx(1.25) and not judged.passed
+
+
+@pytest.mark.parametrize("how", patterns.HOW)
+def test_the_reader_replays_a_stage(tmp_path: Path, how: patterns.How) -> None:
+    (tmp_path / "model").write_bytes(bytes(5 * MB))
+    loads = patterns.load_once(Space("model", 1000, 4 * MB), how, idle=1, idle_s=0.05)
+    forks = patterns.forked_readers(Space("model", 0, 5 * MB), 3, passes=2)
+    divided = patterns.divided_loop(Space("model", 0, 5 * MB), passes=2)
+    for pattern, copied in ((loads, 4 * MB), (forks, 0), (divided, 0)):
+        events = replayed(tmp_path, pattern)
+        assert [one["event"] for one in events] == ["load", *["step"] * pattern.passes(), "end"]
+        assert events[-1]["anon_bytes"] > copied
+    assert replayed(tmp_path, loads)[-2]["seconds"] >= 0.05, "it idles"
+    if how != "mmap":
+        (tmp_path / "model").write_bytes(bytes(3 * MB))
+        with pytest.raises(subprocess.CalledProcessError):
+            replayed(tmp_path, loads)
+
+
+def replayed(place: Path, pattern: patterns.Pattern) -> list[dict[str, Any]]:
+    """The events of the reader of a pattern of one stage."""
+    (place / "plan").write_text(json.dumps(pattern.stages[0].to_json()))
+    command = client("zoo_reader", place / "plan", *(place / name for name in pattern.files))
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 # All of them

@@ -63,6 +63,7 @@ BENCHMARKS = (
         ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
         ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
     ),
+    SuiteEntry("zoo", "llmcachefs never worse than the page cache: many access patterns", asked=True),
     SuiteEntry("demotime", "a second tools/demo", quick=None),
     SuiteEntry("startup", "start of every command"),
     SuiteEntry(

@@ -10,9 +10,10 @@ probability, and now and then a part of the popularities changes places. *Genera
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,24 +86,32 @@ def dense_bytes(layout: ModelLayout) -> int:
     return sum(region.size_bytes for region in layout.regions() if region.role == "loop" and not region.sparse)
 
 
-def plan(layout: ModelLayout, routing: Routing) -> array[int]:
-    """What is read of a model, token by token: dense tensors whole, of expert tensors the chosen slices, in order."""
+def ranges(layout: ModelLayout, tokens: Iterable[Sequence[Iterable[int]]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the ranges that each token reads of a model, in order: first byte and size.
+
+    Dense tensors are read whole, and the slices of the experts that the token uses; `tokens` has these layer by layer.
+    """
     number = {name: index for index, (name, _, _) in enumerate(Experts(layout).layers)}
-    found = array("Q")
     regions = [region for region in layout.regions() if region.role == "loop"]
     tensors = {tensor.offset: tensor for tensor in layout.tensors}
-    for token in routing:
-        ranges = array("Q")
+    for token in tokens:
+        found: list[tuple[int, int]] = []
         for region in regions:
             tensor = tensors[region.first_byte]
             if tensor.experts == 1:
-                ranges.extend((region.first_byte, region.size_bytes))
+                found.append((region.first_byte, region.size_bytes))
                 continue
             size = tensor.size_bytes // tensor.experts
-            for expert in token[number[tensor.layer]].tolist():
-                ranges.extend((tensor.offset + expert * size, size))
-        found.append(len(ranges) // 2)
-        found.extend(ranges)
+            found += [(tensor.offset + int(expert) * size, size) for expert in token[number[tensor.layer]]]
+        yield found
+
+
+def plan(layout: ModelLayout, routing: Routing) -> array[int]:
+    """Return the plan of a routing: for each token the number of its ranges, then first byte and size of each."""
+    found = array("Q")
+    for token in ranges(layout, list(routing)):
+        found.append(len(token))
+        found.extend(itertools.chain.from_iterable(token))
     return found
 
 

@@ -53,7 +53,7 @@ class Plain:
     read_ahead_kb: int | None = None
 
     @contextmanager
-    def open(self, _group: Cgroup, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[OpenedSide]:
+    def open(self, _group: Cgroup, source: Path, _cache_bytes: int | None, _scratch: Path) -> Iterator[OpenedSide]:
         """Yield the source itself."""
         with nullcontext() if self.read_ahead_kb is None else read_ahead(source, self.read_ahead_kb):
             yield OpenedSide(source)
@@ -90,12 +90,16 @@ class Mounted:
     name: str = "mount"
 
     @contextmanager
-    def open(self, group: Cgroup, source: Path, cache_bytes: int, scratch: Path) -> Iterator[OpenedSide]:
-        """Start the daemon in `group`, yield its mount, unmount whatever happens."""
+    def open(self, group: Cgroup, source: Path, cache_bytes: int | None, scratch: Path) -> Iterator[OpenedSide]:
+        """Start the daemon in `group`, yield its mount, unmount whatever happens.
+
+        Without `cache_bytes` the mount settles its budget itself, from the memory that the group can spare.
+        """
         mountpoint = scratch / f"mnt-{os.getpid()}-{time.monotonic_ns()}"
         mountpoint.mkdir(parents=True)
         log = mountpoint.with_suffix(".log")
-        argv = [*self.command, str(source), str(mountpoint), "--cache", str(cache_bytes), "-f", *self.options]
+        budget = [] if cache_bytes is None else ["--cache", str(cache_bytes)]
+        argv = [*self.command, str(source), str(mountpoint), *budget, "-f", *self.options]
         with serving(group.wrap(argv), mountpoint, log):
             yield OpenedSide(mountpoint, is_mount=True)
         log.unlink()

@@ -1,0 +1,353 @@
+"""Compares mounts with the page cache on many access patterns: bytes read from storage, and time.
+
+A mount must never read much more than the page cache would have read, whatever programs do with a model file. Every side has
+the same memory, the mount's daemon included: a cgroup with the clients' own memory, 16 MiB for page tables, and a share of
+the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Each pattern uses 700 MB or more, so that at 110 % the
+64 MiB that a daemon may take fit as well.
+
+Mounts get no --cache: they settle their budget when they start, as most users have it, and clients that then take memory of
+their own make them shrink. With --budget given, --cache is the limit less the clients' own memory and 64 MiB.
+
+Passes after the fifth are judged: bytes always, the time with --repeat 3 or more, pages a row where the loop fits in memory
+(elsewhere the loop's own reads vary by more). Model files are made once and kept in --dir.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llmcache.errors import UsageError
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+
+from . import patterns
+from .cgroup import Cgroup
+from .harness import MODELS, workplace
+from .patterns import MB, PAGE, WARMUP, Pattern, Space
+from .results import Bar, Document, markdown
+from .routing import layout_of
+from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, run_clients
+from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, read_ahead
+
+SCHEMA = "llmcache-bench-zoo/1"
+MODES = ("inplace", "steer", "arena")
+SHARES = (0.3, 0.6, 0.9, 1.1)
+QUICK_SHARES = (0.6, 1.1)
+READ_AHEAD_KB = 128
+PAGE_CACHE = Plain("page-cache")
+STAGE_TIMEOUT_S = 240.0
+
+BYTES_OVER_PAGE_CACHE = 1.05
+ALLOWED_SHARE = 0.01
+"""The share of the loop that a mount may read in a pass beyond that."""
+TIME_OVER_PAGE_CACHE = 1.05
+TIMED_REPEATS = 3
+PAGES_PER_ROW = 1.2
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The files of a pattern, and how it is made from their paths."""
+
+    files: tuple[str, ...]
+    make: Callable[..., Pattern]
+    quick: bool = False
+
+
+def space_of(path: Path) -> Space:
+    """Return the range of a model that tokens read, from its first tensor after the embedding; the whole of another file."""
+    if path.suffix != ".gguf":
+        return Space(path.name, 0, path.stat().st_size)
+    loop = [region for region in layout_of(path).regions() if region.role == "loop"]
+    first = min(region.first_byte for region in loop)
+    return Space(path.name, first, max(region.end for region in loop) - first)
+
+
+def over_spaces(make: Callable[..., Pattern], **options: Any) -> Callable[..., Pattern]:
+    """Return the function that makes the pattern from paths instead of spaces."""
+    return lambda *paths: make(*map(space_of, paths), **options)
+
+
+def in_turn(*paths: Path) -> Pattern:
+    """Return the pattern of models that are used in turn."""
+    return patterns.alternating_loops([space_of(path) for path in paths])
+
+
+def prompts_and_answers(path: Path) -> Pattern:
+    """Return the pattern of an MoE model."""
+    return patterns.prefill_and_decode(path.name, layout_of(path))
+
+
+def dense(size_bytes: int, seed: int = 0) -> Callable[[Path], object]:
+    """Return the function that makes a dense model."""
+    return lambda path: make_model(path, choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False), "gguf", 1, seed)
+
+
+def moe(size_bytes: int) -> Callable[[Path], object]:
+    """Return the function that makes an MoE model."""
+    shape = choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(64, 4, 500_000))
+    return lambda path: make_model(path, shape, "gguf", 1, 0)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "model.gguf": dense(800 * MB),
+    "large.gguf": dense(2000 * MB),
+    "first.gguf": dense(430 * MB, 1),
+    "second.gguf": dense(430 * MB, 2),
+    "draft.gguf": dense(120 * MB),
+    "target.gguf": dense(690 * MB),
+    "moe.gguf": moe(800 * MB),
+    "table.bin": lambda path: loop_file(path, 1 << 30),
+}
+CASES = {
+    "full loop": Case(("model.gguf",), over_spaces(patterns.full_loop), quick=True),
+    "last 40 %": Case(("large.gguf",), over_spaces(patterns.tail_loop), quick=True),
+    "8 of every 20 MB": Case(("large.gguf",), over_spaces(patterns.strided_loop)),
+    "set moves at pass 20": Case(("large.gguf",), over_spaces(patterns.moving_loop)),
+    "two models in turn": Case(("first.gguf", "second.gguf"), in_turn),
+    "load once, read": Case(("model.gguf",), over_spaces(patterns.load_once, how="read")),
+    "load once, mmap": Case(("model.gguf",), over_spaces(patterns.load_once, how="mmap"), quick=True),
+    "load once, O_DIRECT": Case(("model.gguf",), over_spaces(patterns.load_once, how="direct")),
+    "30 % beside 70 %": Case(("model.gguf",), over_spaces(patterns.divided_loop)),
+    "rows, plain mapping": Case(("model.gguf", "table.bin"), over_spaces(patterns.rows_beside_loop)),
+    "rows, MADV_RANDOM": Case(("model.gguf", "table.bin"), over_spaces(patterns.rows_beside_loop, advised=True)),
+    "prefill and decode": Case(("moe.gguf",), prompts_and_answers, quick=True),
+    "draft and target": Case(("draft.gguf", "target.gguf"), over_spaces(patterns.draft_and_target)),
+    "four forks, one descriptor": Case(("model.gguf",), over_spaces(patterns.forked_readers)),
+    "restart": Case(("model.gguf",), over_spaces(patterns.restarted_loop)),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, default=MODELS / "zoo", help="where the files are kept [%(default)s]")
+    parser.add_argument("--match", default="", help="only patterns with this text in their name")
+    parser.add_argument("--mode", choices=MODES, action="append", default=[], help="of llmcachefs; repeatable [all three]")
+    shares = "memory, as a share of the bytes used; repeatable [0.3, 0.6, 0.9, 1.1]"
+    parser.add_argument("--share", type=float, action="append", default=[], help=shares)
+    budgets = "settled: mounts settle their budget; given: by --cache [%(default)s]"
+    parser.add_argument("--budget", choices=("settled", "given"), default="settled", help=budgets)
+    parser.add_argument("--quick", action="store_true", help="four patterns, shares 0.6 and 1.1")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each side, interleaved")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    names = [name for name, case in CASES.items() if args.match in name and (case.quick or not args.quick)]
+    if not names:
+        raise UsageError(f"--match: no pattern has {args.match!r} in its name", f"the patterns are {', '.join(CASES)}")
+    sides: list[Plain | Mounted] = [
+        PAGE_CACHE,
+        *(Mounted(options=("--mode", mode), name=mode) for mode in args.mode or MODES),
+    ]
+    shares = args.share or (QUICK_SHARES if args.quick else SHARES)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    measured: list[Result] = []
+    for name in names:
+        case = CASES[name]
+        for file in case.files:
+            FILES[file](args.dir / file)
+        with workplace(args.dir) as place:
+            zoo = Zoo(place, [args.dir / file for file in case.files], case.make, console.print)
+            for share in shares:
+                console.print(f"{name}, {share:.0%}")
+                measured.append({"name": name, **zoo.measure(share, sides, args.repeat, args.budget)})
+                yield {"complete": False, "quick": args.quick, "results": measured}
+    yield {"complete": True, "quick": args.quick, "results": measured}
+
+
+class Zoo:
+    """One pattern, with its files alone in a directory to mount."""
+
+    def __init__(self, place: Path, files: Sequence[Path], make: Callable[..., Pattern], say: Callable[[str], None]) -> None:
+        self.source, self.scratch, self.say = place / "source", place / "scratch", say
+        self.source.mkdir()
+        self.scratch.mkdir()
+        for file in files:
+            os.link(file, self.source / file.name)
+        self.pattern = make(*(self.source / file.name for file in files))
+        for number, stage in enumerate(self.pattern.stages):
+            self._plan(number).write_text(json.dumps(stage.to_json()))
+        self.anon_bytes = self._calibrate()
+
+    def _plan(self, stage: int) -> Path:
+        return self.scratch / f"stage-{stage}.json"
+
+    def _calibrate(self) -> int:
+        """Return the clients' own memory, from a run with everything in memory."""
+        with read_ahead(self.source, READ_AHEAD_KB), Cgroup("anon", directory=self.source) as group:
+            return max(one.anon_bytes for one in self._clients(group, self.source))
+
+    def _clients(self, group: Cgroup, root: Path) -> list[ClientRun]:
+        """Run the stages one after another."""
+        paths = [root / name for name in self.pattern.files]
+        commands = [client("zoo_reader", self._plan(stage), *paths) for stage in range(len(self.pattern.stages))]
+        return [run_clients(group, [command], STAGE_TIMEOUT_S)[0] for command in commands]
+
+    def measure(self, share: float, sides: Sequence[Plain | Mounted], repeat: int, budget: str) -> Result:
+        """Return the runs of all sides with memory for `share` of the used bytes."""
+        pattern = self.pattern
+        cap = -(-(self.anon_bytes + ROOM_BYTES + int(share * pattern.used_bytes)) // MIB) * MIB
+        cache = cap - self.anon_bytes - MOUNT_OVERHEAD_BYTES if budget == "given" else None
+        runs = []
+        for number in range(repeat):
+            for side in sides if number % 2 == 0 else sides[::-1]:
+                runs.append(self._run(side, number, cap, cache))
+                self.say(_progress(runs[-1]))
+        return {
+            "share": share,
+            "files": pattern.files,
+            "passes": pattern.passes(),
+            "used_bytes": pattern.used_bytes,
+            "loop_bytes": pattern.loop_bytes,
+            "rows": None if pattern.rows is None else {"first": pattern.rows.first, "count": pattern.rows.count},
+            "anon_bytes": self.anon_bytes,
+            "cap_bytes": cap,
+            "cache_bytes": cache,
+            "runs": runs,
+        }
+
+    def _run(self, side: Plain | Mounted, number: int, cap: int, cache: int | None) -> Document:
+        with (
+            read_ahead(self.source, READ_AHEAD_KB),
+            Cgroup(side.name, directory=self.source, memory_bytes=cap) as group,
+            side.open(group, self.source, cache, self.scratch) as opened,
+        ):
+            forget(self.source)
+            clients = self._clients(group, opened.root)
+            stats, usage = opened.stats(), group.usage()
+        steps = [step for one in clients for step in one.steps]
+        return {
+            "side": side.name,
+            "repeat": number,
+            "seconds": [step.seconds for step in steps],
+            "storage_bytes": [step.storage_bytes for step in steps],
+            "problems": list(_problems(clients, usage.oom_kills, isinstance(side, Mounted) and stats is None)),
+            "stats": stats,
+        }
+
+
+def _problems(clients: Sequence[ClientRun], oom_kills: int, is_silent: bool) -> Iterator[str]:
+    for one in clients:
+        if one.hung:
+            yield "hung"
+        elif one.exit_code:
+            yield f"exit {one.exit_code}: {one.error.strip()[-200:]}"
+    if oom_kills:
+        yield f"{oom_kills} OOM kills"
+    if is_silent:
+        yield "the mount does not answer"
+
+
+def _progress(run: Document) -> str:
+    read = " ".join(f"{one / MB:.0f}" for one in run["storage_bytes"][:24])
+    return f"  {run['side']:10s} {sum(run['seconds']):6.1f} s | MB a pass {read} {'; '.join(run['problems'])}"
+
+
+# The figures of a result, and its bars
+
+
+def modes_of(result: Result) -> list[str]:
+    """Return the sides that are mounts."""
+    return list(dict.fromkeys(run["side"] for run in result["runs"] if run["side"] != PAGE_CACHE.name))
+
+
+def per_pass(result: Result, side: str, what: str) -> float:
+    """Return the mean of a figure over the judged passes, the median of the repeats; no number if a run is incomplete.
+
+    `what`: "seconds" or "storage_bytes".
+    """
+    return _median(statistics.fmean(run[what][WARMUP:]) for run in _runs(result, side))
+
+
+def pages_per_row(result: Result, side: str) -> float:
+    """Return the pages read from storage for a row of one page, see `patterns.rows_beside_loop`."""
+    first, count = result["rows"]["first"], result["rows"]["count"]
+    read = [run["storage_bytes"] for run in _runs(result, side)]
+    return _median((statistics.fmean(one[first:]) - statistics.fmean(one[WARMUP:first])) / count / PAGE for one in read)
+
+
+def _runs(result: Result, side: str) -> list[Document]:
+    """Return the runs of a side; none of them if one lacks a pass."""
+    runs = [run for run in result["runs"] if run["side"] == side]
+    return [] if any(len(run["seconds"]) < result["passes"] for run in runs) else runs
+
+
+def _median(values: Iterator[float]) -> float:
+    return statistics.median([*values] or [math.nan])
+
+
+def allowed_bytes(result: Result) -> float:
+    """Return the bytes from storage a pass that a mount may read."""
+    own = per_pass(result, PAGE_CACHE.name, "storage_bytes")
+    return BYTES_OVER_PAGE_CACHE * own + ALLOWED_SHARE * float(result["loop_bytes"])
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of all results; the first is that nothing went wrong over a mount."""
+    results: list[Result] = told["results"]
+    wrong = sum(len(run["problems"]) for result in results for run in result["runs"] if run["side"] in modes_of(result))
+    nothing = Bar("problems", f"hangs, failures, OOM kills over mounts, in {len(results)} cases", wrong, "<=", 0)
+    return [nothing, *(bar for result in results for mode in modes_of(result) for bar in judge(result, mode))]
+
+
+def judge(result: Result, mode: str) -> Iterator[Bar]:
+    """Yield the bars of one mode in one result."""
+    name, share = result["name"], f"{result['share']:.0%}"
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{name} {share}".lower()).strip("-")
+    command = f"tools/bench zoo --match '{name}' --share {result['share']:g} --mode {mode}"
+
+    def bar(key: str, what: str, value: float, limit: float) -> Bar:
+        return Bar(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
+
+    read = per_pass(result, mode, "storage_bytes")
+    yield bar("bytes", "bytes from storage over 1.05 x the page cache's + 1 % of the loop", read / allowed_bytes(result), 1)
+    repeats = len({run["repeat"] for run in result["runs"]})
+    if mode == "inplace" and repeats >= TIMED_REPEATS:
+        ratio = per_pass(result, mode, "seconds") / per_pass(result, PAGE_CACHE.name, "seconds")
+        yield bar("time", "time over the page cache's", ratio, TIME_OVER_PAGE_CACHE)
+    if result["rows"] is not None and result["share"] > 1:
+        yield bar("rows", "pages from storage a row", pages_per_row(result, mode), PAGES_PER_ROW)
+
+
+def table(told: Document) -> str:
+    head = ["pattern", "memory", "mode", "page cache MB", "mount MB", "of the limit", "page cache s", "mount s", "times"]
+    head += ["pages a row, page cache", "mount", "problems"]
+    rows = [_row(result, mode) for result in told["results"] for mode in modes_of(result)]
+    about = (
+        "Means of a pass after the fifth. The limit is 1.05 x the page cache's bytes + 1 % of the loop; times is the "
+        "mount's time over the page cache's.\n\n"
+    )
+    return about + markdown(head, rows, texts=(0, 2, 11))
+
+
+def _row(result: Result, mode: str) -> list[str]:
+    sides = (PAGE_CACHE.name, mode)
+    read, seconds = ([per_pass(result, side, what) for side in sides] for what in ("storage_bytes", "seconds"))
+    ratio = read[1] / allowed_bytes(result)
+    rows = ["", ""] if result["rows"] is None else [_shown(pages_per_row(result, side), 2) for side in sides]
+    return [
+        result["name"],
+        f"{result['share']:.0%}",
+        mode,
+        *(_shown(one / MB, 1) for one in read),
+        _shown(ratio, 2) if ratio <= 1 else f"**{_shown(ratio, 2)}**",
+        *(_shown(one, 3) for one in seconds),
+        _shown(seconds[1] / seconds[0], 2),
+        *rows,
+        "; ".join(problem for run in result["runs"] if run["side"] == mode for problem in run["problems"]),
+    ]
+
+
+def _shown(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "-"
