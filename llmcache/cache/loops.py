@@ -252,6 +252,7 @@ def _backward_share(ranks: Sequence[int]) -> float:
 
 UNUSED_PASSES = 2  # whole passes without a touch, after which an extent no longer counts as part of the loop
 UNUSED_GAPS = 2  # the same, in multiples of the number of passes after which the extent usually comes round
+RUN = 2  # extents before one, that were touched in the same pass
 _GAP_MAX = 100  # passes; fits into a byte
 
 
@@ -261,7 +262,8 @@ class RecentUse:
     A header describes what a model contains, not what an engine reads: an engine may copy tensors once and never read them
     again. So an extent counts as part of the loop only while readers touch it: it becomes unused after UNUSED_PASSES whole
     passes without a touch, or after UNUSED_GAPS times the number of passes between its last touches, whichever is longer (a
-    fast reader ends several passes while a slow one makes a single pass). The next touch brings it back.
+    fast reader ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run
+    of neighbours, or a second time soon: rows of a table that are read at random are neither.
 
     Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
     """
@@ -270,6 +272,7 @@ class RecentUse:
         self.passes = 0  # that have ended, however short
         self.unused = bytearray(count)  # by extent
         self.changed = False  # `unused`, since the owner has cleared this
+        self.returned = 0  # extents that are used again, since the owner has cleared this
         self._last = array("I", bytes(4 * count))  # by extent: `passes` at its last touch
         self._gap = bytearray(b"\1" * count)  # by extent: passes between its last two touches
         self._usual = bytearray(b"\1" * count)  # by extent: the smaller one of its last two gaps
@@ -293,9 +296,15 @@ class RecentUse:
         self._usual[extent] = min(gap, self._gap[extent])
         self._gap[extent] = gap
         self._last[extent] = self.passes
-        if self.unused[extent]:
+        if self.unused[extent] and (gap <= UNUSED_PASSES or self._ends_run(extent)):
             self.unused[extent] = 0
+            self.returned += 1
             self.changed = True
+
+    def _ends_run(self, extent: int) -> bool:
+        """Return True if the RUN extents before this one were touched in this pass, too."""
+        before = self._last[max(0, extent - RUN) : extent]
+        return len(before) == RUN and all(last == self.passes for last in before)
 
     def untouched(self, extent: int) -> int:
         """Return how many whole passes have ended since the last touch of `extent`."""
@@ -423,11 +432,15 @@ PROOF_MOVES = 4  # steps that make a suspect a reader
 
 @dataclass
 class Cursor:
-    """One sequential position: furthest rank touched, number of forward moves, time of the last touch (ns)."""
+    """One sequential position: furthest rank touched, number of forward moves, time of the last touch (ns).
+
+    `steps`: of the moves, how many in a row went no further than a sequential reader goes.
+    """
 
     head: int
     moves: int
     last_ns: int
+    steps: int = 0
 
 
 class CursorTable:
@@ -467,7 +480,8 @@ class CursorTable:
             self.live.append(best)
             if len(self.live) > MAX_CURSORS:
                 self.live.remove(min(self.live, key=lambda cursor: cursor.last_ns))
-        elif 0 < self.distance(best.head, rank) <= self.reach:
+        elif 0 < (distance := self.distance(best.head, rank)) <= self.reach:
+            best.steps = best.steps + 1 if distance <= self.step else 0
             best.head = rank
             best.moves += 1
             self._merge(best)

@@ -115,6 +115,13 @@ class Guard:
             self._excess = self._saved = self._steady = 0
         return self.steering
 
+    def leave(self) -> None:
+        """Stop steering at once: the caller knows that what was learned no longer holds."""
+        if self.steering:
+            self.steering = False
+            self.changes += 1
+            self._excess = self._saved = self._steady = 0
+
     def _repay(self, saved_bytes: int) -> None:
         """Undo a step of the back-off once steering has saved what its return took."""
         if not self._back_off:

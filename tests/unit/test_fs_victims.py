@@ -132,7 +132,7 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     bring(state, group, [0], TOUCHED, LONG_AGO)
     into = MemoryRegion(BLOCK_BYTES)
     for _ in range(REFAULTS_MAX):
-        Reader(Mock(), backend).read(backing, into.address, BLOCK_BYTES, 0, 1)
+        Reader(Mock(pins=Mock(pids=())), backend).read(backing, into.address, BLOCK_BYTES, 0, 1)
     stray(state, group, [2], 8192)
     not_stored, failed = (backend.claim(group, member, extent, ahead=False) for extent in (1, 2))
     assert not_stored is not None and failed is not None
@@ -251,7 +251,7 @@ def test_no_page_of_a_request_is_stored_before_the_reply() -> None:
     backend, into = FuseBackend(state, SteerHolder(state, None)), MemoryRegion(32 * BLOCK_BYTES)  # type: ignore[arg-type]
     offset, length = mixture.ranges(3)[0]
     assert offset < mixture.layout.starts[3]
-    Reader(Mock(), backend).read(backing, into.address, into.size, offset - 16 * BLOCK_BYTES, 1)
+    Reader(Mock(pins=Mock(pids=())), backend).read(backing, into.address, into.size, offset - 16 * BLOCK_BYTES, 1)
     (fetch,) = mixture.loads[3].loading
     assert (fetch.offset, fetch.length) == (offset, min(length, BUFFER_BYTES))
     assert fetch.replied == (0, 16 * BLOCK_BYTES)

@@ -668,7 +668,9 @@ class Reader:
                 fetch = self.backend.under_way(group, extent)
                 fetch.users += 1
                 fetch.joined = fetch.joined or pid != 0
-            elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
+            elif (
+                state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(group, extent, state)
+            ):
                 fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
                 self._refault(group, extent, length)
@@ -693,6 +695,14 @@ class Reader:
             self.engine.pass_ended(group, done)
         self.engine.judge.touched(group, extent)
         self.state.work.notify()
+
+    @staticmethod
+    def _is_sequential(group: Group, extent: int, state: int) -> bool:
+        """Return True if an absent extent is worth fetching whole: part of a loop, or the next one of a reader.
+
+        Anything else may be a row of a table: it is read as requested.
+        """
+        return (group.looping and state == ABSENT) or group.continues(extent)
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
         """A reader has reached an extent that was fetched ahead of it."""

@@ -467,7 +467,7 @@ class InPlaceBackend:
             return
         if state not in (TOUCHED, PINNED):
             self.state.references.claimed(group, member, extent, touch.pid)
-        if state in (ABSENT, SPARSE):
+        if state == ABSENT or (state == SPARSE and group.continues(extent)):
             self._demand(group, member, extent)
         elif state == LOADING:
             fetch = group.loading[extent]

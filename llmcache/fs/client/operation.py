@@ -169,7 +169,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
         for loop in file["loops"]:
-            if loop["left"] or loop["unused_bytes"]:
+            if loop.get("left") or loop.get("unused_bytes"):  # a daemon of version 1.0 has neither
                 console.print(Text(f"{printable(file['path']).lstrip('/')}: {_judgement(loop)}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))

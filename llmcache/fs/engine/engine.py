@@ -140,7 +140,7 @@ class Engine:
         """
         group, member = self.grouping.adopt(backing)
         with self.state.lock:
-            group.last_ns = time.monotonic_ns()
+            group.last_ns = group.opened_ns = time.monotonic_ns()
             self._note_presence(group)
             known = member.node is not None
             attach = not known and not member.attaching

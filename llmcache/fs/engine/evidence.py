@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SHADOW_EXTENTS = 2048  # of one space: of a larger one every n-th extent stands for n of them
 BOUND_SHARE = 2  # of the memory, inverted, that may be read in excess before the decision changes
 WINDOW_PASSES, EXPERT_PASSES = 3, 16  # that are compared at a time; tokens of an MoE model vary
+MOVED_SHARE = 4  # of what is pinned, inverted, that clients begin to use in one pass
 LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the loop was read (inverted)
 NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
@@ -61,6 +62,26 @@ class Judge:
         if extent % step:
             return
         self._shadow(group, extent, step * self.used_bytes(group, extent))
+        if group.use.returned and not group.left and self._has_moved(group):
+            self._set_moved(group)
+
+    def _has_moved(self, group: Group) -> bool:
+        """Return True if clients have begun to use so much else that the pins are likely to be of no more use.
+
+        A client that has just opened the file loads it, which touches everything once.
+        """
+        pinned_bytes = group.pinned_bytes
+        is_full = self.state.used_bytes > self.state.limit_bytes * 7 // 8
+        is_loading = group.opened_ns >= group.evidence.ended_ns
+        return is_full and not is_loading and group.use.returned * group.extent_bytes * MOVED_SHARE > pinned_bytes > 0
+
+    def _set_moved(self, group: Group) -> None:
+        evidence = group.evidence
+        if evidence.guard is None or group.first or any(member.mixture is not None for member in group.members):
+            return
+        evidence.guard.leave()
+        log.info("inode %d: left to the kernel: clients have begun to use other parts of it", self._inode(group))
+        self.turn(group, True)
 
     def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
         """Record a touch of an extent that is read page by page, of which so much is resident now."""
@@ -134,7 +155,7 @@ class Judge:
         use = group.use
         by_rank = list(zip(group.order.extent_at, group.status, strict=True))
         visible = [extent for extent, state in by_rank if state in _VISIBLE]
-        returned = use.changed
+        returned, use.returned = use.changed, 0
         if not group.left:
             self._drop_out(group, use.judge(visible))
             if use.changed:

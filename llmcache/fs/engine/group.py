@@ -32,6 +32,7 @@ absent and fetched whole, but only on demand: no reader has touched them lately,
 MISSES_MAX = 3
 SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
 WRITTEN_EXTENTS_MAX = 1 << 14  # of a file that is written: no one extent of it is more than a place to drop pages from
+CONTINUES_NS = 1_000_000_000  # after the touch of an extent, within which one of the next extent goes on
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 
 
@@ -142,6 +143,7 @@ class Group:
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.last_ns = 0
+        self.opened_ns = 0  # when a client opened a file of it last
         self.convoy = 0  # how far readers drift apart: steps of a wider window
         self.together_ns = 0  # when there was one reader at most, last
         self.apart_ns = -(1 << 62)  # when there were several, last
@@ -206,8 +208,16 @@ class Group:
     def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
         """Records that a reader touched `extent`; returns the pass that this ends, if any."""
         self.last_ns = self.seen_ns[extent] = now_ns
-        self.cursors.note(self.order.rank_of[extent], now_ns, missed)
+        if not self.use.unused[extent] or self.continues(extent):  # a row of a table is no reader's position
+            self.cursors.note(self.order.rank_of[extent], now_ns, missed)
         return self.learner.note(extent, now_ns)
+
+    def continues(self, extent: int) -> bool:
+        """Return True if a touch of `extent` goes on where a reader was just now, or begins at the begin of a file."""
+        rank, now_ns = self.order.rank_of[extent], self.seen_ns[extent]
+        before = (extent - 1, self.order.extent_at[rank - 1] if rank else -1)
+        is_begin = any(extent == member.base for member in self.members)
+        return is_begin or any(each >= 0 and 0 <= now_ns - self.seen_ns[each] < CONTINUES_NS for each in before)
 
     def learn(self, done: Pass) -> bool:
         """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""

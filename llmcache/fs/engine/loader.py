@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
 from llmcache.fs.engine.group import ABSENT, READY, Group
-from llmcache.fs.engine.planner import LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
+from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend
@@ -93,12 +93,15 @@ class Loader:
 
         Urgency: place in the convoy, then bytes already waiting ahead.
         """
-        # It is worth running ahead of those that have moved, and lately.
+        # It is worth running ahead of readers that move. One that rests would find its window dropped, and fetched again, again
+        # and again; where the whole loop fits nothing is dropped.
         since_ns = group.last_ns - CURSOR_LIFE_NS
+        if not group.kept_whole:
+            since_ns = max(since_ns, time.monotonic_ns() - ABANDONED_NS)
         readers = [
             cursor
             for cursor in group.cursors.trailing_first()
-            if (cursor.moves > 0 or group.looping) and cursor.last_ns > since_ns
+            if (cursor.steps > 0 or group.looping) and cursor.last_ns > since_ns
         ]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
