@@ -163,24 +163,34 @@ def test_an_extent_is_unused_after_two_whole_passes_without_a_touch() -> None:
     assert found == [[], [1], []]
     assert list(use.unused) == [0, 1]
     use.touch(1)
+    assert list(use.unused) == [0, 1], "a single touch may be a row of a table"
+    use.passes += 1
+    use.touch(1)
     assert list(use.unused) == [0, 0]
 
 
+def test_a_run_of_touches_brings_extents_back_at_once() -> None:
+    use = RecentUse(8)
+    use.passes = 20
+    assert use.judge(range(8)) == list(range(8))
+    for extent in range(3, 8):
+        use.touch(extent)
+    assert list(use.unused) == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert use.returned == 3
+
+
 def test_a_slow_reader_keeps_its_extents_in_use() -> None:
-    """Its extents come round once in so many passes of a fast reader; a single late touch shows no such rhythm."""
-    use = RecentUse(3)
+    """They come round once in five passes of a fast reader; a scan in between shows no such rhythm."""
+    use = RecentUse(12)
     dropped = []
     for number in range(60):
         use.touch(0)
-        if number % 5 == 0:
-            use.touch(1)
-        if number in (0, 1, 30):
-            use.touch(2)
+        for extent in range(1, 6) if number % 5 == 0 else range(6, 12) if number in (0, 1, 30) else ():
+            use.touch(extent)
         use.passes += 1
-        dropped.append(use.judge(range(3)))
-    assert [1] not in dropped[15:]
-    assert not use.unused[1]
-    assert use.unused[2]
+        dropped += [(number, extent) for extent in use.judge(range(12))]
+    assert not any(extent in (3, 4, 5) for number, extent in dropped if number > 15)
+    assert not any(use.unused[:1]) and all(use.unused[6:])
 
 
 def test_touches_that_could_not_be_seen_are_no_evidence() -> None:

@@ -93,8 +93,8 @@ class Loader:
 
         Urgency: place in the convoy, then bytes already waiting ahead.
         """
-        # It is worth running ahead of readers that move. One that rests would find its window dropped, and fetched again, again
-        # and again; where the whole loop fits nothing is dropped.
+        # It is worth running ahead of readers that move. The window of one that rests would be dropped and fetched again and
+        # again; where the whole loop fits nothing is dropped.
         since_ns = group.last_ns - CURSOR_LIFE_NS
         if not group.kept_whole:
             since_ns = max(since_ns, time.monotonic_ns() - ABANDONED_NS)
