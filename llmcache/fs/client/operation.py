@@ -180,10 +180,9 @@ def judgement(loop: dict[str, Any]) -> str:
 
     `loop` has the keys of the stats document, perhaps without those that daemons of version 1.0 do not send.
     """
-    figures = [loop.get(key) for key in ("steered_pass_bytes", "lru_pass_bytes")]
-    if loop.get("left") and None not in figures:
-        steered, lru = map(format_size, figures)
-        return f"left to the kernel: steering reads {steered} a pass, the page cache {lru}"
+    steered, lru = loop.get("steered_pass_bytes"), loop.get("lru_pass_bytes")
+    if loop.get("left") and steered is not None and lru is not None:
+        return f"left to the kernel: steering reads {format_size(steered)} a pass, the page cache {format_size(lru)}"
     if loop.get("left"):
         return "left to the kernel"
     return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
