@@ -84,8 +84,8 @@ def stray(state: CacheState, group: Group, extents: list[int], length: int = 409
 def mixture_of(
     state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
 ) -> Mixture:
-    """A file of `layers` tensors whose `experts` have `mib` MiB each, of which a token uses so many."""
-    group = new_group(state, "mixture", mib * layers * experts + (first_byte > 0))
+    """A file of `layers` tensors whose experts have `mib` MiB each, behind `first_byte` other bytes; a token uses `used`."""
+    group = new_group(state, "mixture", mib * layers * experts - (-first_byte // MIB))
     group.status = bytearray([SINGLE]) * group.count
     member = group.members[0]
     member.backing = cast(Backing, object())

@@ -1,0 +1,395 @@
+"""Which extents stay in use, when the next touches are made visible, and when a space is left to the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from unittest.mock import Mock
+
+import pytest
+
+from llmcache.fs.backends.base import ClientReads
+from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.engine import evidence
+from llmcache.fs.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
+from llmcache.fs.engine.experts import Mixture
+from llmcache.fs.engine.group import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, Group
+from llmcache.fs.engine.planner import Planner
+from llmcache.fs.engine.report import judgement
+from tests.unit.fs_parts import MIB, mixture_of, new_group, new_state, open_it
+
+TOUCH_NS = 1_000_000
+
+
+class Clock:
+    """Replaces the module `time`: each touch takes a millisecond, and nothing else takes time."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.now_ns / 1e9
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(evidence, "time", found)
+    return found
+
+
+class Storage:
+    """The back end: it has accessed bits in place, and one page of each exposed extent dropped over FUSE."""
+
+    def __init__(self, clock: Clock, *, in_place: bool) -> None:
+        self.clock, self.in_place = clock, in_place
+        self.can_expose = True
+        self.exposure_s = 0.0
+        self.read = 0
+        self.accessed: set[int] = set()
+        self.dropped: set[int] = set()
+        self.exposures: list[list[int]] = []
+        self.concluded: list[list[int]] = []
+        self.searched: list[Mixture] = []
+
+    def read_bytes(self, _group: Group) -> int:
+        return self.read
+
+    def client_reads(self) -> ClientReads | None:
+        return None
+
+    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        self.clock.now_ns += int(self.exposure_s * 1e9)
+        if not self.can_expose:
+            return ()
+        self.exposures.append(list(extents))
+        self.accessed.clear()
+        self.dropped |= set() if self.in_place else {extent for extent in extents if group.state(extent) == PINNED}
+        return extents
+
+    def conclude(self, _group: Group, extents: Sequence[int]) -> Sequence[int]:
+        self.concluded.append(list(extents))
+        self.dropped.clear()
+        return [extent for extent in extents if extent in self.accessed] if self.in_place else ()
+
+    def find_experts(self, mixture: Mixture) -> None:
+        self.searched.append(mixture)
+
+
+class Mount:
+    """One model and its clients: touches that a back end observes reach the group, the judge and the plan as in a mount.
+
+    `experts`: behind the `extents` that loop lie experts, which no client reads.
+    """
+
+    def __init__(self, clock: Clock, limit: int, extents: int, *, in_place: bool = True, experts: bool = False) -> None:
+        self.clock = clock
+        self.storage = Storage(clock, in_place=in_place)
+        self.state = new_state(limit * MIB)
+        self.state.least_window_bytes = MIB
+        self.holder = SteerHolder(self.state, Mock())
+        self.planner = Planner(self.state, self.holder)
+        self.judge = Judge(self.state, self.storage, self.holder, self.planner.plan)  # type: ignore[arg-type]
+        if experts:
+            self.group = mixture_of(self.state, experts=2, mib=1, first_byte=extents * MIB).group
+            for extent in range(extents):
+                self.group.set_state(extent, ABSENT)
+            self.group.believe([])
+        else:
+            self.group = new_group(self.state, "model", extents, looping=True)
+        open_it(self.state, self.group)
+        self.planner.plan()
+
+    def read(self, extents: Iterable[int], passes: int = 1, *, more_mib: int = 0) -> None:
+        """A client reads `extents` in this order, `passes` times; each time `more_mib` are read from storage besides."""
+        extents = list(extents)
+        for _ in range(passes):
+            self.storage.read += more_mib * MIB
+            for extent in extents:
+                with self.state.lock:
+                    self._touch(extent)
+                while self.state.jobs:
+                    self.state.jobs.popleft()()
+
+    def _touch(self, extent: int) -> None:
+        group = self.group
+        self.clock.now_ns += TOUCH_NS
+        self.storage.accessed.add(extent)
+        state = group.state(extent)
+        if state in (PINNED, TOUCHED) and extent not in self.storage.dropped:
+            return
+        self.storage.dropped.discard(extent)
+        done = group.note(extent, self.clock.now_ns, state in (ABSENT, SPARSE))
+        if done is not None:
+            if group.learn(done):
+                self.planner.plan()
+            self.judge.pass_ended(group)
+        self.judge.touched(group, extent)
+        if group.state(extent) in (ABSENT, SPARSE):
+            self._fetch(extent)
+
+    def _fetch(self, extent: int) -> None:
+        group, state = self.group, self.state
+        self.storage.read += group.extent_bytes
+        while state.used_bytes + group.extent_bytes > state.limit_bytes and group.touched:
+            unused = (each for each in group.touched if group.use.unused[each])
+            state.resident_bytes -= group.forget(next(unused, next(iter(group.touched))))
+        state.charge(group, extent, group.extent_bytes)
+        group.touch(extent, self.clock.now_ns)
+        self.holder.pin_ready(group)
+
+    def read_in(self, extents: Iterable[int], passes: int) -> int:
+        """Return the MiB read from storage in `passes` passes."""
+        before = self.storage.read
+        self.read(extents, passes)
+        return (self.storage.read - before) // MIB
+
+    def is_left(self) -> bool:
+        return self.group.left
+
+    @property
+    def pinned(self) -> set[int]:
+        return set(self.holder.pinned(self.group))
+
+    @property
+    def unused(self) -> set[int]:
+        return {extent for extent in range(self.group.count) if self.group.use.unused[extent]}
+
+
+WHOLE, FIRST_HALF, LAST_HALF = range(40), range(20), range(20, 40)  # of a file of 40 MiB
+both = pytest.mark.parametrize("in_place", [True, False])
+
+
+# Use
+
+
+@both
+def test_a_part_that_clients_have_stopped_reading_is_unpinned_and_not_prefetched(clock: Clock, in_place: bool) -> None:
+    mount = Mount(clock, 24, 40, in_place=in_place)
+    mount.read(WHOLE, 2)
+    assert len(mount.pinned) > 15 and mount.pinned & set(FIRST_HALF), "pins are spread over the file at first"
+    mount.read(LAST_HALF, 10)
+    assert mount.unused == set(FIRST_HALF) and mount.group.loop_bytes == 20 * MIB
+    assert mount.pinned == set(LAST_HALF), "the part in use fits whole"
+    assert {mount.group.state(extent) for extent in FIRST_HALF} <= {SPARSE, TOUCHED}
+    assert mount.group.next_absent(0, 40) is None
+    assert mount.read_in(LAST_HALF, 10) == 0 and not mount.is_left()
+
+
+@both
+def test_pinned_extents_become_unused_only_once_their_touches_are_visible(clock: Clock, in_place: bool) -> None:
+    mount = Mount(clock, 24, 40, in_place=in_place)
+    mount.group.first = True  # so that the guard does not leave it
+    mount.storage.can_expose = False
+    mount.read(WHOLE, 2)
+    pinned = mount.pinned & set(FIRST_HALF)
+    mount.read(LAST_HALF, 20)
+    assert mount.unused == set(FIRST_HALF) - pinned and pinned <= mount.pinned
+    mount.storage.can_expose = True
+    mount.read([*LAST_HALF, 0, 1, 2], 100)
+    assert mount.unused == set(range(3, 20)), "the touches of the others were seen"
+    assert mount.pinned >= set(LAST_HALF)
+
+
+def test_exposures_are_rare_while_clients_read_the_same(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3 * EXPOSURE_MAX_PASSES)
+    assert 1 <= len(mount.storage.exposures) <= 4
+    assert len(mount.storage.concluded) == len(mount.storage.exposures)
+    assert mount.unused == set()
+
+
+@pytest.mark.parametrize("exposure_s", [0.0, 1.0])
+def test_an_exposure_is_followed_by_a_rest_that_is_as_many_times_longer(clock: Clock, exposure_s: float) -> None:
+    mount = Mount(clock, 24, 40)
+    mount.group.first = True
+    mount.storage.exposure_s = exposure_s
+    began, passes = clock.now_ns, 0
+    while clock.now_ns - began < EXPOSURE_REST * 1e9:
+        mount.read(range(passes // 8 % 20, 20 + passes // 8 % 20))  # a working set that moves all the time
+        passes += 1
+    assert passes > 10 * EXPOSURE_MAX_PASSES
+    assert len(mount.storage.exposures) == 1 if exposure_s else len(mount.storage.exposures) > 10
+
+
+def test_exposures_that_find_nothing_are_made_ever_more_rarely(clock: Clock) -> None:
+    """Clients always use what is pinned, and now this and now that half of the rest."""
+    mount = Mount(clock, 24, 60)
+    mount.group.first = True
+    mount.read(range(60), 2)
+    rest = [extent for extent in range(60) if extent not in mount.pinned]
+    for turn in range(50):
+        half = set(rest[: len(rest) // 2] if turn % 2 else rest[len(rest) // 2 :])
+        mount.read([extent for extent in range(60) if extent in mount.pinned or extent in half], 4)
+    assert mount.group.use.passes > 2 * EXPOSURE_MAX_PASSES
+    assert 3 <= len(mount.storage.exposures) <= 12
+
+
+def test_extents_of_which_little_is_used_are_read_page_by_page(clock: Clock) -> None:
+    """A norm between two tensors that the engine has copied."""
+    norm, end = 4 * MIB + 4096, 4 * MIB + 8192
+    mount = Mount(clock, 8, 20)
+    mount.group.members[0].tensors.extend([0, norm, norm, end, end, 8 * MIB, 8 * MIB, 20 * MIB])
+    mount.read(range(20), 2)
+    mount.read([4, *range(8, 20)], 12)
+    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.group.loop_bytes == 12 * MIB
+    assert mount.group.state(4) == SINGLE and 4 in mount.group.hot, "its pages are kept as those of headers"
+
+
+def test_extents_that_are_used_whole_stay_extents(clock: Clock) -> None:
+    mount = Mount(clock, 8, 20)
+    mount.group.members[0].tensors.extend([0, 4 * MIB, 4 * MIB, 5 * MIB, 5 * MIB, 8 * MIB, 8 * MIB, 20 * MIB])
+    mount.read(range(20), 2)
+    mount.read([4, *range(8, 20)], 12)
+    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.group.loop_bytes == 13 * MIB
+    assert mount.group.state(4) != SINGLE
+
+
+def test_an_extent_beside_unused_ones_counts_in_part(clock: Clock) -> None:
+    """Without tensors, the end of a part that clients use lies somewhere in its last extent."""
+    mount = Mount(clock, 24, 40)
+    mount.group.use.unused[10] = mount.group.use.unused[12] = 1
+    used = [mount.judge.used_bytes(mount.group, extent) for extent in (8, 9, 11, 13)]
+    assert used == [MIB, MIB // 2, MIB // 4, MIB // 2]
+
+
+def test_resident_extents_in_use_count_as_hits_once_a_pass(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3)
+    before, pinned = mount.state.counters.hit_bytes, len(mount.pinned)
+    mount.read(WHOLE, 10)
+    assert mount.state.counters.hit_bytes - before == pytest.approx(10 * pinned * MIB, rel=0.1)
+
+
+# The guard
+
+
+@both
+def test_a_space_is_left_while_steering_reads_more_than_lru_and_steered_again_when_the_kernel_does(
+    clock: Clock, in_place: bool
+) -> None:
+    mount = Mount(clock, 24, 40, in_place=in_place)
+    mount.storage.can_expose = False  # pins of the unused half stay, and the other half is streamed
+    mount.read(WHOLE, 2)
+    mount.read(LAST_HALF, 20)
+    said = judgement(mount.group)
+    assert mount.is_left() and said["left"] and said["steered_pass_bytes"] > said["lru_pass_bytes"]
+    mount.planner.plan()
+    assert not mount.pinned and not any(mount.group.wanted)
+    mount.read(LAST_HALF, 2)
+    assert mount.read_in(LAST_HALF, 10) == 0, "the page cache has room for this half"
+    mount.read(WHOLE, 20)
+    assert not mount.is_left() and len(mount.pinned) > 15
+    assert mount.read_in(WHOLE, 10) <= 10 * 20, "the page cache would read 40 in a pass"
+    assert not mount.is_left()
+
+
+def test_a_space_for_which_steering_reads_less_is_never_left(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40)
+    for _ in range(100):
+        mount.read(WHOLE)
+        assert not mount.is_left()
+    said = judgement(mount.group)
+    assert said["steered_pass_bytes"] <= 20 * MIB and said["lru_pass_bytes"] == pytest.approx(40 * MIB, rel=0.01)
+
+
+def test_what_the_user_has_pinned_is_never_left(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40)
+    mount.group.first = True
+    for _ in range(100):
+        mount.read(WHOLE, more_mib=100)
+        assert not mount.is_left() and mount.pinned
+
+
+def test_a_space_that_is_pinned_whole_is_judged_by_what_is_read_without_a_pass(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3)
+    mount.state.limit_bytes = mount.state.pin_limit_bytes = 64 * MIB
+    mount.state.shadow.resize(64 * MIB)
+    mount.planner.plan()
+    mount.read(WHOLE, 3)
+    assert mount.pinned == set(WHOLE)
+
+    def look(read_mib: int, times: int) -> None:
+        for _ in range(times):
+            mount.storage.read += read_mib * MIB
+            clock.now_ns += 2 * evidence.LOOK_NS
+            mount.group.last_ns = clock.now_ns
+            with mount.state.lock:
+                mount.judge.look(mount.group, clock.now_ns)
+
+    look(0, 100)
+    assert not mount.is_left()
+    look(20, 10)
+    assert mount.is_left() and not mount.pinned
+
+
+def test_experts_are_left_together_with_their_loop_in_place(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40, experts=True)
+    mixture = mount.group.members[0].mixture
+    assert mixture is not None
+    mount.read(WHOLE, 24, more_mib=60)
+    assert [mount.is_left(), mixture.alone, mount.storage.searched] == [True, True, []]
+    mount.read(WHOLE, 24, more_mib=200)
+    assert [mount.is_left(), mixture.alone] == [False, False]
+    assert mount.storage.searched == [mixture], "the mount finds out which experts are resident"
+
+
+def test_moe_models_are_never_left_over_fuse(clock: Clock) -> None:
+    mount = Mount(clock, 24, 40, in_place=False, experts=True)
+    mixture = mount.group.members[0].mixture
+    assert mixture is not None
+    for _ in range(60):
+        mount.read(WHOLE, more_mib=60)
+        assert not mount.is_left() and not mixture.alone and mount.pinned
+
+
+# A working set that moves
+
+
+def moved(clock: Clock, **more: bool) -> Mount:
+    """A file of 80 MiB of which clients use the first 20, which are pinned; the memory is full."""
+    mount = Mount(clock, 24, 80, **more)
+    mount.read(range(80), 2)
+    mount.read(range(20), 12)
+    assert mount.pinned == set(range(20)) and mount.state.used_bytes == mount.state.limit_bytes
+    return mount
+
+
+@both
+def test_a_space_is_left_at_once_when_clients_begin_to_use_other_parts(clock: Clock, in_place: bool) -> None:
+    mount = moved(clock, in_place=in_place)
+    passes = mount.group.use.passes
+    mount.read(range(40, 50))
+    assert mount.is_left() and mount.group.use.passes == passes, "no pass has to end"
+    mount.planner.plan()
+    assert not mount.pinned
+
+
+def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
+    mount = moved(clock)
+    mount.read(range(40, 45))
+    assert not mount.is_left() and mount.pinned == set(range(20))
+
+
+def test_a_set_that_moves_in_memory_with_room_changes_nothing(clock: Clock) -> None:
+    mount = moved(clock)
+    mount.state.limit_bytes = 100 * MIB
+    mount.read(range(40, 60))
+    assert not mount.is_left() and mount.pinned >= set(range(20))
+
+
+def test_a_client_that_loads_the_file_has_not_moved(clock: Clock) -> None:
+    mount = moved(clock)
+    mount.group.opened_ns = clock.now_ns
+    mount.read(range(80))
+    assert not mount.is_left() and mount.pinned == set(range(20))
+
+
+def test_what_the_user_has_pinned_is_not_left_when_clients_move(clock: Clock) -> None:
+    mount = moved(clock)
+    mount.group.first = True
+    mount.read(range(40, 60))
+    assert not mount.is_left() and mount.pinned == set(range(20))
