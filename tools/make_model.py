@@ -7,7 +7,7 @@
     tools/make_model.py today.gguf --size 1145M --type q4_k_m
 
 The same arguments give the same bytes. A file that is already right (its parameters stand in OUT.json) is kept.
-The words it writes mean nothing; what it reads, and in which order, is what a model of that size reads.
+The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class BlockType:
-    """A quantised GGUF type: `number` in a header, and the blocks that a row consists of.
+    """A quantised GGUF type: its `number` in a header, and the blocks that form a row.
 
-    `scales`: by their byte in a block, the float16 numbers with which a block of random bytes has values of mean 0 and
-    deviation `_DEVIATION`. Only `Q8_0` excludes a byte value: `least` is the smallest int8 that its quantiser writes.
+    `scales` maps a byte offset in a block to the float16 number there; with it, a block of random bytes has values of mean 0
+    and deviation `_DEVIATION`. `least` is the smallest int8 that the quantiser of the type writes.
     """
 
     number: int
@@ -86,8 +86,8 @@ class BlockType:
         return self.block_bytes / self.values
 
 
-# Random bytes are uniform: int8 has a deviation of 73. Q4_K: d * scale * q - dmin * min, of which scale and min have 6 bits and
-# q has 4; its mean is 0 where dmin is 7.5 d. Q6_K: d * scale * q, with 8 signed bits and 6.
+# Random bytes are uniform: int8 has a deviation of 73. A Q4_K value is d * scale * q - dmin * min, where scale and min have
+# 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, of 8 and 6 signed bits.
 Q8_0 = BlockType(8, 32, 34, {0: _DEVIATION / 73}, least=-127)
 Q4_K = BlockType(12, 256, 144, {0: _DEVIATION / 258, 2: 7.5 * _DEVIATION / 258})
 Q6_K = BlockType(14, 256, 210, {208: _DEVIATION / 1366})
@@ -95,9 +95,9 @@ Q6_K = BlockType(14, 256, 210, {208: _DEVIATION / 1366})
 
 @dataclass(frozen=True)
 class FileType:
-    """What llama.cpp calls a file type: `number` in a header, the type of most tensors, and that of those it favours.
+    """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
 
-    `mean_value_bytes`: bytes per value of a whole model, by which its number of layers is chosen.
+    `mean_value_bytes` is the mean number of bytes per value in a whole model.
     """
 
     number: int
@@ -106,19 +106,21 @@ class FileType:
     mean_value_bytes: float
 
     def block_of(self, weight: Weight, shape: Shape) -> BlockType:
-        """The type of one quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it for a Llama."""
-        output = "embedding" if shape.tied else "output"
-        favoured = weight.role in ("value", "down") and _use_more_bits(weight.layer or 0, shape.layers)
-        return self.better if favoured or weight.role == output else self.block
+        """Return the type of a quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it for a dense Llama."""
+        if weight.role == ("embedding" if shape.tied else "output"):
+            return self.better
+        if weight.role in ("value", "down") and weight.layer is not None and _use_more_bits(weight.layer, shape.layers):
+            return self.better
+        return self.block
 
 
 def _use_more_bits(layer: int, layers: int) -> bool:
-    """The layers that Q4_K_M favours: the first and last eighth, and every third of the others."""
+    """Return whether Q4_K_M favours a layer: it does for the first and last eighth, and for every third of the others."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 TYPES = {"q8_0": FileType(7, Q8_0, Q8_0, Q8_0.value_bytes), "q4_k_m": FileType(15, Q4_K, Q6_K, 0.602)}
-"""The types of GGUF files."""
+"""The types of GGUF files, by the value of --type. The mean of Q4_K_M is that of the larger presets."""
 BYTES_PER_VALUE = {"gguf": TYPES["q8_0"].mean_value_bytes, "safetensors": 2.0}
 """By format: Q8_0, and bfloat16."""
 
@@ -259,7 +261,7 @@ def _generator(seed: int, index: int) -> np.random.Generator:
 
 
 def _blocks(block: BlockType, seed: int, index: int, values: int) -> Iterator[bytes]:
-    """Blocks of `values` random values; quantised from nothing, hence fast."""
+    """Yield blocks of `values` random values. Nothing is quantised: the bytes themselves are random."""
     random = _generator(seed, index)
     blocks = values // block.values
     step = _PIECE_BYTES // block.block_bytes
@@ -314,7 +316,7 @@ class Tensor:
 
 
 def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:
-    """None for what every file type keeps in float32."""
+    """Return None for a tensor that every file type keeps in float32."""
     return None if weight.rows is None or weight.role == "router" else file_type.block_of(weight, shape)
 
 
@@ -521,7 +523,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
     parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="GGUF, or safetensors in BF16")
-    parser.add_argument("--type", choices=tuple(TYPES), help="of a GGUF (default: q8_0)")
+    parser.add_argument("--type", choices=tuple(TYPES), help="quantisation of a GGUF (default: q8_0)")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
     parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
     parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
@@ -533,7 +535,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make what `words` (default: the command line) ask for, and print the paths."""
+    """Make the model that `words` (default: the command line) describe, and print the paths."""
     arguments = _arguments(words)
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError("--layers must be at least 1")
@@ -548,9 +550,7 @@ def main(words: Sequence[str] | None = None) -> int:
     shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture, block_values)
     if not 1 <= arguments.split <= len(list(shape.weights())):
         raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")
-    paths = make_model(
-        arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type
-    )
+    paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type)
     total = sum(path.stat().st_size for path in paths)
     experts = f", {shape.experts} experts, {shape.used} used" if mixture else ""
     print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)

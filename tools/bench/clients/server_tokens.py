@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import sys
 import time
@@ -60,7 +59,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=60, help="tokens of each prompt")
     parser.add_argument("--answer", type=int, default=80, help="tokens of each answer")
-    parser.add_argument("--site", type=Path, help="where xllamacpp is installed, if not beside the other packages")
+    parser.add_argument("--site", type=Path, metavar="DIR", help="directory in which xllamacpp is installed")
     args = parser.parse_args()
     if args.site is not None:
         sys.path.append(str(args.site))
@@ -69,8 +68,7 @@ def main() -> None:
     begin = time.perf_counter()
     parameters = xllamacpp.CommonParams()
     parameters.model.path = args.model
-    # The server logs to the standard output, which is for events.
-    parameters.verbosity = 0
+    parameters.verbosity = 0  # no log: the standard output is for events
     server = xllamacpp.Server(parameters)
     tokens = chat(server.listening_address, args.turns, args.prompt, args.answer)
     crc = 0
@@ -81,8 +79,6 @@ def main() -> None:
         return lambda: {"crc": crc}
 
     steps(begin, args.turns * args.answer, token)
-    sys.stdout.flush()
-    os._exit(0)  # the server joins its threads for seconds otherwise
 
 
 if __name__ == "__main__":
