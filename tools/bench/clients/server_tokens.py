@@ -1,9 +1,9 @@
 """Client: the stock llama.cpp server with its default flags, in this process, over a mapped model; two turns of one chat.
 
-The server is the one that the wheel `xllamacpp` embeds; nothing but the path of the model is set. Each turn is a prompt of
-`--prompt` random tokens, sent over HTTP behind all that came before, and an answer of `--answer` tokens. A step is one
-token of an answer: the first of a turn includes the evaluation of its prompt. `crc` is that of the answer's tokens so far,
-chosen greedily: it is the same over plain storage and over a mount.
+The wheel `xllamacpp` embeds the server; the client sets the path of the model and silences the log. For each turn it sends
+the chat and `--prompt` new random tokens over HTTP, and reads an answer of `--answer` tokens. A step is one token of an
+answer; the first step of a turn includes the evaluation of the prompt. `crc` covers all tokens up to this step. The server
+chooses them greedily, so they are the same over plain storage and over a mount.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# For a script, Python searches its directory for modules and not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.bench.clients import Told, steps
@@ -43,7 +43,7 @@ def answer(address: str, prompt: list[int], count: int) -> Iterator[int]:
 
 
 def chat(address: str, turns: int, prompt_tokens: int, answer_tokens: int) -> Iterator[int]:
-    """Yield the tokens of all answers; each prompt follows what was said before."""
+    """Yield the tokens of all answers; each prompt contains the whole chat before it."""
     words, said = random.Random(0), [1]
     for _ in range(turns):
         said += [words.randrange(FIRST_WORD, LAST_WORD) for _ in range(prompt_tokens)]
