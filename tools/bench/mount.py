@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from llmcache.fs.layout.tensors import Experts
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
 
 from . import routing

@@ -624,6 +624,7 @@ class Reader:
         done = size - rest.size
         if pid:
             with self.state.lock:
+                rest.group.request_ends.append((rest.member, offset + done))
                 self.state.counters.requested_bytes += done
         return done
 
@@ -668,9 +669,7 @@ class Reader:
                 fetch = self.backend.under_way(group, extent)
                 fetch.users += 1
                 fetch.joined = fetch.joined or pid != 0
-            elif (
-                state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(group, extent, state)
-            ):
+            elif state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(rest, state):
                 fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
                 self._refault(group, extent, length)
@@ -697,12 +696,13 @@ class Reader:
         self.state.work.notify()
 
     @staticmethod
-    def _is_sequential(group: Group, extent: int, state: int) -> bool:
+    def _is_sequential(rest: Rest, state: int) -> bool:
         """Return True if an absent extent is worth fetching whole: part of a loop, or the next one of a reader.
 
         Anything else may be a row of a table: it is read as requested.
         """
-        return (group.looping and state == ABSENT) or group.continues(extent)
+        goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
+        return (rest.group.looping and state == ABSENT) or goes_on or rest.offset > rest.first_byte
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
         """A reader has reached an extent that was fetched ahead of it."""
