@@ -383,11 +383,12 @@ class LoopLearner:
         """Take how many extents a pass touches visibly: with few of them, touches that are less apart end a pass."""
         self._recorder.least = _least_apart(visible)
 
-    def cut(self, now: int) -> Pass | None:
-        """End a pass that takes much longer than usual: where most of a loop is resident, too few touches are observed to
-        end it.
+    def cut(self, last: int) -> Pass | None:
+        """End a pass that was still going on at the `last` touch, much longer than usual after it began.
+
+        Where most of a loop is resident, too few touches are observed to end it.
         """
-        done = None if self.period is None else self._recorder.cut(now, OVERDUE * self.period)
+        done = None if self.period is None else self._recorder.cut(last, OVERDUE * self.period)
         self.use.passes += done is not None
         return done
 

@@ -161,6 +161,10 @@ class FuseBackend:
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
+    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Return the extents of which nothing is charged."""
+        return [extent for extent in extents if not group.charge[extent]]
+
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Drop the first page of pinned extents, so that the next touch sends a request."""
         with self.state.lock:

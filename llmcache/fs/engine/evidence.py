@@ -165,6 +165,9 @@ class Judge:
             late = sum(map(use.is_late, visible))
             in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
             self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
+        else:  # the touch of what is resident may cause no event
+            silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
+            use.judge(self.backend.absent(group, silent))
         self._guard(group)
         if use.changed:
             use.changed = False
