@@ -204,5 +204,9 @@ class Holder(Protocol):
         """Lock pages of pinned extents that were dropped and have come back."""
         return
 
+    def settle(self) -> None:
+        """Wait until locks and unlocks that were requested so far are done. Without the engine's lock."""
+        return
+
     def pinned(self, group: Group) -> list[int]:
         """Returns the extents that are pinned."""

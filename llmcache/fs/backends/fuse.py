@@ -706,6 +706,8 @@ class Reader:
         Anything else may be a row of a table: it is read as requested.
         """
         goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
+        if goes_on:
+            rest.group.sequential_ns = time.monotonic_ns()
         return (rest.group.looping and state == ABSENT) or goes_on or rest.offset > rest.first_byte
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:

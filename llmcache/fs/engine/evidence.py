@@ -80,7 +80,20 @@ class Judge:
             return
         self._guard_of(group).leave()
         log.info("inode %d: left to the kernel: clients have begun to use other parts of it", self._inode(group))
+        pinned = self.holder.pinned(group)
         self.turn(group, True)
+        if self.backend.in_place:
+            self.state.jobs.append(functools.partial(self._drop, group, pinned))
+            self.state.work.notify()
+
+    def _drop(self, group: Group, extents: list[int]) -> None:
+        """Drops extents that are no longer pinned: to the kernel they look as if they had just been used."""
+        self.holder.settle()
+        with self.state.lock:
+            ranges = self.state.ranges(group, extents) if group.alive and group.left else []
+        for member, offset, length in ranges:
+            if member.node is not None:
+                self.backend.drop(member.node, [(offset, length)])
 
     def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
         """Record a touch of an extent that is read page by page, of which so much is resident now."""
@@ -150,11 +163,13 @@ class Judge:
                 group.thin[extent] = group.use.unused[extent] = 0
 
     def pass_ended(self, group: Group) -> None:
-        """Judge a space whose pass has ended."""
+        """Judge a space whose pass has ended; one that is not known to loop is not steered."""
+        if not group.looping:
+            return
         use = group.use
         by_rank = list(zip(group.order.extent_at, group.status, strict=True))
         visible = [extent for extent, state in by_rank if state in _VISIBLE]
-        returned, use.returned = use.changed, 0
+        returned = use.changed
         if not group.left:
             self._drop_out(group, use.judge(visible))
             if use.changed:

@@ -146,6 +146,7 @@ class Group:
         self.recent: deque[int] = deque(maxlen=RECENT_EXTENTS)  # extents that were touched last
         self.request_ends: deque[tuple[Member, int]] = deque(maxlen=RECENT_REQUESTS)  # where requests ended, over FUSE
         self.last_ns = 0
+        self.sequential_ns = 0  # when a request, over FUSE, went on where another had ended
         self.opened_ns = 0  # when a client opened a file of it last
         self.convoy = 0  # how far readers drift apart: steps of a wider window
         self.together_ns = 0  # when there was one reader at most, last
@@ -227,7 +228,8 @@ class Group:
 
     def learn(self, done: Pass) -> bool:
         """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
-        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE) - self.use.unused.count(1)
+        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
+        visible -= self.use.unused.count(1) if self.looping else 0
         lesson = self.learner.learn(done, visible)
         self.cursors.loops = self.looping
         if lesson.old_ranks is not None:
