@@ -72,6 +72,26 @@ def test_the_counters_come_out_in_base_units() -> None:
     assert parsed(unread) and "hit_ratio" not in unread and "llmcache_loop" not in unread
 
 
+def test_each_loop_has_the_figures_of_the_decision_to_steer_it() -> None:
+    left = loop(left=True, unused_bytes=3, steered_pass_bytes=2_000_000, lru_pass_bytes=500_000)
+    old = loop()
+    for key in ("left", "unused_bytes", "steered_pass_bytes", "lru_pass_bytes"):
+        del old[key]
+    facts = stats(files=[file("/left", left), file("/new", loop()), file("/old", old)])
+    assert "llmcache_loop" not in exposition(facts, "/m", paths=False), "names of files are left out unless requested"
+    found = parsed(exposition(facts, "/m", paths=True))
+
+    def values(name: str) -> dict[str, float]:
+        at = {dict(labels)["file"]: value for (key, labels), value in found.items() if key == f"llmcache_loop_{name}"}
+        return {path: at[path] for path in sorted(at)}
+
+    assert values("left") == {"/left": 1, "/new": 0}
+    assert values("unused_bytes") == {"/left": 3, "/new": 0}
+    assert values("steered_pass_bytes") == {"/left": 2_000_000}, "it is not known of the others"
+    assert values("lru_pass_bytes") == {"/left": 500_000}
+    assert values("passes_total") == dict.fromkeys(("/left", "/new", "/old"), 12)
+
+
 @given(PATHS, st.lists(PATHS, max_size=6, unique=True))
 def test_any_path_can_be_a_label(mount: str, paths: list[str]) -> None:
     facts = stats(files=[file(path, loop(pinned_mb=place)) for place, path in enumerate(paths)])

@@ -98,15 +98,17 @@ FILES = st.builds(
     layers=st.lists(LAYERS, min_size=1, max_size=20),
     more=st.integers(0, 5),
 )
+BYTES = st.integers(0, 1 << 50)
 LOOPS = st.builds(
-    lambda path, size, period, share, readers: LoopState(
-        f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers)
+    lambda path, size, period, share, readers, judgement: LoopState(
+        f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers), *judgement
     ),
     path=st.text(max_size=60),
-    size=st.integers(0, 1 << 50),
+    size=BYTES,
     period=st.none() | st.floats(1e-9, 1e6),
     share=st.integers(0, 9),
     readers=st.lists(st.floats(0, 1.5), max_size=8),
+    judgement=st.tuples(st.booleans(), BYTES, st.none() | BYTES, st.none() | BYTES),
 )
 
 
@@ -140,6 +142,43 @@ def test_folding_loses_no_byte_and_keeps_the_order(layers: list[HeatLayer], rows
     assert folded[0].name.startswith(layers[0].name) and folded[-1].name.endswith(layers[-1].name)
     for each in folded:
         assert all(len(digits) == 16 and set(digits) <= set("0123456789") for digits in each.cells.values())
+
+
+def loop_lines(*loops: dict[str, Any], rows: int | None = None) -> list[str]:
+    """The lines of the table of loops, without its header."""
+    shown = text(sample(stats(files=[file(f"/{number}", each) for number, each in enumerate(loops)])), rows=rows)
+    table = shown[shown.index("\nloop ") + 1 :].partition("\n\n")[0]
+    return table.splitlines()[1:]
+
+
+def test_a_loop_that_is_not_steered_whole_has_a_line_that_says_why() -> None:
+    left = loop(left=True, unused_bytes=40 * MB, steered_pass_bytes=1200 * MB, lru_pass_bytes=300 * MB)
+    partly, old = loop(unused_bytes=40 * MB), loop()
+    for key in ("left", "unused_bytes", "steered_pass_bytes", "lru_pass_bytes"):
+        del old[key]
+    sentences = [line.strip() for line in loop_lines(left, partly, loop(), old, loop(left=True)) if line.startswith("  ")]
+    assert sentences == [
+        "left to the kernel: steering reads 1.20 GB a pass, the page cache 300 MB",
+        "40.0 MB not in use",
+        "left to the kernel",
+    ]
+
+
+def test_a_loop_is_shown_with_its_line_or_not_at_all() -> None:
+    left = loop(left=True, steered_pass_bytes=2 * MB, lru_pass_bytes=MB)
+    for rows in range(20, 60):
+        lines = loop_lines(*[left] * 6, rows=rows)
+        whole = [line for line in lines if not line.startswith("and ")]
+        assert [line.startswith("  ") for line in whole] == [False, True] * (len(whole) // 2)
+        assert len(whole) == 12 or lines[-1] == f"and {6 - len(whole) // 2} more"
+
+
+def test_a_hit_ratio_is_unknown_where_no_hit_could_be_observed() -> None:
+    """In steer and in place, reads of resident data send no request."""
+    for mode, ratio in (("steer", None), ("inplace", None), ("arena", 0.0)):
+        seen = sample(*(stats(10.0 + n, mode=mode, hit_bytes=0, read_bytes=(1 + n) * MB) for n in range(2)))
+        assert seen.interval is not None
+        assert seen.total.hit_ratio == seen.interval.hit_ratio == ratio
 
 
 # What is made of a mount's replies

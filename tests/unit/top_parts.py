@@ -20,8 +20,9 @@ def waits(*waited_ns: int) -> dict[str, Any]:
 
 def loop(pinned_mb: int = 60, **more: Any) -> dict[str, Any]:
     """A loop of 100 MB, with one reader in its middle."""
-    facts = {"bytes": 100 * MB, "period_s": 0.5, "pinned_bytes": pinned_mb * MB, "window_bytes": 10 * MB}
-    return facts | {"passes": 12, "guessed": False, "readers": [0.5]} | more
+    facts: dict[str, Any] = {"bytes": 100 * MB, "period_s": 0.5, "pinned_bytes": pinned_mb * MB, "window_bytes": 10 * MB}
+    facts |= {"passes": 12, "guessed": False, "readers": [0.5], "unused_bytes": 0}
+    return facts | {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None} | more
 
 
 def file(path: str, *loops: dict[str, Any], size_mb: int = 100) -> dict[str, Any]:

@@ -169,21 +169,23 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
         for loop in file["loops"]:
-            if loop.get("left") or loop.get("unused_bytes"):  # a daemon of version 1.0 has neither
-                console.print(Text(f"{printable(file['path']).lstrip('/')}: {_judgement(loop)}"))
+            if sentence := judgement(loop):
+                console.print(Text(f"{printable(file['path']).lstrip('/')}: {sentence}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
 
 
-def _judgement(loop: dict[str, Any]) -> str:
-    """Return what is steered of a loop, and why not more."""
-    parts = []
-    if loop["unused_bytes"]:
-        parts.append(f"{format_size(loop['unused_bytes'])} not in use")
-    if loop["left"]:
-        steered, lru = (format_size(loop[key]) for key in ("steered_pass_bytes", "lru_pass_bytes"))
-        parts.append(f"left to the kernel: steering reads {steered} a pass, the page cache {lru}")
-    return "; ".join(parts)
+def judgement(loop: dict[str, Any]) -> str:
+    """Return why not all of a loop is steered, with the figures of that decision; empty if all of it is.
+
+    `loop` has the keys of the stats document, perhaps without those that daemons of version 1.0 do not send.
+    """
+    steered, lru = loop.get("steered_pass_bytes"), loop.get("lru_pass_bytes")
+    if loop.get("left") and steered is not None and lru is not None:
+        return f"left to the kernel: steering reads {format_size(steered)} a pass, the page cache {format_size(lru)}"
+    if loop.get("left"):
+        return "left to the kernel"
+    return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
 
 
 def _experts(experts: dict[str, Any]) -> str:

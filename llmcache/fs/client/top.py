@@ -38,6 +38,7 @@ from rich.text import Span, Text
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import ask
+from llmcache.fs.client.operation import hit_ratio, judgement
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -87,10 +88,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class MountTraffic:
-    """Bytes that moved in `seconds`, and the waits of readers in them; ratios (0..1) are None of nothing.
+    """Bytes that moved in `seconds`, and the waits of readers in them; a ratio (0..1) is None where it is unknown.
 
-    `hit_ratio`: of bytes; in steer, what is pinned counts at the end of each pass. `late_ratio`, `wasted_ratio`: of the
-    prefetched bytes that came to their end, those that a reader had to wait for, and those that were dropped unread.
+    `hit_ratio`: the byte hit ratio; outside mode arena, hits on resident data are counted at the end of each pass.
+    `late_ratio`, `wasted_ratio`: the shares of the prefetched bytes that a reader had to wait for, and that were dropped
+    unread, among those that were read or dropped.
     """
 
     seconds: float
@@ -117,7 +119,12 @@ class MountTraffic:
 
 @dataclass(frozen=True)
 class LoopState:
-    """One loop; `readers` are places in it (0..1)."""
+    """One loop; `readers` are places in it (0..1).
+
+    `left`: it is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`: bytes
+    that steering, and the page cache, read in a pass; None while unknown. `unused_bytes`: bytes of the loop's files that no
+    client has used for some passes.
+    """
 
     path: str
     size_bytes: int
@@ -127,6 +134,10 @@ class LoopState:
     passes: int
     guessed: bool
     readers: tuple[float, ...]
+    left: bool = False
+    unused_bytes: int = 0
+    steered_pass_bytes: int | None = None
+    lru_pass_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +226,9 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
     for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
         found[f"{name}_bytes_per_s"] = found[f"{name}_bytes"] / seconds if seconds > 0 else 0.0
     prefetched = sum(found[f"{name}_bytes"] for name in ("useful", "late", "wasted"))
-    for name, whole in (("hit", found["read_bytes"]), ("late", prefetched), ("wasted", prefetched)):
-        found[f"{name}_ratio"] = found[f"{name}_bytes"] / whole if whole else None
+    for name in ("late", "wasted"):
+        found[f"{name}_ratio"] = found[f"{name}_bytes"] / prefetched if prefetched else None
+    found["hit_ratio"] = hit_ratio({**found, "mode": now["mode"]})
     for name in ("late", "demand"):
         earlier = _waits(before["waits"][name]) if before else None
         found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
@@ -232,6 +244,10 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
             path=control.text(file["path"]),
             size_bytes=control.whole(loop["bytes"]),
             readers=tuple(map(control.real, loop["readers"])),
+            left=bool(loop.get("left")),  # a daemon of version 1.0 has neither this key nor the next ones
+            unused_bytes=control.whole(loop.get("unused_bytes", 0)),
+            steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
+            lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
         )
         for file in stats["files"]
         for loop in file["loops"]
@@ -293,6 +309,10 @@ def _waits(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _real_or_none(value: object) -> float | None:
     return None if value is None else control.real(value)
+
+
+def _whole_or_none(value: object) -> int | None:
+    return None if value is None else control.whole(value)
 
 
 def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
@@ -541,15 +561,24 @@ def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Tex
     columns = (_NAME, 9, 9, 8, 8)
     room = width - sum(columns) - 3
     found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
-    told = loops if rows is None or len(loops) < rows else loops[: max(1, rows - 2)]
-    for loop in told:
-        period = "-" if loop.period_s is None else _coarse(loop.period_s)
-        share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
-        passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
-        row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
-        found.append(Text(f"{row}   ").append_text(readers_strip(loop.readers, room)))
-    if len(told) < len(loops):
-        found.append(Text(f"and {len(loops) - len(told)} more", "dim"))
+    blocks = [_loop(loop, columns, room) for loop in loops]
+    ends = list(accumulate(map(len, blocks)))
+    shown = len(blocks) if rows is None or ends[-1] < rows else max(1, sum(end <= rows - 2 for end in ends))
+    found += [line for block in blocks[:shown] for line in block]
+    if shown < len(blocks):
+        found.append(Text(f"and {len(blocks) - shown} more", "dim"))
+    return found
+
+
+def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
+    """Return the row of a loop, with a line below it if not all of the loop is steered."""
+    period = "-" if loop.period_s is None else _coarse(loop.period_s)
+    share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
+    passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
+    row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
+    found = [Text(f"{row}   ").append_text(readers_strip(loop.readers, room))]
+    if sentence := judgement(asdict(loop)):
+        found.append(Text(f"  {sentence}", "dim"))
     return found
 
 

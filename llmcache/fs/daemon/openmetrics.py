@@ -128,24 +128,40 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     yield from (read, ahead, waits, files)
 
 
+# (name without llmcache_loop_ and unit, unit, key of a loop, what it is)
+_LOOP_LEVELS = (
+    ("", "bytes", "bytes", "Size of the loop, without what clients no longer use."),
+    ("pinned", "bytes", "pinned_bytes", "Pinned of the loop."),
+    ("unused", "bytes", "unused_bytes", "Bytes that no client has used for some passes: neither pinned nor prefetched."),
+    ("left", "", "left", "1 where the loop is left to the kernel, 0 where it is steered."),
+    ("steered_pass", "bytes", "steered_pass_bytes", "Steering reads so much in a pass, or would; mean of recent passes."),
+    ("lru_pass", "bytes", "lru_pass_bytes", "The page cache (LRU) reads so much in a pass, or would; mean."),
+    ("period", "seconds", "period_s", "Usual time of a pass."),
+)
+
+
 def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
-    """One value for each file that loops; shards of a model count for its first file."""
+    """Return one value of each metric for each file that loops; the shards of a model count for its first file.
+
+    A value that is not known yet is left out.
+    """
     from prometheus_client import metrics_core as metrics
 
-    labels = ["mount", "file"]
-    size = metrics.GaugeMetricFamily("llmcache_loop", "Size of the loop.", labels=labels, unit="bytes")
-    pinned = metrics.GaugeMetricFamily("llmcache_loop_pinned", "Kept of the loop.", labels=labels, unit="bytes")
-    period = metrics.GaugeMetricFamily("llmcache_loop_period", "Usual time of a pass.", labels=labels, unit="seconds")
-    passes = metrics.CounterMetricFamily("llmcache_loop_passes", "Passes that were seen.", labels=labels)
     looping = [file for file in stats["files"] if file["loops"]]
-    for file, label in zip(looping, labels_of([file["path"] for file in looping]), strict=True):
-        for loop in file["loops"]:
-            size.add_metric([mount, label], loop["bytes"])
-            pinned.add_metric([mount, label], loop["pinned_bytes"])
-            passes.add_metric([mount, label], loop["passes"])
-            if loop["period_s"] is not None:
-                period.add_metric([mount, label], loop["period_s"])
-    return [size, pinned, period, passes]
+    labels = labels_of([file["path"] for file in looping])
+    loops = [(label, loop) for file, label in zip(looping, labels, strict=True) for loop in file["loops"]]
+    passes = metrics.CounterMetricFamily("llmcache_loop_passes", "Observed passes.", labels=["mount", "file"])
+    for label, loop in loops:
+        passes.add_metric([mount, label], loop["passes"])
+    found: list[Metric] = [passes]
+    for name, unit, key, text in _LOOP_LEVELS:
+        full_name = f"llmcache_loop_{name}".rstrip("_")
+        gauge = metrics.GaugeMetricFamily(full_name, text, labels=["mount", "file"], unit=unit)
+        for label, loop in loops:
+            if loop.get(key) is not None:  # a daemon of version 1.0 does not send all keys
+                gauge.add_metric([mount, label], loop[key])
+        found.append(gauge)
+    return found
 
 
 def parse_address(text: str) -> tuple[str, int]:
