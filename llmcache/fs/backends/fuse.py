@@ -717,7 +717,7 @@ class Reader:
         goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
         if goes_on:
             rest.group.sequential_ns = time.monotonic_ns()
-        return (rest.group.looping and state == ABSENT) or goes_on or rest.offset > rest.first_byte
+        return goes_on or (rest.group.looping and state == ABSENT)
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
         """A reader has reached an extent that was fetched ahead of it."""
