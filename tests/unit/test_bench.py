@@ -302,6 +302,14 @@ def test_time_is_judged_in_place_by_three_runs_and_rows_where_the_loop_fits() ->
     assert judged.value == pytest.approx(1.25) and not judged.passed
 
 
+def test_two_runs_do_not_share_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zoo.alone_in(tmp_path):
+        assert harness.run(zoo, ["--dir", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said and "hint: " in said and not list(tmp_path.iterdir())
+    assert harness.run(zoo, ["--dir", str(tmp_path), "--match", "nothing"]) == 2
+
+
 @pytest.mark.parametrize("how", patterns.HOW)
 def test_the_reader_replays_a_stage(tmp_path: Path, how: patterns.How) -> None:
     (tmp_path / "model").write_bytes(bytes(5 * MB))

@@ -7,6 +7,7 @@ Cases: (a) a loop larger than memory, (b) one that fits, (c) one cold pass, (d) 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from . import routing
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .machine import disk_of
+from .patterns import Reader, Stage, routed_passes
 from .results import Bar, Document, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
@@ -261,12 +263,12 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
         for share in shares:
             counts = tokens_read, warmup = MIXTURE_COUNTS[share]
             chosen, ranks = routings[:tokens_read], ranks_of[:tokens_read]
-            ranges = plan.scratch / f"{file.stem}-{tokens_read}.plan"
-            if not ranges.exists():
-                ranges.write_bytes(routing.plan(layout, chosen).tobytes())
+            stage = plan.scratch / f"{file.stem}-{tokens_read}.json"
+            if not stage.exists():
+                stage.write_text(json.dumps(Stage((Reader(routed_passes(layout, chosen.tolist())),)).to_json()))
 
-            def reader(_side: str, path: Path, ranges: Path = ranges) -> list[str]:
-                return client("routed_reader", path, ranges)
+            def reader(_side: str, path: Path, stage: Path = stage) -> list[str]:
+                return client("zoo_reader", stage, path)
 
             cache, each = int(share * size), slices.bytes_of(0)
             missed = routing.misses(chosen, ranks, routing.Habits(), (cache - dense) // each, warmup)
