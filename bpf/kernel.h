@@ -41,7 +41,8 @@ struct seqcount { unsigned int sequence; };
 struct mm_struct { struct percpu_counter rss_stat[4]; void *pgd; struct seqcount mm_lock_seq; };
 struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
 
-struct upid { int nr; };
+struct pid_namespace { char opaque; };
+struct upid { int nr; struct pid_namespace *ns; };
 struct pid { unsigned int level; struct upid numbers[1]; };
 struct fdtable { unsigned int max_fds; struct file **fd; };
 struct files_struct { struct fdtable *fdt; };
@@ -114,16 +115,43 @@ static __always_inline struct file_key file_key(struct inode *inode)
 	return key;
 }
 
-/* The number of a process in the pid namespace of whoever asked, `level` deep; 0 if it has none there. */
-static u32 visible_pid(struct task_struct *task, u32 level)
+/* The pid namespace of user space: an identity, and how many namespaces it is in. */
+struct viewer {
+	u64 ns;
+	u32 level, spare;
+};
+
+static __always_inline void *number_of(struct pid *pid, u32 level)
+{
+	return (void *)pid + bpf_core_field_offset(struct pid, numbers) + level * bpf_core_type_size(struct upid);
+}
+
+static __always_inline u64 namespace_of(struct pid *pid, u32 level)
+{
+	u64 ns = 0;
+
+	bpf_probe_read_kernel(&ns, sizeof(ns), number_of(pid, level) + bpf_core_field_offset(struct upid, ns));
+	return ns;
+}
+
+/* Make the namespace of `me` the viewer's. */
+static __always_inline void set_viewer(struct viewer *viewer, struct task_struct *me)
+{
+	struct pid *pid = BPF_CORE_READ(me, thread_pid);
+
+	viewer->level = BPF_CORE_READ(pid, level);
+	viewer->ns = namespace_of(pid, viewer->level);
+}
+
+/* The number of a process in the viewer's namespace; 0 if it has none there. */
+static u32 visible_pid(struct task_struct *task, struct viewer *viewer)
 {
 	struct pid *pid = BPF_CORE_READ(task, group_leader, thread_pid);
 	u32 nr = 0;
 
-	if (!pid || BPF_CORE_READ(pid, level) < level)
+	if (!pid || BPF_CORE_READ(pid, level) < viewer->level || namespace_of(pid, viewer->level) != viewer->ns)
 		return 0;
-	bpf_probe_read_kernel(&nr, sizeof(nr), (void *)pid + bpf_core_field_offset(struct pid, numbers) +
-					       level * bpf_core_type_size(struct upid));
+	bpf_probe_read_kernel(&nr, sizeof(nr), number_of(pid, viewer->level) + bpf_core_field_offset(struct upid, nr));
 	return nr;
 }
 

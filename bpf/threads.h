@@ -1,7 +1,7 @@
 /* Which threads are recorded: those of the targets, found once by `seed`, and what they start.
  *
  * Threads are kept by their number in the first pid namespace. `pid`, which records carry, is that of the process in the
- * recorder's namespace, `level` deep. */
+ * recorder's namespace. */
 #ifndef LLMCACHE_THREADS_H
 #define LLMCACHE_THREADS_H
 
@@ -51,13 +51,12 @@ struct {
 	__type(value, u32);
 } targets SEC(".maps");
 
-struct depth { u32 level; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, u32);
-	__type(value, struct depth);
-} depth SEC(".maps");
+	__type(value, struct viewer);
+} viewers SEC(".maps");
 
 static __always_inline struct thread *this_thread(void)
 {
@@ -96,12 +95,12 @@ int seed(struct bpf_iter__task *ctx)
 {
 	struct task_struct *task = ctx->task, *me = (void *)bpf_get_current_task();
 	u32 zero = 0, pid, tid;
-	struct depth *mine = bpf_map_lookup_elem(&depth, &zero);
+	struct viewer *viewer = bpf_map_lookup_elem(&viewers, &zero);
 
-	if (!task || !mine)
+	if (!task || !viewer)
 		return 0;
-	mine->level = BPF_CORE_READ(me, thread_pid, level);
-	pid = visible_pid(task, mine->level);
+	set_viewer(viewer, me);
+	pid = visible_pid(task, viewer);
 	if (!pid || !bpf_map_lookup_elem(&targets, &pid))
 		return 0;
 	tid = task->pid;
@@ -121,14 +120,14 @@ int BPF_PROG(started, struct task_struct *task, u64 clone_flags)
 {
 	struct thread *parent = this_thread();
 	u32 zero = 0;
-	struct depth *mine = bpf_map_lookup_elem(&depth, &zero);
+	struct viewer *viewer = bpf_map_lookup_elem(&viewers, &zero);
 
-	if (!parent || !mine)
+	if (!parent || !viewer)
 		return 0;
 	if (clone_flags & CLONE_THREAD)
 		add_thread(task->pid, parent->pid);
 	else if (config.follow)
-		add_thread(task->pid, visible_pid(task, mine->level));
+		add_thread(task->pid, visible_pid(task, viewer));
 	return 0;
 }
 

@@ -72,13 +72,20 @@ struct {
 	__type(value, struct added);
 } added_pages SEC(".maps");
 
-struct own { u32 tgid, level; u64 lost, woken_ns; };
+struct own { u32 tgid, spare; u64 lost, woken_ns; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, u32);
 	__type(value, struct own);
 } own SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, struct viewer);
+} viewers SEC(".maps");
 
 /* The mount's daemon and its helper bring pages in, which is no touch. */
 static __always_inline int is_own(struct own *mine)
@@ -95,13 +102,15 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 	u32 place = file->first + extent, zero = 0, tgid;
 	u64 *last = bpf_map_lookup_elem(&told, &place);
 	struct program *known, program = {};
+	struct viewer *viewer;
 	struct own *mine;
 	int wakes;
 
 	if (!last || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
 		return;
 	mine = bpf_map_lookup_elem(&own, &zero);
-	if (!mine || is_own(mine))
+	viewer = bpf_map_lookup_elem(&viewers, &zero);
+	if (!mine || !viewer || is_own(mine))
 		return;
 	*last = (now & ~1ULL) | (flags & MISS);
 	if (file->step > 1 && extent < file->count && extent % file->step)
@@ -112,7 +121,7 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 	if (known && known->started_ns == program.started_ns) {
 		touch.pid = known->pid;
 	} else {
-		touch.pid = program.pid = visible_pid((void *)bpf_get_current_task(), mine->level);
+		touch.pid = program.pid = visible_pid((void *)bpf_get_current_task(), viewer);
 		bpf_map_update_elem(&programs, &tgid, &program, 0);
 	}
 	/* A wake-up costs the toucher microseconds: a miss is told at once, hits are gathered for a while. */
@@ -260,10 +269,11 @@ int begin(void *context)
 	struct task_struct *me = (void *)bpf_get_current_task();
 	u32 zero = 0;
 	struct own *mine = bpf_map_lookup_elem(&own, &zero);
+	struct viewer *viewer = bpf_map_lookup_elem(&viewers, &zero);
 
-	if (!mine)
+	if (!mine || !viewer)
 		return 1;
 	mine->tgid = BPF_CORE_READ(me, tgid);
-	mine->level = BPF_CORE_READ(me, thread_pid, level);
+	set_viewer(viewer, me);
 	return 0;
 }

@@ -4,9 +4,10 @@
     tools/make_model.py OUT.gguf --size 700M
     tools/make_model.py model.safetensors --format safetensors --size 2G --split 3
     tools/make_model.py mixture.gguf --size 2G --experts 64 --used 4
+    tools/make_model.py today.gguf --size 1145M --type q4_k_m
 
 The same arguments give the same bytes. A file that is already right (its parameters stand in OUT.json) is kept.
-The words it writes mean nothing; what it reads, and in which order, is what a model of that size reads.
+The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
 """
 
 from __future__ import annotations
@@ -34,24 +35,19 @@ from llmcache.units import format_size, parse_size
 
 # Raise it when the bytes that the same parameters give change.
 _GENERATOR_VERSION = 1
-BYTES_PER_VALUE = {"gguf": 34 / 32, "safetensors": 2.0}
-"""By format: Q8_0, and bfloat16."""
 HEAD_SIZE = 64
-_Q8_0_VALUES, _Q8_0_BYTES = 32, 34  # of a block, of which a row is made
 _PIECE_BYTES = 8 * 2**20  # is made at a time: a model larger than memory can be generated
 
-# Uniform int8 has a standard deviation of 73; weights should have 0.02, so that activations stay finite.
-_SCALE = np.frombuffer(np.float16(0.02 / 73).tobytes(), np.uint8)
+_DEVIATION = 0.02  # of weights, so that activations stay finite
 # bfloat16 with random sign, mantissa and two low exponent bits: magnitudes from 2**-7 to 2**-3.
 _BF16_RANDOM, _BF16_BASE, _BF16_ONE = 0x81FF, 0x3C00, 0x3F80
 
 _ALIGNMENT = 32
-_F32, _Q8_0 = 0, 8
+_F32 = 0
 _STRING, _ARRAY = 8, 9
 _KINDS = {"H": 2, "I": 4, "i": 5, "f": 6}
 """By the letter that `struct` has for a number of a kind."""
 _CONTEXT_LENGTH = 2048
-_MOSTLY_Q8_0 = 7
 _NAMES = {
     "embedding": ("token_embd", "model.embed_tokens"),
     "output_norm": ("output_norm", "model.norm"),
@@ -68,6 +64,65 @@ _NAMES = {
     "router": ("ffn_gate_inp", "mlp.gate"),
 }
 """The names of roles: in GGUF, and in safetensors."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A quantised GGUF type: its `number` in a header, and the blocks that form a row.
+
+    `scales` maps a byte offset in a block to the float16 number there; with it, a block of random bytes has values of mean 0
+    and deviation `_DEVIATION`. `least` is the smallest int8 that the quantiser of the type writes.
+    """
+
+    number: int
+    values: int
+    block_bytes: int
+    scales: dict[int, float]
+    least: int = -128
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes per value."""
+        return self.block_bytes / self.values
+
+
+# Random bytes are uniform: int8 has a deviation of 73. A Q4_K value is d * scale * q - dmin * min, where scale and min have
+# 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, of 8 and 6 signed bits.
+Q8_0 = BlockType(8, 32, 34, {0: _DEVIATION / 73}, least=-127)
+Q4_K = BlockType(12, 256, 144, {0: _DEVIATION / 258, 2: 7.5 * _DEVIATION / 258})
+Q6_K = BlockType(14, 256, 210, {208: _DEVIATION / 1366})
+
+
+@dataclass(frozen=True)
+class FileType:
+    """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
+
+    `mean_value_bytes` is the mean number of bytes per value in a whole model.
+    """
+
+    number: int
+    block: BlockType
+    better: BlockType
+    mean_value_bytes: float
+
+    def block_of(self, weight: Weight, shape: Shape) -> BlockType:
+        """Return the type of a quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it for a dense Llama."""
+        if weight.role == ("embedding" if shape.tied else "output"):
+            return self.better
+        if weight.role in ("value", "down") and weight.layer is not None and _use_more_bits(weight.layer, shape.layers):
+            return self.better
+        return self.block
+
+
+def _use_more_bits(layer: int, layers: int) -> bool:
+    """Return whether Q4_K_M favours a layer: it does for the first and last eighth, and for every third of the others."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+TYPES = {"q8_0": FileType(7, Q8_0, Q8_0, Q8_0.value_bytes), "q4_k_m": FileType(15, Q4_K, Q6_K, 0.602)}
+"""The types of GGUF files, by the value of --type. The mean of Q4_K_M is that of the larger presets."""
+BYTES_PER_VALUE = {"gguf": TYPES["q8_0"].mean_value_bytes, "safetensors": 2.0}
+"""By format: Q8_0, and bfloat16."""
 
 # (smallest number of parameters, width, feed-forward width, vocabulary); the middle ones are TinyLlama and Llama 8B.
 _PRESETS = (
@@ -159,16 +214,24 @@ class MixtureShape:
 
 
 def choose_shape(
-    size_bytes: int, bytes_per_value: float, layers: int | None, tied: bool, mixture: MixtureShape | None = None
+    size_bytes: int,
+    bytes_per_value: float,
+    layers: int | None,
+    tied: bool,
+    mixture: MixtureShape | None = None,
+    block_values: int = Q8_0.values,
 ) -> Shape:
-    """The shape whose file comes nearest to `size_bytes`; a given number of `layers` is kept instead of the size."""
+    """The shape whose file comes nearest to `size_bytes`; a given number of `layers` is kept instead of the size.
+
+    Rows consist of whole blocks of `block_values`.
+    """
     values = size_bytes / bytes_per_value
     if mixture is None:
         _, width, feed_forward, vocabulary = max(preset for preset in _PRESETS if preset[0] <= values)
-        shape = Shape(width, feed_forward, vocabulary, 1, tied)
+        shape = Shape(width, -(-feed_forward // block_values) * block_values, vocabulary, 1, tied)
     else:
         _, width, _, vocabulary = _PRESETS[1 if mixture.slice_bytes < 2 << 20 else 2]
-        units = max(1, round(mixture.slice_bytes / bytes_per_value / width / _Q8_0_VALUES)) * _Q8_0_VALUES
+        units = max(1, round(mixture.slice_bytes / bytes_per_value / width / block_values)) * block_values
         shape = Shape(width, units, vocabulary, 1, tied, mixture.experts, mixture.used)
     fixed = shape.width * shape.vocabulary * (1 if tied else 2)
     per_layer = sum(weight.values for weight in shape.layer_weights(0))
@@ -197,16 +260,18 @@ def _generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64([seed, index]))
 
 
-def _q8_0(seed: int, index: int, values: int) -> Iterator[bytes]:
-    """Q8_0 blocks (a float16 scale, 32 int8) of `values` random values; quantised from nothing, hence fast."""
+def _blocks(block: BlockType, seed: int, index: int, values: int) -> Iterator[bytes]:
+    """Yield blocks of `values` random values. Nothing is quantised: the bytes themselves are random."""
     random = _generator(seed, index)
-    blocks = values // _Q8_0_VALUES
-    step = _PIECE_BYTES // _Q8_0_BYTES
+    blocks = values // block.values
+    step = _PIECE_BYTES // block.block_bytes
     for start in range(0, blocks, step):
         count = min(step, blocks - start)
-        piece = np.frombuffer(bytearray(random.bytes(count * _Q8_0_BYTES)), np.int8)
-        np.maximum(piece, -127, out=piece)  # quantisers never write -128
-        piece.view(np.uint8).reshape(count, _Q8_0_BYTES)[:, :2] = _SCALE
+        piece = np.frombuffer(bytearray(random.bytes(count * block.block_bytes)), np.int8)
+        np.maximum(piece, block.least, out=piece)
+        rows = piece.view(np.uint8).reshape(count, block.block_bytes)
+        for at, scale in block.scales.items():
+            rows[:, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         yield piece.tobytes()
 
 
@@ -222,47 +287,57 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
 # The two formats
 
 
-def write_gguf(files: list[BinaryIO], shape: Shape, seed: int) -> None:
-    """Write the model as GGUF in Q8_0 into `files`, one for each shard, as llama.cpp loads them together."""
-    weights = list(shape.weights())
-    groups = split_by_size([_size(weight) for weight in weights], len(files))
+def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileType = TYPES["q8_0"]) -> None:
+    """Write the model as GGUF into `files`, one for each shard, as llama.cpp loads them together."""
+    tensors = [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
+    groups = split_by_size([tensor.size_bytes for tensor in tensors], len(files))
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
-        keys = _model_keys(shape) if number == 0 else []
+        keys = _model_keys(shape, file_type) if number == 0 else []
         if len(files) > 1:
             keys += [_key("split.no", number, "H"), _key("split.count", len(files), "H")]
-            keys += [_key("split.tensors.count", len(weights), "i")]
-        _write_header(file, keys, [weights[index] for index in group])
+            keys += [_key("split.tensors.count", len(tensors), "i")]
+        _write_header(file, keys, [tensors[index] for index in group])
         for index in group:
-            _write_padded(file, _content(weights[index], seed, index))
+            _write_padded(file, _content(tensors[index], seed, index))
 
 
-def _is_plain(weight: Weight) -> bool:
-    """Whether it is written as float32."""
-    return weight.rows is None or weight.role == "router"
+@dataclass(frozen=True)
+class Tensor:
+    """A weight in a GGUF file; `block` None for float32."""
+
+    weight: Weight
+    block: BlockType | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor, without padding."""
+        values = self.weight.values
+        return 4 * values if self.block is None else values // self.block.values * self.block.block_bytes
 
 
-def _size(weight: Weight) -> int:
-    if _is_plain(weight):
-        return 4 * weight.values
-    return weight.values // _Q8_0_VALUES * _Q8_0_BYTES
+def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:
+    """Return None for a tensor that every file type keeps in float32."""
+    return None if weight.rows is None or weight.role == "router" else file_type.block_of(weight, shape)
 
 
-def _content(weight: Weight, seed: int, index: int) -> Iterator[bytes]:
+def _content(tensor: Tensor, seed: int, index: int) -> Iterator[bytes]:
+    weight = tensor.weight
     if weight.rows is None:
         return iter([np.ones(weight.columns, "<f4").tobytes()])
-    if _is_plain(weight):  # as large as those of trained routers
+    if tensor.block is None:  # as large as those of trained routers
         return iter([(0.02 * _generator(seed, index).standard_normal(weight.values)).astype("<f4").tobytes()])
-    return _q8_0(seed, index, weight.values)
+    return _blocks(tensor.block, seed, index, weight.values)
 
 
-def _write_header(file: BinaryIO, keys: list[bytes], weights: list[Weight]) -> None:
-    header = [b"GGUF", struct.pack("<IQQ", 3, len(weights), len(keys)), *keys]
+def _write_header(file: BinaryIO, keys: list[bytes], tensors: list[Tensor]) -> None:
+    header = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys)), *keys]
     offset = 0
-    for weight in weights:
+    for tensor in tensors:
+        weight = tensor.weight
         shape = [size for size in (weight.columns, weight.rows, weight.experts) if size is not None]
         header.append(_text(_gguf_name(weight)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-        header.append(struct.pack("<IQ", _F32 if _is_plain(weight) else _Q8_0, offset))
-        offset += -(-_size(weight) // _ALIGNMENT) * _ALIGNMENT
+        header.append(struct.pack("<IQ", _F32 if tensor.block is None else tensor.block.number, offset))
+        offset += -(-tensor.size_bytes // _ALIGNMENT) * _ALIGNMENT
     _write_padded(file, iter(header))
 
 
@@ -276,7 +351,7 @@ def _gguf_name(weight: Weight) -> str:
     return f"{prefix}{_NAMES[weight.role][0]}{'_exps' if weight.experts else ''}.weight"
 
 
-def _model_keys(shape: Shape) -> list[bytes]:
+def _model_keys(shape: Shape, file_type: FileType) -> list[bytes]:
     """Hyper-parameters, and a SentencePiece vocabulary of made-up words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"\u2581w{number}" for number in range(shape.vocabulary - len(tokens))]
@@ -287,7 +362,7 @@ def _model_keys(shape: Shape) -> list[bytes]:
         "general.architecture": "llama",
         "general.name": "random weights",
         "general.alignment": _ALIGNMENT,
-        "general.file_type": _MOSTLY_Q8_0,
+        "general.file_type": file_type.number,
         "llama.context_length": _CONTEXT_LENGTH,
         "llama.embedding_length": shape.width,
         "llama.block_count": shape.layers,
@@ -395,19 +470,21 @@ def shard_paths(out: Path, shards: int) -> list[Path]:
     return [out] if shards == 1 else [out.with_name(f"{out.stem}-{one:05}-of-{shards:05}{out.suffix}") for one in numbers]
 
 
-def make_model(out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False) -> list[Path]:
+def make_model(
+    out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False, file_type: str = "q8_0"
+) -> list[Path]:
     """The files of the model described by the arguments: those that exist where they are right, else new ones."""
     paths = shard_paths(out, shards)
     paths += [out.with_name(f"{out.name}.index.json")] if shards > 1 and model_format == "safetensors" else []
     parameters = {"version": _GENERATOR_VERSION, "format": model_format, "shards": shards, "seed": seed}
-    parameters |= asdict(shape) | {"fused": fused}
+    parameters |= asdict(shape) | {"fused": fused} | ({} if file_type == "q8_0" else {"type": file_type})
     sidecar = out.with_name(out.name + ".json")
     if _is_right(sidecar, parameters, paths):
         return paths
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         sidecar.unlink(missing_ok=True)
-        _write(paths, shape, model_format, seed, fused)
+        _write(paths, shape, model_format, seed, fused, TYPES[file_type])
         sizes = {path.name: path.stat().st_size for path in paths}
         sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
     except OSError as error:
@@ -426,12 +503,12 @@ def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -
         return False
 
 
-def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool) -> None:
+def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool, file_type: FileType) -> None:
     """Write under temporary names first: a file with the final name is always whole."""
     with contextlib.ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(replacing(path, 0o666)) for path in paths]
         if model_format == "gguf":
-            write_gguf(files, shape, seed)
+            write_gguf(files, shape, seed, file_type)
         else:
             write_safetensors(files, [path.name for path in paths], shape, seed, fused)
         for file in files:  # on the disk, and out of the page cache: what reads it next starts cold, nothing is dirty
@@ -445,7 +522,8 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
     parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
-    parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="Q8_0 GGUF or BF16")
+    parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="GGUF, or safetensors in BF16")
+    parser.add_argument("--type", choices=tuple(TYPES), help="quantisation of a GGUF (default: q8_0)")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
     parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
     parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
@@ -457,18 +535,22 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make what `words` (default: the command line) ask for, and print the paths."""
+    """Make the model that `words` (default: the command line) describe, and print the paths."""
     arguments = _arguments(words)
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError("--layers must be at least 1")
-    value_bytes = BYTES_PER_VALUE[arguments.format]
+    if arguments.type and arguments.format != "gguf":
+        raise UsageError("--type is for GGUF; safetensors are written in BF16")
+    file_type = arguments.type or "q8_0"
+    value_bytes = BYTES_PER_VALUE["safetensors"] if arguments.format != "gguf" else TYPES[file_type].mean_value_bytes
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
     mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
-    shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture)
+    block_values = TYPES[file_type].block.values
+    shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture, block_values)
     if not 1 <= arguments.split <= len(list(shape.weights())):
         raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")
-    paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused)
+    paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type)
     total = sum(path.stat().st_size for path in paths)
     experts = f", {shape.experts} experts, {shape.used} used" if mixture else ""
     print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)

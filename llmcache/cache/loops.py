@@ -252,7 +252,7 @@ def _backward_share(ranks: Sequence[int]) -> float:
 
 UNUSED_PASSES = 2  # whole passes without a touch, after which an extent no longer counts as part of the loop
 UNUSED_GAPS = 2  # the same, in multiples of the number of passes after which the extent usually comes round
-RUN = 2  # extents before one, that were touched in the same pass
+RUN, RUN_NEAR = 2, 4  # extents that were touched in the same pass, of so many before one
 _GAP_MAX = 100  # passes; fits into a byte
 
 
@@ -272,7 +272,8 @@ class RecentUse:
         self.passes = 0  # that have ended, however short
         self.unused = bytearray(count)  # by extent
         self.changed = False  # `unused`, since the owner has cleared this
-        self.returned = 0  # extents that are used again, since the owner has cleared this
+        self.returned = 0  # extents that came into use again in this pass and the last
+        self._returned_now = 0
         self._last = array("I", bytes(4 * count))  # by extent: `passes` at its last touch
         self._gap = bytearray(b"\1" * count)  # by extent: passes between its last two touches
         self._usual = bytearray(b"\1" * count)  # by extent: the smaller one of its last two gaps
@@ -299,12 +300,17 @@ class RecentUse:
         if self.unused[extent] and (gap <= UNUSED_PASSES or self._ends_run(extent)):
             self.unused[extent] = 0
             self.returned += 1
+            self._returned_now += 1
             self.changed = True
 
     def _ends_run(self, extent: int) -> bool:
-        """Return True if the RUN extents before this one were touched in this pass, too."""
-        before = self._last[max(0, extent - RUN) : extent]
-        return len(before) == RUN and all(last == self.passes for last in before)
+        """Return True if RUN of the RUN_NEAR extents before this one were touched in this pass, too."""
+        return self._last[max(0, extent - RUN_NEAR) : extent].count(self.passes) >= RUN
+
+    def end_pass(self) -> None:
+        """Count a pass."""
+        self.passes += 1
+        self.returned, self._returned_now = self._returned_now, 0
 
     def untouched(self, extent: int) -> int:
         """Return how many whole passes have ended since the last touch of `extent`."""
@@ -368,7 +374,8 @@ class LoopLearner:
     def note(self, extent: int, now: int) -> Pass | None:
         """Records a touch of `extent`; returns the pass that this ends, or proves to have been one, if any."""
         done = self._recorder.note(extent, now)
-        self.use.passes += done is not None
+        if done is not None:
+            self.use.end_pass()
         self.use.touch(extent)
         if self.looping:
             return done
@@ -383,12 +390,14 @@ class LoopLearner:
         """Take how many extents a pass touches visibly: with few of them, touches that are less apart end a pass."""
         self._recorder.least = _least_apart(visible)
 
-    def cut(self, now: int) -> Pass | None:
-        """End a pass that takes much longer than usual: where most of a loop is resident, too few touches are observed to
-        end it.
+    def cut(self, last: int) -> Pass | None:
+        """End a pass that was still going on at the `last` touch, much longer than usual after it began.
+
+        Where most of a loop is resident, too few touches are observed to end it.
         """
-        done = None if self.period is None else self._recorder.cut(now, OVERDUE * self.period)
-        self.use.passes += done is not None
+        done = None if self.period is None else self._recorder.cut(last, OVERDUE * self.period)
+        if done is not None:
+            self.use.end_pass()
         return done
 
     def learn(self, done: Pass, visible: int) -> Lesson:

@@ -158,7 +158,7 @@ class Steering:
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
             use = space.learner.use
-            if self._judges_use:
+            if self._judges_use and space.learner.looping:
                 use.judge(extent for extent in range(space.count) if not space.single[extent])
             self._due = self._due or lesson.changed or use.changed
             self._due = self._due or (lesson.counts and self._ranked != _ranking(self._loops()))

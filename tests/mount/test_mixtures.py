@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import random
@@ -18,9 +19,8 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from tests.mount.live import OVERHEAD_BYTES, live, llmcache, wait_for
-from tools.bench import routing
+from tools.bench import patterns, routing
 from tools.bench.cgroup import Cgroup
-from tools.bench.clients.routed_reader import tokens
 from tools.bench.runner import client, forget, run_client
 from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
@@ -72,7 +72,8 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
     habits = routing.Habits(zipf=1.2)
     routed, ranks = routing.ranked(TOKENS, model.layers, EXPERTS, USED, habits)
-    (tmp_path / "plan").write_bytes(routing.plan(routing.layout_of(model.path), routed).tobytes())
+    passes = patterns.routed_passes(routing.layout_of(model.path), routed.tolist())
+    (tmp_path / "plan").write_text(json.dumps(patterns.Stage((patterns.Reader(passes),)).to_json()))
     room = (model.budget - model.dense_bytes) // model.expert_bytes
     expected = routing.misses(routed, ranks, habits, room, WARM)["lru"] * (TOKENS - WARM) * model.expert_bytes
     source = model.path.parent
@@ -82,7 +83,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         live(source, tmp_path / "mnt", str(model.budget), "--mode", mode, wrap=group.wrap) as mount,
     ):
         forget(model.path)
-        done = run_client(group, client("routed_reader", mount.mountpoint / model.path.name, tmp_path / "plan"), 300)
+        done = run_client(group, client("zoo_reader", tmp_path / "plan", mount.mountpoint / model.path.name), 300)
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
@@ -94,7 +95,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
 def test_tokens_are_timed_with_help_and_without(model: Model, tmp_path: Path, mode: str) -> None:
     """And what is faster goes on."""
     routed, _ = routing.ranked(200, model.layers, EXPERTS, USED)
-    used = list(tokens(routing.plan(routing.layout_of(model.path), routed)))
+    used = list(routing.ranges(routing.layout_of(model.path), routed.tolist()))
     ended = threading.Event()
 
     def read(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mounts and other namespaces: mount namespaces that share or follow this one, and a daemon in a chroot."""
+"""Mounts and other namespaces: copies in mount namespaces, a daemon in a chroot, and daemons and readers in containers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -81,6 +82,64 @@ def test_a_read_only_mount_in_place_is_read_only_in_every_namespace(shared: Path
             finally:
                 subprocess.run(["umount", source / "below"], check=True)
         assert not [mount for mount in mounts(pid).values() if mount.point == str(point)]
+
+
+READER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+while True:
+    at = 0
+    while count := len(os.pread(fd, 1 << 20, at)):
+        at += count
+"""
+
+
+@contextmanager
+def contained(source: Path, point: Path, mode: str) -> Iterator[int]:
+    """Yield the daemon of a mount of its own mount and pid namespaces, where it is process 1."""
+    words: list[str | Path] = ["mount", source, point, "--mode", mode, "--cache", "32Mi", "--foreground"]
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "llmcache"]
+    log = point.with_suffix(".log")
+    with log.open("w") as sink:
+        outer = subprocess.Popen([*command, *words], env=environment(), stdout=sink, stderr=sink)
+    try:
+        wait_for(lambda: "is served on" in log.read_text() or outer.poll() is not None, "the mount serves")
+        assert outer.poll() is None, log.read_text()
+        yield int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text())
+    finally:
+        outer.kill()  # and the daemon with it
+        outer.wait()
+        control.files(str(point)).remove()
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("mode", ["steer", "inplace"])
+@pytest.mark.parametrize("around", [[], ["unshare", "--pid", "--fork", "--kill-child"]], ids=["outside", "in another"])
+def test_readers_of_other_pid_namespaces_are_readers(tmp_path: Path, mode: str, around: list[str]) -> None:
+    """Outside of the daemon's, or process 1 of another container as the daemon is of its own."""
+    source, point = tmp_path / "source", tmp_path / "mnt"
+    for directory in (source, point):
+        directory.mkdir()
+    if mode == "inplace" and (reason := why_not(str(source))):
+        pytest.skip(reason)
+    os.utime(random_file(source / "loop.bin", 80 * MIB), (0, 0))
+
+    def stats() -> dict[str, Any]:
+        return control.request(str(point), {"op": "stats"})
+
+    with contained(source, point, mode) as daemon:
+        enter = ["nsenter", "-t", str(daemon), "-m", "--", *around]
+        reader = subprocess.Popen([*enter, sys.executable, "-c", READER, point / "loop.bin"])
+        try:
+            wait_for(lambda: stats()["pinned_bytes"] > 8 * MIB and stats()["hit_bytes"] > 0, "a loop is seen", state=stats)
+            (file,) = stats()["files"]
+            assert file["open"] and file["loops"][0]["passes"] > 1
+        finally:
+            reader.kill()
+            reader.wait()
+        wait_for(lambda: not any(file["open"] for file in stats()["files"]), "it has ended", state=stats)
+    assert point.with_suffix(".log").read_text().count("outside this pid namespace") == 1
 
 
 # In a pid namespace: two readers, one after the other, that have one number outside and two inside. They are no children of

@@ -20,7 +20,7 @@ import pytest
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
-from tests.property.kernel import READER_PID, File, wait_until
+from tests.property.kernel import PAGE, READ_AHEAD_PAGES, READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 
 
@@ -69,6 +69,33 @@ def test_a_loop_is_held_and_given_back(rig: Rig) -> None:
     rig.engine.removed("/loop")
     wait_until(lambda: state.used_bytes == 0 and not rig.kernel.resident_bytes(), "all is given back")
     assert state.pinned_bytes() == 0
+
+
+def test_a_loop_over_a_part_of_a_loaded_file_is_kept_if_it_fits(rig: Rig) -> None:
+    """An engine may copy most tensors when it loads a model: the rest has the whole budget, and nothing else is fetched."""
+    file = rig.file("loop", LOOP)
+    rig.sweep(file, 2)
+    rig.until_pinned(file)
+    part = range(20 * MIB, LOOP, 256 << 10)
+
+    def reads_nothing() -> bool:
+        before = rig.engine.state.counters.backing_read_bytes
+        for offset in part:
+            rig.check(file, offset, 256 << 10)
+        return rig.engine.state.counters.backing_read_bytes - before < MIB
+
+    wait_until(reads_nothing, "a pass over the part reads nothing from storage")
+
+
+def test_single_rows_are_read_as_requested(rig: Rig) -> None:
+    """Rows of a table lie anywhere: neither the extent around them nor what follows is fetched."""
+    table, source = rig.file("table", 40 * MIB), random.Random(1)
+    before = rig.engine.state.counters.backing_read_bytes
+    rows = [source.randrange(table.backing.size // 4096) * 4096 for _ in range(60)]
+    for offset in rows:
+        rig.check(table, offset, 4096)
+    read_bytes = rig.engine.state.counters.backing_read_bytes - before
+    assert read_bytes <= len(rows) * READ_AHEAD_PAGES * PAGE, "no more than the kernel requests"
 
 
 def test_a_smaller_budget_is_kept(rig: Rig) -> None:

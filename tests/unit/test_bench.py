@@ -89,13 +89,27 @@ def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("case", "mode", "compared", "failed"),
-    [("a", "mount", "kernel", "kernel"), ("b", "mount", "plain", "kernel-128"), ("c", "inplace", "best", "kernel-128")],
-)  # fmt: skip
+    [
+        ("a", "mount", "kernel", "kernel"),
+        ("b", "mount", "plain", "kernel-128"),
+        ("c", "inplace", "best", "kernel-128"),
+        ("h", "inplace", "kernel", "kernel-128"),
+    ],
+)
 def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, compared: str, failed: str) -> None:
     sides = ["direct", "kernel", "kernel-128", mode]
     measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
     bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
     assert math.isnan(bars[compared].value) and not bars[compared].passed
+
+
+@pytest.mark.parametrize(("token_bytes", "passed"), [(30e6, True), (32e6, False)])
+def test_a_server_may_read_a_little_more_than_the_page_cache(token_bytes: float, passed: bool) -> None:
+    measured = comparison({"kernel": 1.0, "inplace": 1.0}, case="h")
+    for run in measured["runs"]:
+        run["storage_bytes_per_step"] = 20e6 if run["side"] == "kernel" else token_bytes
+    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, "inplace")}
+    assert bars["kernel"].passed and bars["bytes"].passed == passed
 
 
 def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_full_cache() -> None:
@@ -286,6 +300,14 @@ def test_time_is_judged_in_place_by_three_runs_and_rows_where_the_loop_fits() ->
     assert "steer.rows" not in zoo_bars(zoo_result(read, rows=rows))
     judged = zoo_bars(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
     assert judged.value == pytest.approx(1.25) and not judged.passed
+
+
+def test_two_runs_do_not_share_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zoo.alone_in(tmp_path):
+        assert harness.run(zoo, ["--dir", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said and "hint: " in said and not list(tmp_path.iterdir())
+    assert harness.run(zoo, ["--dir", str(tmp_path), "--match", "nothing"]) == 2
 
 
 @pytest.mark.parametrize("how", patterns.HOW)

@@ -154,17 +154,17 @@ def test_an_extent_is_unused_after_two_whole_passes_without_a_touch() -> None:
     for _ in range(3):
         use.touch(0)
         use.touch(1)
-        use.passes += 1
+        use.end_pass()
     found = []
     for _ in range(3):
         use.touch(0)
-        use.passes += 1
+        use.end_pass()
         found.append(use.judge(range(2)))
     assert found == [[], [1], []]
     assert list(use.unused) == [0, 1]
     use.touch(1)
     assert list(use.unused) == [0, 1], "a single touch may be a row of a table"
-    use.passes += 1
+    use.end_pass()
     use.touch(1)
     assert list(use.unused) == [0, 0]
 
@@ -187,7 +187,7 @@ def test_a_slow_reader_keeps_its_extents_in_use() -> None:
         use.touch(0)
         for extent in range(1, 6) if number % 5 == 0 else range(6, 12) if number in (0, 1, 30) else ():
             use.touch(extent)
-        use.passes += 1
+        use.end_pass()
         dropped += [(number, extent) for extent in use.judge(range(12))]
     assert not any(extent in (3, 4, 5) for number, extent in dropped if number > 15)
     assert not any(use.unused[:1]) and all(use.unused[6:])
@@ -199,7 +199,8 @@ def test_touches_that_could_not_be_seen_are_no_evidence() -> None:
     use.passes = 10
     use.excuse([0])
     assert use.judge([0]) == []
-    use.passes += 2
+    use.end_pass()
+    use.end_pass()
     assert use.judge([0]) == [0]
 
 

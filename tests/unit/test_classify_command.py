@@ -200,13 +200,8 @@ def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp
 
 def planned(path: Path) -> list[tuple[int, int, int]]:
     """What a decoder reads of the model at `path` with the routing: dense tensors and slices."""
-    plan = routing.plan(routing.layout_of(path), ROUTED).tolist()
-    found, at = [], 0
-    while at < len(plan):
-        ranges = plan[at + 1 : at + 1 + 2 * plan[at]]
-        found += [(0, offset, size) for offset, size in zip(ranges[::2], ranges[1::2], strict=True)]
-        at += 1 + len(ranges)
-    return found
+    tokens = routing.ranges(routing.layout_of(path), ROUTED.tolist())
+    return [(0, offset, size) for ranges in tokens for offset, size in ranges]
 
 
 def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int) -> None:

@@ -33,7 +33,20 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (tools/\S+.*|apt-get .*|pipx .*)$", re.MULTILINE)
 QUICK = re.compile(r"llmcache (size(?!.*(--model|--measure))|(classify|info) traces/read-loop|completion|edram model)")
 """Commands that take a second at most and leave nothing behind."""
-OTHERS = {"apt-get", "pipx", "curl", "kill", "ln", "cp", "systemctl", "python", "python3", ".venv/bin/pip", "llama-cli"}
+OTHERS = {
+    "apt-get",
+    "pipx",
+    "curl",
+    "kill",
+    "ln",
+    "cp",
+    "systemctl",
+    "python",
+    "python3",
+    ".venv/bin/pip",
+    "/opt/llmcache/bin/pip",
+    "llama-cli",
+}
 
 
 def text_of(page: Path) -> str:

@@ -22,8 +22,9 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs.client import control
+from llmcache.fs.client import control, mountpoint
 from llmcache.fs.daemon import controlserver
+from llmcache.procfs import mounts
 from tests.mount.live import wait_for
 from tools.bench.sides import environment
 
@@ -223,6 +224,34 @@ def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) 
     found.write_info({})  # of one that has no lock yet
     control.remove_left(found)
     assert os.path.lexists(found.info)
+
+
+def test_files_of_dead_daemons_without_a_mount_are_removed_and_old_logs(tmp_path: Path, point: str) -> None:
+    def left(point: str, number: int, **facts: Any) -> control.ControlFiles:
+        found = control.files(point)
+        found.write_info({"pid": 1 << 21, "mount": point, **facts})
+        for path in (found.lock, found.socket, found.log):
+            Path(path).touch(0o600)
+        os.utime(found.log, (number, number))
+        return found
+
+    dead = [left(f"/dead/{number}", number) for number in range(mountpoint.KEPT_LOGS + 3)]
+    root = next(mount for mount in mounts().values() if mount.point == "/proc")
+    mounted = left("/proc", 0, inplace=root.id)  # a bind mount whose daemon has died
+    serving = left(point, 0)
+    rotated = Path(f"{dead[-1].log}.1")
+    rotated.touch()
+    other = tmp_path / "read-ahead-sda"
+    other.touch()
+    lock = controlserver.take_lock(serving, point)
+    try:
+        mountpoint.remove_dead()
+    finally:
+        os.close(lock)
+    assert all(Path(path).exists() for path in (mounted.info, mounted.lock, mounted.log, serving.lock, serving.log, other))
+    assert not any(Path(path).exists() for found in dead for path in (found.info, found.lock, found.socket))
+    kept = [number for number, found in enumerate(dead) if Path(found.log).exists()]
+    assert kept == list(range(4, len(dead))) and rotated.exists()
 
 
 def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:

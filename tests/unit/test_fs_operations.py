@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import subprocess
@@ -15,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.fs.vfs.backing import Backing
+from llmcache.fs.vfs.callbacks import Callbacks
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy
 from tests.property.kernel import wait_until
@@ -188,3 +190,28 @@ def test_what_takes_the_place_of_a_file_is_not_cut_in_its_stead(
         operations.truncate("/a.kv", None, 3, Caller(65534, 65534, os.getpid(), known_groups=()))
     assert (tmp_path / "a.kv").read_bytes() == b"secret" * 10
     assert (tmp_path / "b.kv").stat().st_size == 3
+
+
+def thread_states() -> int:
+    """Return how many states of threads the interpreter has."""
+    api = ctypes.pythonapi
+    for function in (api.PyInterpreterState_Get, api.PyInterpreterState_ThreadHead, api.PyThreadState_Next):
+        function.restype = ctypes.c_void_p
+    count, state = 0, api.PyInterpreterState_ThreadHead(ctypes.c_void_p(api.PyInterpreterState_Get()))
+    while state:
+        count, state = count + 1, api.PyThreadState_Next(ctypes.c_void_p(state))
+    return count
+
+
+def test_a_worker_that_ends_leaves_nothing() -> None:
+    """Threads that C made, as libfuse before 3.12 does for each burst of requests."""
+    call, libc, seen = Callbacks(Mock(), Mock(), Mock()).guarded("release"), ctypes.CDLL(None), []
+    assert call is not None
+
+    work = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _nothing: seen.append(call(None, Mock())))
+    before = thread_states()
+    for _ in range(50):
+        thread = ctypes.c_ulong()
+        assert libc.pthread_create(ctypes.byref(thread), None, work, None) == 0
+        assert libc.pthread_join(thread, None) == 0
+    assert seen == [0] * 50 and thread_states() == before

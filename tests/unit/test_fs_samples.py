@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from llmcache.bpf.pagetables import Unreadable
 from llmcache.fs.backends import samples
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import SteerHolder
@@ -98,7 +99,7 @@ def test_an_extent_is_touched_if_any_of_its_pages_is(monkeypatch: pytest.MonkeyP
 def test_page_tables_that_cannot_be_read_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(samples, "PageTables", Mock(side_effect=samples.Unreadable("no")))
+    monkeypatch.setattr(samples, "PageTables", Mock(side_effect=Unreadable("no")))
     looking = Samples(Mock(), Mock(lock=nullcontext()), logging.WARNING)
     assert not looking.can_read() and not looking.can_read()
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -10,7 +10,7 @@ import pytest
 from llmcache.errors import run_cli
 from tests.unit.command_parts import ended
 from tools.bench.routing import layout_of
-from tools.make_model import main
+from tools.make_model import Shape, main, make_model
 
 pytestmark = pytest.mark.llama
 
@@ -59,18 +59,21 @@ def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None
 
 def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for args, code in ((["x/m.gguf", "--split", "9999"], 2), (["x/m.gguf", "--size", "huge"], 2), (["file/m.gguf"], 3)):
+    wrong_type = ["x/m.safetensors", "--format", "safetensors", "--type", "q4_k_m"]
+    usage = (["x/m.gguf", "--split", "9999"], ["x/m.gguf", "--size", "huge"], wrong_type)
+    for args, code in (*((args, 2) for args in usage), (["file/m.gguf"], 3)):
         result = make(tmp_path / args[0], *args[1:])
         assert result.returncode == code, result.stderr
         assert result.stderr.startswith("llmcache: error: ")
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, tmp_path: Path) -> None:
+def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, file_type: str, tmp_path: Path) -> None:
     from gguf import GGUFReader
 
-    (path,) = made(tmp_path / "m.gguf", "--size", "3M", *["--tied"] * tied)
+    (path,) = made(tmp_path / "m.gguf", "--size", "3M", "--type", file_type, *["--tied"] * tied)
     reader = GGUFReader(path)
     layout = layout_of(path)
     theirs = [(t.name, int(t.data_offset), int(t.n_bytes), t.tensor_type.name) for t in reader.tensors]
@@ -81,7 +84,56 @@ def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, tmp_path: Pat
     assert sum(region.size_bytes for region in layout.regions()) == pytest.approx(path.stat().st_size, abs=4096)
 
 
-@pytest.mark.parametrize("args", [[], ["--tied", "--split", "3"]], ids=["whole", "tied shards"])
+def types_of(path: Path) -> dict[str, tuple[str, int]]:
+    from gguf import GGUFReader
+
+    return {tensor.name: (tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layers", [8, 13])
+def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(layers: int, tied: bool, tmp_path: Path) -> None:
+    shape = Shape(256, 768, 2000, layers, tied)
+    (source,) = make_model(tmp_path / "q8_0.gguf", shape, "gguf", 1, 0)
+    (path,) = make_model(tmp_path / "q4_k_m.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")
+    code = (
+        "import ctypes, sys, llama_cpp\n"
+        "parameters = llama_cpp.llama_model_quantize_default_params()\n"
+        "parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, True\n"
+        "source, target = (name.encode() for name in sys.argv[1:])\n"
+        "sys.exit(llama_cpp.llama_model_quantize(source, target, ctypes.byref(parameters)))\n"
+    )
+    theirs = tmp_path / "theirs.gguf"
+    command = [sys.executable, "-c", code, str(source), str(theirs)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert types_of(path) == types_of(theirs)
+
+
+@pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
+def test_weights_are_as_large_as_those_of_trained_models(file_type: str, tmp_path: Path) -> None:
+    import numpy as np
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    (path,) = made(tmp_path / "m.gguf", "--size", "3M", "--type", file_type)
+    for tensor in GGUFReader(path).tensors:
+        if tensor.name.endswith("norm.weight"):
+            continue
+        values = dequantize(tensor.data, tensor.tensor_type)
+        assert abs(float(np.mean(values))) < 0.002 and float(np.std(values)) == pytest.approx(0.02, rel=0.05), tensor.name
+
+
+def test_q4_k_m_is_about_as_large_as_asked_for(tmp_path: Path) -> None:
+    for size_bytes in (6_000_000, 60_000_000):
+        (path,) = made(tmp_path / f"{size_bytes}.gguf", "--size", str(size_bytes), "--type", "q4_k_m")
+        assert abs(path.stat().st_size - size_bytes) < 0.12 * size_bytes
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], ["--tied", "--split", "3"], ["--type", "q4_k_m"], ["--type", "q4_k_m", "--experts", "8", "--slice", "100K"]],
+    ids=["whole", "tied shards", "q4_k_m", "q4_k_m experts"],
+)
 def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     first, *_ = made(tmp_path / "m.gguf", "--size", "3M", *args)
     # In a process of its own: should the library crash, this test fails alone.

@@ -40,6 +40,7 @@ class Experiment:
     `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
     `own_read_ahead`: the page cache with the machine's own is a side too, where that is not the small one.
     `read_ahead_kb`: what a mount in place is to set, as the documentation advises.
+    `mean_reads`: bytes from storage are the mean of the steps: where most read nothing, the median would hide the others.
     """
 
     case: str
@@ -58,6 +59,7 @@ class Experiment:
     routed: Routed | None = None
     own_read_ahead: bool = True
     read_ahead_kb: int = SMALL_READ_AHEAD_KB
+    mean_reads: bool = False
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -75,11 +77,11 @@ class SideRun:
     usage: Usage
     stats: list[dict[str, Any]] = field(default_factory=list)
 
-    def storage_bytes_per_step(self, warmup: int, mean: bool = False) -> float:
+    def storage_bytes_per_step(self, experiment: Experiment) -> float:
         """Return the bytes read from storage per step: of the measured steps, or of all where clients overlap."""
         if len(self.clients) == 1:
-            read = [step.storage_bytes for step in self.clients[0].measured(warmup)]
-            return statistics.fmean(read) if mean else statistics.median(read)
+            read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
+            return statistics.fmean(read) if experiment.mean_reads else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
     def mount(self) -> dict[str, Any] | None:
@@ -97,16 +99,17 @@ class SideRun:
             "cpu_s_per_gb": (last["cpu_s"] - first["cpu_s"]) / read_gb if read_gb else None,
         }
 
-    def to_json(self, warmup: int, routed: bool) -> dict[str, Any]:
+    def to_json(self, experiment: Experiment) -> dict[str, Any]:
         """Return its measured steps, a list for each client, what one of them read from storage, and what the mount took."""
         measured = any(one.steps for one in self.clients)
-        first = {"first_seconds": [step.seconds for step in self.clients[0].steps[:warmup]]} if routed else {}
+        warmup = experiment.warmup
+        warming = {"first_seconds": [step.seconds for step in self.clients[0].steps[:warmup]]} if experiment.routed else {}
         return {
             "side": self.side,
             "repeat": self.repeat,
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
-            **first,
-            "storage_bytes_per_step": self.storage_bytes_per_step(warmup, routed) if measured else None,
+            **warming,
+            "storage_bytes_per_step": self.storage_bytes_per_step(experiment) if measured else None,
             "mount": self.mount(),
         }
 
@@ -159,7 +162,7 @@ class Comparison:
             "bound_s": self.bound_s(),
             "cap_bytes": self.cap_bytes,
             "problems": {side: self.problems(side) for side in self.sides},
-            "runs": [run.to_json(each.warmup, each.routed is not None) for run in self.runs],
+            "runs": [run.to_json(each) for run in self.runs],
         }
 
 
@@ -220,6 +223,6 @@ class Rig:
 def _progress(outcome: Comparison) -> str:
     run, warmup = outcome.runs[-1], outcome.experiment.warmup
     times = " ".join(f"{step.seconds:.3f}" for one in run.clients for step in one.steps[:12])
-    read = run.storage_bytes_per_step(warmup) / 1e6 if times else math.nan
+    read = run.storage_bytes_per_step(outcome.experiment) / 1e6 if times else math.nan
     median_s = statistics.median([step.seconds for one in run.clients for step in one.measured(warmup)] or [math.inf])
     return f"  {run.side:10s} {median_s:.4f} s/step, {read:.0f} MB from storage each | {times}"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 from llmcache.fs.layout.tensors import Experts, ModelLayout
@@ -85,8 +85,11 @@ class Stage:
     shared: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan that `clients/zoo_reader.py` reads."""
-        return asdict(self)
+        """Return the plan that `clients/zoo_reader.py` reads, in which the numbers of a pass are one list."""
+        readers = [
+            {**vars(reader), "passes": [[*chain.from_iterable(one)] for one in reader.passes]} for reader in self.readers
+        ]
+        return {"readers": readers, "shared": self.shared}
 
 
 @dataclass(frozen=True)
@@ -241,10 +244,15 @@ def prefill_and_decode(
     chosen: list[Sequence[Sequence[int]]] = routed.tolist()
     for prompt in prompts:
         chosen[prompt] = [sorted(rng.sample(range(count), round(share * count))) for _ in layers]
-    passes = [tuple(Touch(0, *_pages(*one)) for one in ranges) for ranges in routing.ranges(layout, chosen)]
+    passes = routed_passes(layout, chosen)
     decoded = [touched_bytes(one) for number, one in enumerate(passes) if number not in prompts]
     used_bytes = sum(region.size_bytes for region in layout.regions() if region.role == "loop")
-    return Pattern((file,), (Stage((Reader(tuple(passes)),)),), used_bytes, sum(decoded) // len(decoded))
+    return Pattern((file,), (Stage((Reader(passes),)),), used_bytes, sum(decoded) // len(decoded))
+
+
+def routed_passes(layout: ModelLayout, tokens: Iterable[Sequence[Iterable[int]]]) -> tuple[Pass, ...]:
+    """Return a pass for each token: the pages that hold the ranges of `routing.ranges`."""
+    return tuple(tuple(Touch(0, *_pages(*one)) for one in ranges) for ranges in routing.ranges(layout, tokens))
 
 
 def _pages(first_byte: int, size_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Generated routings of mixtures of experts, and the plans by which `clients/routed_reader.py` reads a model.
+"""Generated routings of MoE models, and the ranges of a model that tokens read by them.
 
 What is published of real ones: experts of a layer are used unevenly, consecutive tokens often use the same (Jiang et al.
 2024, "Mixtral of Experts", section 5; Eliseev and Mazur 2023, "Fast Inference of Mixture-of-Experts Language Models with
@@ -10,9 +10,7 @@ probability, and now and then a part of the popularities changes places. *Genera
 
 from __future__ import annotations
 
-import itertools
 import os
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,15 +102,6 @@ def ranges(layout: ModelLayout, tokens: Iterable[Sequence[Iterable[int]]]) -> It
             size = tensor.size_bytes // tensor.experts
             found += [(tensor.offset + int(expert) * size, size) for expert in token[number[tensor.layer]]]
         yield found
-
-
-def plan(layout: ModelLayout, routing: Routing) -> array[int]:
-    """Return the plan of a routing: for each token the number of its ranges, then first byte and size of each."""
-    found = array("Q")
-    for token in ranges(layout, list(routing)):
-        found.append(len(token))
-        found.extend(itertools.chain.from_iterable(token))
-    return found
 
 
 def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:

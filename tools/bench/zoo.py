@@ -15,19 +15,21 @@ Passes after the fifth are judged: bytes always, the time with --repeat 3 or mor
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from llmcache.errors import UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 from . import patterns
@@ -153,17 +155,33 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     shares = args.share or (QUICK_SHARES if args.quick else SHARES)
     args.dir.mkdir(parents=True, exist_ok=True)
     measured: list[Result] = []
-    for name in names:
-        case = CASES[name]
-        for file in case.files:
-            FILES[file](args.dir / file)
-        with workplace(args.dir) as place:
-            zoo = Zoo(place, [args.dir / file for file in case.files], case.make, console.print)
-            for share in shares:
-                console.print(f"{name}, {share:.0%}")
-                measured.append({"name": name, **zoo.measure(share, sides, args.repeat, args.budget)})
-                yield {"complete": False, "quick": args.quick, "results": measured}
+    with alone_in(args.dir):
+        for name in names:
+            case = CASES[name]
+            for file in case.files:
+                FILES[file](args.dir / file)
+            with workplace(args.dir) as place:
+                zoo = Zoo(place, [args.dir / file for file in case.files], case.make, console.print)
+                for share in shares:
+                    console.print(f"{name}, {share:.0%}")
+                    measured.append({"name": name, **zoo.measure(share, sides, args.repeat, args.budget)})
+                    yield {"complete": False, "quick": args.quick, "results": measured}
     yield {"complete": True, "quick": args.quick, "results": measured}
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Lock the directory of the files: another run would bring their pages into the memory of its own cgroup."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"another tools/bench zoo uses the files in {directory}"
+            raise EnvironmentProblem(message, "wait for its end, or give another --dir") from error
+        yield
+    finally:
+        os.close(fd)
 
 
 class Zoo:

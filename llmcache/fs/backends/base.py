@@ -150,6 +150,9 @@ class Backend(Protocol):
     def client_reads(self) -> ClientReads | None:
         """Return what was read from storage without a request to this process; None where that cannot be."""
 
+    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Return those of `extents` that are not in the page cache. Lock held."""
+
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Make the next touch of resident extents visible; returns those of `extents` for which that worked."""
 
@@ -199,6 +202,10 @@ class Holder(Protocol):
 
     def lock_again(self, group: Group, extents: list[int]) -> None:
         """Lock pages of pinned extents that were dropped and have come back."""
+        return
+
+    def settle(self) -> None:
+        """Wait until locks and unlocks that were requested so far are done. Without the engine's lock."""
         return
 
     def pinned(self, group: Group) -> list[int]:

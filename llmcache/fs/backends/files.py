@@ -343,6 +343,7 @@ class Files:
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
         self._too_many = False  # files, which was said
+        self._unknown = False  # a reader without a number in this pid namespace, which was logged
 
     def of_node(self, node: int | None) -> File | None:
         """The file that has this number in the kernel."""
@@ -501,6 +502,9 @@ class Files:
         """Opens the file and tells the engine that a program reads it. OSError."""
         if file.number not in self.by_number:
             return
+        if not pid and not self._unknown:
+            self._unknown = True
+            log.warning("a program outside this pid namespace reads: pages that it maps cannot be dropped")
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
             program = self._programs.get(pid) or Program(pid)

@@ -161,6 +161,10 @@ class FuseBackend:
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
+    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Return the extents of which nothing is charged."""
+        return [extent for extent in extents if not group.charge[extent]]
+
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Drop the first page of pinned extents, so that the next touch sends a request."""
         with self.state.lock:
@@ -415,7 +419,7 @@ class SliceReader:
         return first if offset + size < end - BLOCK_BYTES else mixture.slice_at(end) if offset + size > end else None
 
     def claim(
-        self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int
+        self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
         """The fetch that will have a part of a slice, and whether it is the caller's to load. Lock held.
 
@@ -424,10 +428,10 @@ class SliceReader:
         expert = mixture.layout.expert_of[number]
         if pid:
             self._programs.ask(mixture.member.node or 0, pid)
-        if pid and mixture.states[expert] == TOUCHED:
+        if by_client and mixture.states[expert] == TOUCHED:
             self._came_back(mixture, expert, length)
         if mixture.states[expert] == ABSENT:
-            found = self.state.mixtures.missed(mixture, expert) if wanted and pid else []
+            found = self.state.mixtures.missed(mixture, expert) if wanted and by_client else []
             mixture.fresh.update(found[:1])
             if not found:
                 self._strays += [(mixture, expert, *part) for part in mixture.inner(number, offset, offset + length)]
@@ -571,14 +575,16 @@ class SliceReader:
 
 REFAULTS_MAX = 2
 WAIT_S = 5.0
+UNKNOWN = "its supplementary groups do not count, and uses of experts that it has mapped are seen by requests alone"
 STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end too, while the rest is being stored
 
 
 @dataclass(slots=True)
 class Rest:
-    """What is still to be answered of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`.
+    """The unanswered part of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`.
 
-    `first_byte`: of all that was asked for.
+    `pid` is 0 for a process that has no number in this pid namespace, and for helpers, whose reads are not `by_client`.
+    `first_byte`: of the whole request.
     """
 
     group: Group
@@ -589,6 +595,7 @@ class Rest:
     size: int
     pid: int
     first_byte: int
+    by_client: bool
 
 
 class Reader:
@@ -598,20 +605,25 @@ class Reader:
         self.engine = engine
         self.backend = backend
         self.state = backend.state
+        self._warned = False
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
+        """Fill memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
 
-        The pin helper's faults say nothing about readers.
+        Faults of the pin helpers say nothing about clients.
         """
-        pid = 0 if pid in self.engine.pins.pids else pid
-        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
+        by_client = pid not in self.engine.pins.pids
+        pid = pid if by_client else 0
+        if by_client and not pid and not self._warned:
+            self._warned = True
+            log.warning("a program outside this pid namespace reads: %s", UNKNOWN)
+        if by_client and backing not in self.state.owners and self.state.running and not backing.hidden:
             self.engine.adopt(backing)
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
-            return self.uncached(backing, address, size, offset, pid)
-        rest, wanted = Rest(*owner, backing, address, offset, size, pid, offset), None
+            return self.uncached(backing, address, size, offset, by_client)
+        rest, wanted = Rest(*owner, backing, address, offset, size, pid, offset, by_client), None
         if rest.member.mixture is not None:
             with self.state.lock:
                 wanted = self.backend.slices.wanted(rest.member.mixture, offset, size)
@@ -622,8 +634,9 @@ class Reader:
             if count < length:  # shrunk behind the mount
                 break
         done = size - rest.size
-        if pid:
+        if by_client:
             with self.state.lock:
+                rest.group.request_ends.append((rest.member, offset + done))
                 self.state.counters.requested_bytes += done
         return done
 
@@ -637,7 +650,8 @@ class Reader:
                 return None
             group.last_ns, group.last_pid = time.monotonic_ns(), rest.pid or group.last_pid
             length = min(rest.size, mixture.end_of(number) - offset)
-            fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, rest.pid)
+            slices, is_wanted = self.backend.slices, number == wanted
+            fetch, mine = slices.claim(mixture, number, offset, length, is_wanted, rest.pid, rest.by_client)
             expert = mixture.layout.expert_of[number]
             page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= BLOCK_BYTES else None
         if fetch is None and page is not None:
@@ -658,7 +672,7 @@ class Reader:
         fetch: BufferFetch | None = None
         with self.state.lock:
             state = group.state(extent)
-            if pid:
+            if rest.by_client:
                 group.last_pid = pid
                 self._note(group, extent, state)
             if state == READY:
@@ -667,10 +681,8 @@ class Reader:
             elif state == LOADING:
                 fetch = self.backend.under_way(group, extent)
                 fetch.users += 1
-                fetch.joined = fetch.joined or pid != 0
-            elif (
-                state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(group, extent, state)
-            ):
+                fetch.joined = fetch.joined or rest.by_client
+            elif state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(rest, state):
                 fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
                 self._refault(group, extent, length)
@@ -697,12 +709,15 @@ class Reader:
         self.state.work.notify()
 
     @staticmethod
-    def _is_sequential(group: Group, extent: int, state: int) -> bool:
+    def _is_sequential(rest: Rest, state: int) -> bool:
         """Return True if an absent extent is worth fetching whole: part of a loop, or the next one of a reader.
 
         Anything else may be a row of a table: it is read as requested.
         """
-        return (group.looping and state == ABSENT) or group.continues(extent)
+        goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
+        if goes_on:
+            rest.group.sequential_ns = time.monotonic_ns()
+        return goes_on or (rest.group.looping and state == ABSENT)
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
         """A reader has reached an extent that was fetched ahead of it."""
@@ -747,14 +762,14 @@ class Reader:
             copy(rest.address, fetch.region, start, length)
         with self.state.lock:
             if not mine:
-                if rest.pid:
+                if rest.by_client:
                     self._judge(fetch, waited, waited_ns)
                 self.state.finish(fetch)
             else:
                 if usable:  # all pages of the request: no STORE is to wait for the reply, which may wait for that
                     first = max(0, rest.first_byte - fetch.offset)
                     fetch.replied = (first // BLOCK_BYTES * BLOCK_BYTES, start + length)
-                if rest.pid and not fetch.held:
+                if rest.by_client and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
                 self.state.jobs.appendleft(functools.partial(self.backend.store, rest.group, rest.member, fetch))
                 self.state.work.notify()
@@ -776,10 +791,10 @@ class Reader:
             else:
                 counters.prefetch_useful_bytes += fetch.length
 
-    def uncached(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+    def uncached(self, backing: Backing, address: int, size: int, offset: int, by_client: bool = True) -> int:
         """Serves a read of which nothing is kept, such as one with O_DIRECT: all that it gives comes from storage."""
         done = self.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
-        if pid:
+        if by_client:
             with self.state.lock:
                 self.state.counters.requested_bytes += done
                 self.state.consumed(done, False)

@@ -39,6 +39,7 @@ from llmcache.fs.engine.state import CacheState
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 20
+SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
 RETRY_S = 1.0  # from a refused unlock to the next try; also how often helpers are checked while no request is queued
 BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
@@ -509,6 +510,10 @@ class SteerHolder(Holder):
                 group.pinned_bytes -= group.length_of(group.member_of(extent), extent)
         for member, offset, length in self.state.ranges(group, extents):
             self.pins.unlock(member.path, offset, length)
+
+    def settle(self) -> None:
+        """Wait until the helper has done what was requested so far."""
+        self.pins.settle(SETTLE_S)
 
     def lock_again(self, group: Group, extents: list[int]) -> None:
         """Lock pages of pinned extents that were dropped and have come back."""

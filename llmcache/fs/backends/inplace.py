@@ -197,6 +197,17 @@ class InPlaceBackend:
         """Return what the kernel has read of the files of SOURCE, since they are watched."""
         return self.touches.all_reads()
 
+    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        """Return the extents of which less than half is in the page cache."""
+        found: list[int] = []
+        for extent in extents:
+            member = group.member_of(extent)
+            if member.backing is not None:
+                length = group.length_of(member, extent)
+                pages = syscalls.cached_pages(member.backing.fd, group.offset_of(member, extent), length)
+                found += [extent] if 2 * pages * BLOCK_BYTES < length else []
+        return found
+
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Clear the accessed bits of the programs that map the files; events show the touches of those that do not."""
         for file in filter(None, [self.files.of_node(member.node) for member in group.members]):

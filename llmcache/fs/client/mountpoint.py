@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -34,6 +35,9 @@ IN_PLACE = "inplace"
 """In the place of a file system's type, of mounts in place; their id is 0 without a bind mount."""
 # The recorder waits for the answer while its buffers fill: a daemon that takes longer is as good as gone.
 _PATIENCE_S = 2.0
+KEPT_LOGS = 16
+"""Of mounts that have ended."""
+_OWN_FILE = re.compile(r"[0-9a-f]{16}\.(sock|json|lock|log(\.1)?)")
 
 
 def resolve(path: str) -> str:
@@ -77,6 +81,26 @@ def _all() -> list[Mount]:
 def ours() -> list[str]:
     """Mount points of all llmcachefs mounts."""
     return [mount.point for mount in _all()]
+
+
+def remove_dead() -> None:
+    """Remove files of this user's daemons that were killed and have no mount left, and all but the newest KEPT_LOGS logs.
+
+    The files of a dead mount stay: `llmcache umount --force` needs them. So do those of daemons that serve, with their logs.
+    """
+    directory, logs = control.directory(os.geteuid()), []
+    for name in {name[:16] for name in os.listdir(directory) if _OWN_FILE.fullmatch(name)}:
+        found = control.ControlFiles(os.path.join(directory, name), os.geteuid())
+        point = found.describe().get("mount")
+        if control.is_locked(found) or (isinstance(point, str) and find(point) is not None):
+            continue
+        control.remove_left(found)
+        for log in (found.log, f"{found.log}.1"):
+            with contextlib.suppress(FileNotFoundError):
+                logs.append((os.lstat(log).st_mtime_ns, log))
+    for _, log in sorted(logs)[:-KEPT_LOGS]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(log)
 
 
 def of_user() -> list[Mount]:

@@ -98,6 +98,7 @@ class Daemon:
         self._lock_fd = controlserver.take_lock(self._files, point)
         try:
             restore_left()
+            mountpoint.remove_dead()
             self._make(request)
         except BaseException:
             self._files.remove()

@@ -397,7 +397,7 @@ class Engine:
                     self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
                 for group in list(self.state.groups.values()):
                     self._plan_due |= self.planner.watch(group, now_ns, in_place=self.backend.in_place)
-                    if (done := group.learner.cut(now_ns)) is not None:
+                    if (done := group.learner.cut(group.last_ns)) is not None:
                         self.pass_ended(group, done)
                     self.judge.look(group, now_ns)
                     kept = group.first or group.warm or self.state.opens_of(group)

@@ -76,12 +76,24 @@ class Judge:
         return is_full and not is_loading and group.use.returned * group.extent_bytes * MOVED_SHARE > pinned_bytes > 0
 
     def _set_moved(self, group: Group) -> None:
-        evidence = group.evidence
-        if evidence.guard is None or group.first or any(member.mixture is not None for member in group.members):
+        if group.first or any(member.mixture is not None for member in group.members):
             return
-        evidence.guard.leave()
+        self._guard_of(group).leave()
         log.info("inode %d: left to the kernel: clients have begun to use other parts of it", self._inode(group))
+        pinned = self.holder.pinned(group)
         self.turn(group, True)
+        if self.backend.in_place:
+            self.state.jobs.append(functools.partial(self._drop, group, pinned))
+            self.state.work.notify()
+
+    def _drop(self, group: Group, extents: list[int]) -> None:
+        """Drops extents that are no longer pinned: to the kernel they look as if they had just been used."""
+        self.holder.settle()
+        with self.state.lock:
+            ranges = self.state.ranges(group, extents) if group.alive and group.left else []
+        for member, offset, length in ranges:
+            if member.node is not None:
+                self.backend.drop(member.node, [(offset, length)])
 
     def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
         """Record a touch of an extent that is read page by page, of which so much is resident now."""
@@ -151,11 +163,13 @@ class Judge:
                 group.thin[extent] = group.use.unused[extent] = 0
 
     def pass_ended(self, group: Group) -> None:
-        """Judge a space whose pass has ended."""
+        """Judge a space whose pass has ended; one that is not known to loop is not steered."""
+        if not group.looping:
+            return
         use = group.use
         by_rank = list(zip(group.order.extent_at, group.status, strict=True))
         visible = [extent for extent, state in by_rank if state in _VISIBLE]
-        returned, use.returned = use.changed, 0
+        returned = use.changed
         if not group.left:
             self._drop_out(group, use.judge(visible))
             if use.changed:
@@ -166,6 +180,9 @@ class Judge:
             late = sum(map(use.is_late, visible))
             in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
             self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
+        else:  # the touch of what is resident may cause no event
+            silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
+            use.judge(self.backend.absent(group, silent))
         self._guard(group)
         if use.changed:
             use.changed = False
@@ -245,7 +262,7 @@ class Judge:
 
     def _guard(self, group: Group) -> None:
         """Compares what a few passes have read with what LRU would have read, and leaves the space or takes it back."""
-        evidence, capacity_bytes = group.evidence, self.state.shadow.capacity_bytes
+        evidence = group.evidence
         has_experts = any(member.mixture is not None for member in group.members)
         evidence.passes += 1
         evidence.ended_ns = time.monotonic_ns()
@@ -254,9 +271,7 @@ class Judge:
         if passes < (EXPERT_PASSES if has_experts else WINDOW_PASSES) and group.use.passes > 1:
             return
         evidence.passes, evidence.window_passes = 0, passes
-        if evidence.guard is None:
-            noise_bytes = WINDOW_PASSES * group.loop_bytes // NOISE_SHARE
-            evidence.guard = Guard(max(MIN_WINDOW_BYTES, capacity_bytes // BOUND_SHARE), noise_bytes)
+        guard = self._guard_of(group)
         now_read_bytes = evidence.seen_read_bytes
         read_bytes, lru_bytes = now_read_bytes - evidence.judged_read_bytes, evidence.lru_bytes - evidence.judged_lru_bytes
         evidence.judged_read_bytes, evidence.judged_lru_bytes = now_read_bytes, evidence.lru_bytes
@@ -270,7 +285,7 @@ class Judge:
             steered_bytes, lru_bytes = read_bytes, lru_bytes + int(evidence.missing_bytes)
         if group.first or (has_experts and not self.backend.in_place):
             return  # the user wants it kept; over FUSE experts cannot be left
-        is_left = not evidence.guard.judge(steered_bytes, lru_bytes)
+        is_left = not guard.judge(steered_bytes, lru_bytes)
         if is_left is group.left:
             return
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
@@ -278,6 +293,15 @@ class Judge:
         log.info("inode %d: %s: steering reads %s a pass, LRU %s", self._inode(group), what, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
         self.turn(group, is_left)
+
+    def _guard_of(self, group: Group) -> Guard:
+        """Return the guard of a space, made when it is needed first."""
+        evidence = group.evidence
+        if evidence.guard is None:
+            noise_bytes = WINDOW_PASSES * group.loop_bytes // NOISE_SHARE
+            bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
+            evidence.guard = Guard(bound_bytes, noise_bytes)
+        return evidence.guard
 
     def _expected_bytes(self, group: Group) -> int:
         """Return what steering would read of a space in a pass: what does not fit, and the window.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +33,7 @@ absent and fetched whole, but only on demand: no reader has touched them lately,
 MISSES_MAX = 3
 SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
 WRITTEN_EXTENTS_MAX = 1 << 14  # of a file that is written: no one extent of it is more than a place to drop pages from
-CONTINUES_NS = 1_000_000_000  # after the touch of an extent, within which one of the next extent goes on
+RECENT_EXTENTS, RECENT_REQUESTS = 8, 16  # that are looked at to tell a reader in order from one of single rows
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 
 
@@ -142,7 +143,10 @@ class Group:
         self.paged = False  # too large, or one too many, to be steered: read page by page, and kept as single rows are
         self.window_bytes = 0
         self.pinned_bytes = 0
+        self.recent: deque[int] = deque(maxlen=RECENT_EXTENTS)  # extents that were touched last
+        self.request_ends: deque[tuple[Member, int]] = deque(maxlen=RECENT_REQUESTS)  # where requests ended, over FUSE
         self.last_ns = 0
+        self.sequential_ns = 0  # when a request, over FUSE, went on where another had ended
         self.opened_ns = 0  # when a client opened a file of it last
         self.convoy = 0  # how far readers drift apart: steps of a wider window
         self.together_ns = 0  # when there was one reader at most, last
@@ -210,18 +214,22 @@ class Group:
         self.last_ns = self.seen_ns[extent] = now_ns
         if not self.use.unused[extent] or self.continues(extent):  # a row of a table is no reader's position
             self.cursors.note(self.order.rank_of[extent], now_ns, missed)
+        if not self.recent or self.recent[-1] != extent:
+            self.recent.append(extent)
         return self.learner.note(extent, now_ns)
 
     def continues(self, extent: int) -> bool:
-        """Return True if a touch of `extent` goes on where a reader was just now, or begins at the begin of a file."""
-        rank, now_ns = self.order.rank_of[extent], self.seen_ns[extent]
-        before = (extent - 1, self.order.extent_at[rank - 1] if rank else -1)
-        is_begin = any(extent == member.base for member in self.members)
-        return is_begin or any(each >= 0 and 0 <= now_ns - self.seen_ns[each] < CONTINUES_NS for each in before)
+        """Return True if a touch of `extent` goes on where a reader was just now: it has touched the two before it."""
+        rank, recent = self.order.rank_of[extent], self.recent
+        by_place = extent - 1 in recent and extent - 2 in recent
+        return by_place or (
+            rank > 1 and self.order.extent_at[rank - 1] in recent and self.order.extent_at[rank - 2] in recent
+        )
 
     def learn(self, done: Pass) -> bool:
         """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
-        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE) - self.use.unused.count(1)
+        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
+        visible -= self.use.unused.count(1) if self.looping else 0
         lesson = self.learner.learn(done, visible)
         self.cursors.loops = self.looping
         if lesson.old_ranks is not None:

@@ -98,10 +98,11 @@ class Loader:
         since_ns = group.last_ns - CURSOR_LIFE_NS
         if not group.kept_whole:
             since_ns = max(since_ns, time.monotonic_ns() - ABANDONED_NS)
+        is_sequential = group.looping or group.sequential_ns > since_ns  # rows of a table are read anywhere
         readers = [
             cursor
             for cursor in group.cursors.trailing_first()
-            if (cursor.steps > 0 or group.looping) and cursor.last_ns > since_ns
+            if is_sequential and (cursor.steps > 0 or group.looping) and cursor.last_ns > since_ns
         ]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE

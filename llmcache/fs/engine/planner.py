@@ -228,7 +228,7 @@ def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
     yield from _rows([group for group in groups if group.written], 0)
     for group in groups:
         if group.looping:
-            is_last_first = state.slack_bytes and not group.left
+            is_last_first = state.slack_bytes and not group.left and group.learner.passes
             yield from _touched_last(group, now_ns) if is_last_first else _touched(group, now_ns)
     for group in groups:
         yield from ((group, extent) for extent, since in group.ready.items() if now_ns - since > ABANDONED_NS)

@@ -154,7 +154,7 @@ class Warmer:
         return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
 
     def _ready(self, groups: list[Group], suppose: bool) -> None:
-        """Waits until the kernel's nodes are known and old pages are dropped."""
+        """Wait until the kernel's nodes are known and old pages are dropped, and have the groups steered."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
             members = [member for group in groups for member in group.members]
@@ -166,6 +166,8 @@ class Warmer:
                     break
                 state.work.wait(0.05)
             for group in groups:
+                if group.left:  # what is to be kept cannot be left to the kernel
+                    self.engine.judge.turn(group, is_left=False)
                 if suppose and group.alive and group.status.count(SINGLE) == 0:
                     self.engine.grouping.suppose(group)
 

@@ -94,6 +94,19 @@ def _handle(info: Pointer[OpenInfo]) -> int | None:
     return info.contents.fh if info else None
 
 
+# Has a function called when the thread ends, like a destructor of C++: before thread-specific keys are cleared, such as
+# Python's. Its last argument is an address in the library that the function belongs to.
+_at_thread_end = getattr(ctypes.CDLL(None), "__cxa_thread_atexit_impl", None)  # glibc
+
+
+def _release_thread(_nothing: int | None) -> None:
+    """Release the state of this thread, kept by `_keep_thread`. ctypes holds it once more for this very call."""
+    ctypes.pythonapi.PyGILState_Release(0)  # PyGILState_LOCKED: the GIL stays with ctypes
+
+
+_RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
+
+
 class Callbacks:
     """One method, `_op_` and its name, for each member of struct fuse_operations."""
 
@@ -130,12 +143,16 @@ class Callbacks:
         return call
 
     def _keep_thread(self) -> None:
-        """Has Python keep what it knows of this thread, which libfuse made: else it forgets, and learns anew with each call,
-        which costs as much as a small request, and what is local to a thread is lost.
+        """Keep Python's state of this thread, which libfuse made, until the thread ends.
+
+        Otherwise Python makes a new state for each call, which costs as much as a small request and loses thread-local data.
+        Before libfuse 3.12 workers beyond the idle ones end after a burst of requests.
         """
         if not hasattr(self._thread, "looked"):
             self._thread.looked = None
-            ctypes.pythonapi.PyGILState_Ensure()  # and is never released
+            ctypes.pythonapi.PyGILState_Ensure()
+            if _at_thread_end is not None:
+                _at_thread_end(_RELEASE_THREAD, None, ctypes.cast(_at_thread_end, ctypes.c_void_p))
 
     # Open files
 

@@ -319,7 +319,7 @@ class LlmcacheOperations:
         """Bytes put at `address`; short only at the end of the file."""
         handle = self._files[number]
         if handle.flags & os.O_DIRECT:  # does not enter the page cache of the mount
-            return self._reader.uncached(handle.backing, address, size, offset, pid)
+            return self._reader.uncached(handle.backing, address, size, offset)
         return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
