@@ -53,6 +53,7 @@ class Storage:
         self.exposures: list[list[int]] = []
         self.concluded: list[list[int]] = []
         self.searched: list[Mixture] = []
+        self.drops: list[tuple[int, int]] = []  # offset and bytes
 
     def read_bytes(self, _group: Group) -> int:
         return self.read
@@ -73,6 +74,12 @@ class Storage:
         self.concluded.append(list(extents))
         self.dropped.clear()
         return [extent for extent in extents if extent in self.accessed] if self.in_place else ()
+
+    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+        return [extent for extent in extents if not group.charge[extent]]
+
+    def drop(self, _node: int, parts: Sequence[tuple[int, int]]) -> None:
+        self.drops += parts
 
     def find_experts(self, mixture: Mixture) -> None:
         self.searched.append(mixture)
@@ -366,6 +373,7 @@ def test_a_space_is_left_at_once_when_clients_begin_to_use_other_parts(clock: Cl
     assert mount.is_left() and mount.group.use.passes == passes, "no pass has to end"
     mount.planner.plan()
     assert not mount.pinned
+    assert mount.storage.drops == [(0, 20 * MIB)] * in_place, "the kernel would evict what was pinned last of all"
 
 
 def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
