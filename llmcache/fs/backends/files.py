@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
-CHECK_S = 0.25  # so often it is seen which programs have ended
+CHECK_S = 0.25  # from one look at programs and deleted files to the next
+LOOK_REST = 20  # looks at the paths of files rest for so many times as long as they took
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 WHOLE_STEP = 32  # extents
@@ -414,9 +415,14 @@ class Files:
 
     def run(self) -> None:
         """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
-        next_scan = next_check = 0.0
+        next_scan = next_check = next_look = 0.0
         while True:
             began = time.monotonic()
+            if began >= next_look:
+                with self.turn:
+                    if self._forget_deleted():
+                        next_scan = min(next_scan, began)
+                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - began))
             if began >= next_scan:
                 with self.turn:
                     with contextlib.suppress(OSError):  # it cannot be read, or no more files be opened: the next time
@@ -632,8 +638,32 @@ class Files:
             if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):
                 self._forget(file)
 
+    def _forget_deleted(self) -> bool:
+        """Forget open files that have no name any more; returns True if a closed one that is kept has left its path.
+
+        A closed file was renamed or deleted: the next walk tells which.
+        """
+        has_left = False
+        for file in list(self.by_number.values()):
+            if file.mapping is not None:
+                if not os.fstat(file.mapping.backing.fd).st_nlink:
+                    self._forget(file)
+            elif file.group is not None and file.group.alive and not self._is_at_path(file):
+                has_left = True
+        return has_left
+
+    def _is_at_path(self, file: File) -> bool:
+        try:
+            status = self.tree.stat(file.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be seen now
+            return True
+        return (status.st_dev, status.st_ino) == file.key
+
     def _forget(self, file: File) -> None:
-        """Ends what is known of a file; if it is still there, the next walk finds it anew."""
+        """Forget a file and release its descriptors, pins and places; if it is still there, the next walk finds it anew."""
+        self.engine.removed(file.path)
         if file.mapping is not None:
             self.engine.changed(file.mapping.backing, 0, -1)
         for pid in list(file.programs):

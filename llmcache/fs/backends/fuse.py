@@ -609,7 +609,8 @@ class Reader:
         The pin helper's faults say nothing about readers.
         """
         pid = 0 if pid in self.engine.pins.pids else pid
-        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
+        is_deleted = backing.hidden or backing.deleted
+        if pid and backing not in self.state.owners and self.state.running and not is_deleted:
             self.engine.adopt(backing)
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)

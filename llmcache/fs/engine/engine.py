@@ -128,7 +128,7 @@ class Engine:
             if owner is not None and backing.writable and not owner[0].written:
                 self._dissolve(owner[0])
         known = owner is not None and owner[0].alive
-        if not backing.hidden:
+        if not (backing.hidden or backing.deleted):
             known = self.adopt(backing) or known
         self.settle(backing, owes_reply=True)
         return known
@@ -245,7 +245,7 @@ class Engine:
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
-        """A path was deleted through the mount; open handles go on reading."""
+        """Forget what is known of the file at a path, which was deleted; open handles go on reading."""
         with self.state.lock:
             for group, _ in list(self.state.places.get(path, ())):
                 self._dissolve(group)
