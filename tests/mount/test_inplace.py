@@ -22,6 +22,7 @@ import pytest
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
+from llmcache.fs.backends import files as backend_files
 from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
@@ -602,6 +603,43 @@ def test_a_file_that_was_cut_to_nothing_is_not_left_open(empty: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         backend.close()
+
+
+@contextmanager
+def steering(source: Path) -> Iterator[tuple[Engine, InPlaceBackend]]:
+    """An engine in place in this process, whose own reads are those of a warm-up."""
+    engine = Engine(CACHE, "inplace", SourceTree(str(source)))
+    backend = engine.backend
+    assert isinstance(backend, InPlaceBackend)
+    engine.start(None, str(source))
+    try:
+        yield engine, backend
+    finally:
+        engine.stop()
+        backend.close()
+
+
+def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a closed file at once; `stats` says what is lacking until then."""
+    names = ("one.bin", "two.bin", "three.bin")
+    for name in names:
+        os.utime(random_file(empty / name, 40 * MIB), (0, 0))
+    monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)  # two files, but each other one takes a place
+
+    def lacking(engine: Engine) -> dict[str, int]:
+        return {file["path"]: file["lacks_extents"] for file in engine.stats()["files"] if file["lacks_extents"]}
+
+    with steering(empty) as (engine, backend):
+        wait_for(lambda: len(backend.files.by_number) == len(names), "all are watched")
+        one, two = (backend.files.open(f"/{name}", os.O_RDONLY, Caller(0, 0, os.getpid()))[0] for name in names[:2])
+        assert lacking(engine) == {"/two.bin": 40 * MIB // HUGE_BYTES}
+        backend.files.release(one)
+        wait_for(lambda: not lacking(engine), "it is steered")
+        assert backend.files.by_number[two].group is not None and backend.files.by_number[one].group is None
+        backend.files.release(two)
+        three, _ = backend.files.open("/three.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        assert not lacking(engine), "the places of closed files are taken at once"
+        backend.files.release(three)
 
 
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:

@@ -278,6 +278,7 @@ class File:
     group: Group | None = None
     step: int = 1  # of its extents so many are passed over for one that is told of
     first_run: int = -1  # the place of its runs of slices
+    unplaced: bool = False  # its extents found no places: it is watched whole until there are some
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
     looked_ns: int = 0  # when it was last seen whether its programs still have it
 
@@ -312,6 +313,15 @@ class Places:
                 self._taken[first] = count
                 return first
         return None
+
+    @property
+    def free(self) -> int:
+        """How many are free, in a row or not."""
+        return sum(end - first for first, end in self._free)
+
+    def taken_at(self, first: int) -> int:
+        """How many were taken at `first`."""
+        return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
         """Gives back what was taken at `first`, if anything was."""
@@ -436,6 +446,7 @@ class Files:
                     self._check_programs()
                     self._check_use()
                     self._thin()
+                    self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
                 asked = self._asked.get(timeout=CHECK_S)
@@ -547,13 +558,61 @@ class Files:
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._give_places(file)
         layout = None if member.mixture is None else member.mixture.layout
-        place = None if group.paged else self._places.take(member.count + (0 if layout is None else len(layout.starts)))
-        if place is None:  # it is the kernel's
+        extents = member.count + (0 if layout is None else len(layout.starts))
+        if not group.paged and self._take_places(file, extents, 0 if layout is None else len(layout.runs)):
+            if file.unplaced:
+                log.info("inode %d is steered now", file.status.st_ino)
+            file.group, file.step, file.unplaced = group, 1, False
+            group.lacks_extents = 0
+            self._watch(file, group, member)
+        elif group.paged and not group.lacks_extents:  # it is the kernel's
             self.touches.ignore(*file.key)
-            return
-        run = None if layout is None else self._runs.take(len(layout.runs))
-        file.first, file.first_run, file.group, file.step = place, -1 if run is None else run, group, 1
-        self._watch(file, group, member)
+        else:
+            if not file.unplaced and not group.paged:
+                text = "inode %d is not steered for now: no room for %d extents beside those of files in use"
+                log.warning(text, file.status.st_ino, extents)
+            if not group.paged:
+                group.lacks_extents = extents
+            file.unplaced = True
+            self._place_whole(file)
+
+    def _place_whole(self, file: File) -> None:
+        """Give back the places of a file's extents; who reads it next is noticed all the same."""
+        self._give_places(file)
+        file.group = None
+        self._watch_whole(file)
+
+    def _take_places(self, file: File, extents: int, runs: int) -> bool:
+        """Take places for a file; if need be those of files that nobody has open or that are idle, longest unused first."""
+        now_ns = time.monotonic_ns()
+        idle = [other for other in self.by_number.values() if other is not file and self._is_idle(other, now_ns)]
+        idle.sort(key=lambda other: (other.mapping is not None, 0 if other.group is None else other.group.last_ns))
+        places = self._places.free + sum(self._places.taken_at(other.first) - 1 for other in idle)
+        if extents > places or runs > self._runs.free + sum(self._runs.taken_at(other.first_run) for other in idle):
+            return False
+        while (first := self._places.take(extents)) is None or (runs and (run := self._runs.take(runs)) is None):
+            self._places.give(-1 if first is None else first)
+            if not idle:
+                return False
+            self._place_whole(idle.pop(0))
+        file.first, file.first_run = first, run if runs and run is not None else -1
+        return True
+
+    @staticmethod
+    def _is_idle(file: File, now_ns: int) -> bool:
+        return file.group is not None and (file.mapping is None or now_ns - file.group.last_ns > IDLE_NS)
+
+    def _place_waiting(self) -> None:
+        """Try again to find places for the extents of files in use that have none."""
+        for file in list(self.by_number.values()):
+            if not file.unplaced or file.mapping is None:
+                continue
+            backing = file.mapping.backing
+            if backing not in self.engine.state.owners:  # its group has ended because there is room now
+                self.engine.adopt(backing)
+            owner = self.engine.state.owners.get(backing)
+            if owner is not None and not owner[0].paged:
+                self._watch_extents(file, *owner)
 
     def _watch(self, file: File, group: Group, member: Member) -> None:
         runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
@@ -602,8 +661,9 @@ class Files:
         """Takes leave of programs that live on and have closed what they read."""
         now_ns = time.monotonic_ns()
         for file in self.by_number.values():
-            group = file.group
-            if group is None or not file.programs or now_ns - max(group.last_ns, file.looked_ns) < IDLE_NS:
+            last_ns = 0 if file.group is None else file.group.last_ns
+            is_known = file.group is not None or file.unplaced
+            if not is_known or not file.programs or now_ns - max(last_ns, file.looked_ns) < IDLE_NS:
                 continue
             file.looked_ns = now_ns
             for pid, program in list(file.programs.items()):
@@ -621,7 +681,9 @@ class Files:
     def _close(self, file: File, mapping: MappedFile) -> None:
         """Gives up descriptors; the group is known until it has been idle for long."""
         with self.engine.state.lock:
-            file.mapping = None
+            for group, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
+                group.lacks_extents = group.lacks_extents if group.paged else 0
+            file.mapping, file.unplaced = None, False
             self.engine.state.ended.wait_for(lambda: not mapping.reads)
         mapping.close()
 
@@ -630,9 +692,7 @@ class Files:
         for file in list(self.by_number.values()):
             if file.mapping is None:
                 if file.group is not None and not file.group.alive:
-                    file.group = None
-                    self._give_places(file)
-                    self._watch_whole(file)
+                    self._place_whole(file)
                 continue
             status = os.fstat(file.mapping.backing.fd)
             if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):

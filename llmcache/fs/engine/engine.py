@@ -403,6 +403,7 @@ class Engine:
                     kept = group.first or group.warm or self.state.opens_of(group)
                     if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)
+                self.grouping.find_room()
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
