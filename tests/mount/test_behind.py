@@ -14,7 +14,7 @@ import pytest
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import operation
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, random_file, wait_for
+from tests.mount.live import MIB, llmcache, random_file, wait_for
 
 SIZE = 2 << 20
 TICK_S = 0.05  # a change within the tick of the last one does not show, before Linux 6.13
@@ -174,3 +174,18 @@ def test_a_deleted_model_is_released_at_once(mount: Mounter, mode: str, through:
     (mounted.point / "model.bin" if through else path).unlink()
     wait_for(lambda: not uses(mounted, "model.bin"), "it is released", 20, lambda: uses(mounted, "model.bin"))
     wait_for(lambda: operation.fetch(point)["pinned_bytes"] == 0, "nothing is pinned", 20)
+
+
+def test_links_that_lead_outside_are_named_when_mounting(mount: Mounter) -> None:
+    """A Hugging Face snapshot by itself: over FUSE every link in it dangles."""
+    place = mount.place()
+    (place.source.parent / "blobs").mkdir()
+    (place.source.parent / "blobs" / "0a1b").write_bytes(b"x" * MIB)
+    (place.source / "inside.bin").write_bytes(b"x")
+    (place.source / "near.bin").symlink_to("inside.bin")
+    for number in range(4):
+        (place.source / f"model-{number}.gguf").symlink_to("../blobs/0a1b")
+    done = llmcache("mount", place.source, place.point, "--mode", "steer", "--cache", "32Mi")
+    assert done.returncode == 0 and "4 links lead outside" in done.stdout
+    assert "model-0.gguf, model-1.gguf, model-2.gguf, ...; mount the directory that holds both" in done.stderr
+    assert "near.bin" not in done.stderr

@@ -642,6 +642,35 @@ def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path,
         backend.files.release(three)
 
 
+def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:
+    """It is what programs read that is steered, under the link's name; a link to what its owner may not read is not."""
+    target, secret = (random_file(tmp_path / name, 40 * MIB) for name in ("blob", "secret"))
+    os.utime(target, (0, 0))
+    secret.chmod(0o600)
+    (empty / "snapshots").mkdir()
+    (empty / "snapshots" / "model.bin").symlink_to("../../blob")
+    (empty / "stolen.bin").symlink_to(secret)
+    os.lchown(empty / "stolen.bin", 65534, 65534)
+    command = f"{sys.executable} -c \"open('{empty}/snapshots/model.bin', 'rb').read()\"; true"  # no child of the daemon
+    with steering(empty) as (engine, backend):
+
+        def is_read() -> bool:
+            subprocess.run(["sh", "-c", command], check=True)
+            return any(file["path"] == "/snapshots/model.bin" for file in engine.stats()["files"])
+
+        wait_for(is_read, "its reads are seen")
+        number, _ = backend.files.open("/snapshots/model.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        file = backend.files.by_number[number]
+        assert file.key == (target.stat().st_dev, target.stat().st_ino) and file.mapping is not None
+        _, member = engine.state.owners[file.mapping.backing]
+        wait_for(lambda: member.reachable, "the helper has opened the target")
+        assert member.node == target.stat().st_ino
+        assert [each.path for each in backend.files.by_number.values()] == ["/snapshots/model.bin"]
+        backend.files.release(number)
+        (empty / "snapshots" / "model.bin").unlink()
+        wait_for(lambda: not backend.files.by_number, "it is forgotten with its link")
+
+
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
     directory = tmp_path / "models"
     directory.mkdir()

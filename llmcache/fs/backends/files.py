@@ -33,6 +33,7 @@ from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
 from llmcache.fs.readahead import ReadAhead, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
+from llmcache.fs.vfs.source import LinkTarget
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -404,8 +405,11 @@ class Files:
     def begin(self) -> None:
         """Called before MOUNT is seen: the read-ahead with which a file is opened stays its own. EnvironmentProblem."""
         with self.turn:
-            if self.read_ahead is not None:
+            try:
                 self._scan()
+            except OSError:  # no more files can be opened: `run` tries again
+                if self.read_ahead is not None:
+                    raise
             self._set_read_ahead()
 
     def end(self) -> None:
@@ -470,14 +474,26 @@ class Files:
     def _scan(self) -> None:
         """Watches what has come, forgets what has gone."""
         found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+        links: list[tuple[str, LinkTarget, os.stat_result]] = []
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
             for name in names:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    key = status.st_dev, status.st_ino
-                    large = status.st_size >= LEAST_LOOP_BYTES or key in self.by_key
-                    if stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev:
-                        found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
+                    path = os.path.normpath(f"/{directory}/{name}")
+                    if stat.S_ISLNK(status.st_mode):
+                        target, status = self.tree.find_target(fd, name)
+                        if self._is_steered(status):
+                            links.append((path, target, status))
+                    elif self._is_steered(status):
+                        found[status.st_dev, status.st_ino] = (path, status)
+        targets: dict[str, LinkTarget] = {}
+        for path, target, status in links:
+            key = target.dev, target.ino
+            # A blob of a Hugging Face cache has a digest for a name, which says nothing of its format and its shards.
+            if key not in found or "." not in os.path.basename(found[key][0]):
+                found[key] = (path, status)
+                targets[path] = target
+        self.tree.targets = targets
         for key in [key for key in self.by_key if key not in found]:
             self._forget(self.by_key[key])
         # The largest first: of more files than can be watched they have most to gain.
@@ -488,6 +504,10 @@ class Files:
             elif file.path != path and not any(path == other.path for other in self.by_key.values()):
                 old, file.path = file.path, path
                 self.engine.renamed(old, path)
+
+    def _is_steered(self, status: os.stat_result) -> bool:
+        large = status.st_size >= LEAST_LOOP_BYTES or (status.st_dev, status.st_ino) in self.by_key
+        return stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev
 
     def _find(self, path: str) -> File | None:
         """The file at `path`, however small."""
@@ -537,8 +557,12 @@ class Files:
             self._watch_extents(file, *owner)
 
     def _open_by_path(self, file: File) -> int:
-        with self.tree.parent(file.path) as (dir_fd, name):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        if (target := self.tree.targets.get(file.path)) is not None:
+            fd = os.open(target.path, flags)
+        else:
+            with self.tree.parent(file.path) as (dir_fd, name):
+                fd = os.open(name, flags, dir_fd=dir_fd)
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != file.key:
             os.close(fd)

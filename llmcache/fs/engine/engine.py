@@ -58,7 +58,7 @@ class Engine:
         experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
         self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
-        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
+        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path))
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
