@@ -28,6 +28,7 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
+from llmcache.fs.engine.warmup import Warmer
 from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
@@ -669,6 +670,27 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
         backend.files.release(number)
         (empty / "snapshots" / "model.bin").unlink()
         wait_for(lambda: not backend.files.by_number, "it is forgotten with its link")
+
+
+def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) -> None:
+    """The first one to end does not close it under the other, which then says what is kept."""
+    os.utime(random_file(empty / "loop.bin", 40 * MIB), (0, 0))
+    forget(empty / "loop.bin")
+    said: list[dict[str, Any]] = []
+    waits = threading.Event()
+    with steering(empty) as (engine, backend):
+        warmer = Warmer(engine, backend.files)
+        second = threading.Thread(target=lambda: said.append(warmer.warm(["*.bin"], lambda _: waits.set())))
+
+        def on_progress(_progress: dict[str, Any]) -> None:
+            if second.ident is None:
+                second.start()
+                assert waits.wait(60), "the second waits for its turn"
+
+        said.append(warmer.warm(["*.bin"], on_progress))
+        second.join(60)
+        assert not any(file.programs for file in backend.files.by_number.values())
+    assert [told["warm_bytes"] for told in said] == [told["wanted_bytes"] for told in said] == [40 * MIB] * 2
 
 
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:

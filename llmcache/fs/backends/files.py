@@ -281,6 +281,7 @@ class File:
     first_run: int = -1  # the place of its runs of slices
     unplaced: bool = False  # its extents found no places: it is watched whole until there are some
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
+    warmups: int = 0  # of this process, that have it open
     looked_ns: int = 0  # when it was last seen whether its programs still have it
 
     @property
@@ -769,11 +770,15 @@ class Files:
             if not file.status.st_size:
                 return 0, True
             self._adopt(file, caller.pid)
+            file.warmups += 1
             return file.number, True
 
     def release(self, number: int) -> None:
         """Ends what `open` began."""
         with self.turn:
             file = self.by_number.get(number)
-            if file is not None:
+            if file is None:
+                return
+            file.warmups -= 1
+            if not file.warmups:
                 self._leave(file, os.getpid())
