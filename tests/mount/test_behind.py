@@ -8,9 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.mount.conftest import Mounted
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import operation
+from tests.mount.conftest import Mounted, Mounter
+from tests.mount.live import MIB, llmcache, random_file, wait_for
 
 SIZE = 2 << 20
 TICK_S = 0.05  # a change within the tick of the last one does not show, before Linux 6.13
@@ -139,3 +143,49 @@ def test_written_behind_while_written_through(reading: Mounted) -> None:
             other.write(b"b" * 4096)
         os.pwrite(file.fileno(), b"c" * 10, 8000)
         assert through.read_bytes() == b"b" * 4096 + b"a" * (8000 - 4096) + b"c" * 10 + b"a" * 182
+
+
+def uses(mounted: Mounted, name: str) -> list[str]:
+    """Return the descriptors and mappings that the daemon and its helpers have of files called `name`."""
+    found = []
+    daemon = psutil.Process(mounted.pid)
+    for pid in [daemon.pid, *(child.pid for child in daemon.children())]:
+        process = Path(f"/proc/{pid}")
+        for descriptor in (process / "fd").iterdir():
+            if name in (link := os.readlink(descriptor)):
+                found.append(f"{pid} {link}")
+        found += [f"{pid} {line}" for line in (process / "maps").read_text().splitlines() if name in line]
+    return found
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["behind", "through"])
+@pytest.mark.parametrize("mode", ["inplace", "steer", "arena"])
+def test_a_deleted_model_is_released_at_once(mount: Mounter, mode: str, through: bool) -> None:
+    """Though it is pinned for good: its disk space and its memory are free again."""
+    place = mount.place()
+    if os.geteuid() != 0 or (mode == "inplace" and why_not(str(place.source))):
+        pytest.skip(f"mode {mode} cannot be had here")
+    path = random_file(place.source / "model.bin", 24 * MIB)
+    os.utime(path, (0, 0))
+    mounted = mount("--mode", mode, "--pin", "model.bin", "--rw", "--cache", "64Mi")
+    point = str(mounted.point)
+    wait_for(lambda: operation.fetch(point)["pinned_bytes"] > 16 * MIB, "it is pinned")
+    assert uses(mounted, "model.bin")
+    (mounted.point / "model.bin" if through else path).unlink()
+    wait_for(lambda: not uses(mounted, "model.bin"), "it is released", 20, lambda: uses(mounted, "model.bin"))
+    wait_for(lambda: operation.fetch(point)["pinned_bytes"] == 0, "nothing is pinned", 20)
+
+
+def test_links_that_lead_outside_are_named_when_mounting(mount: Mounter) -> None:
+    """A Hugging Face snapshot by itself: over FUSE every link in it dangles."""
+    place = mount.place()
+    (place.source.parent / "blobs").mkdir()
+    (place.source.parent / "blobs" / "0a1b").write_bytes(b"x" * MIB)
+    (place.source / "inside.bin").write_bytes(b"x")
+    (place.source / "near.bin").symlink_to("inside.bin")
+    for number in range(4):
+        (place.source / f"model-{number}.gguf").symlink_to("../blobs/0a1b")
+    done = llmcache("mount", place.source, place.point, "--mode", "steer", "--cache", "32Mi")
+    assert done.returncode == 0 and "4 links lead outside" in done.stdout
+    assert "model-0.gguf, model-1.gguf, model-2.gguf, ...; mount the directory that holds both" in done.stderr
+    assert "near.bin" not in done.stderr

@@ -22,11 +22,13 @@ import pytest
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
+from llmcache.fs.backends import files as backend_files
 from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
+from llmcache.fs.engine.warmup import Warmer
 from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
@@ -602,6 +604,93 @@ def test_a_file_that_was_cut_to_nothing_is_not_left_open(empty: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         backend.close()
+
+
+@contextmanager
+def steering(source: Path) -> Iterator[tuple[Engine, InPlaceBackend]]:
+    """An engine in place in this process, whose own reads are those of a warm-up."""
+    engine = Engine(CACHE, "inplace", SourceTree(str(source)))
+    backend = engine.backend
+    assert isinstance(backend, InPlaceBackend)
+    engine.start(None, str(source))
+    try:
+        yield engine, backend
+    finally:
+        engine.stop()
+        backend.close()
+
+
+def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a closed file at once; `stats` says what is lacking until then."""
+    names = ("one.bin", "two.bin", "three.bin")
+    for name in names:
+        os.utime(random_file(empty / name, 40 * MIB), (0, 0))
+    monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)  # two files, but each other one takes a place
+
+    def lacking(engine: Engine) -> dict[str, int]:
+        return {file["path"]: file["lacks_extents"] for file in engine.stats()["files"] if file["lacks_extents"]}
+
+    with steering(empty) as (engine, backend):
+        wait_for(lambda: len(backend.files.by_number) == len(names), "all are watched")
+        one, two = (backend.files.open(f"/{name}", os.O_RDONLY, Caller(0, 0, os.getpid()))[0] for name in names[:2])
+        assert lacking(engine) == {"/two.bin": 40 * MIB // HUGE_BYTES}
+        backend.files.release(one)
+        wait_for(lambda: not lacking(engine), "it is steered")
+        assert backend.files.by_number[two].group is not None and backend.files.by_number[one].group is None
+        backend.files.release(two)
+        three, _ = backend.files.open("/three.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        assert not lacking(engine), "the places of closed files are taken at once"
+        backend.files.release(three)
+
+
+def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:
+    """It is what programs read that is steered, under the link's name; a link to what its owner may not read is not."""
+    target, secret = (random_file(tmp_path / name, 40 * MIB) for name in ("blob", "secret"))
+    os.utime(target, (0, 0))
+    secret.chmod(0o600)
+    (empty / "snapshots").mkdir()
+    (empty / "snapshots" / "model.bin").symlink_to("../../blob")
+    (empty / "stolen.bin").symlink_to(secret)
+    os.lchown(empty / "stolen.bin", 65534, 65534)
+    command = f"{sys.executable} -c \"open('{empty}/snapshots/model.bin', 'rb').read()\"; true"  # no child of the daemon
+    with steering(empty) as (engine, backend):
+
+        def is_read() -> bool:
+            subprocess.run(["sh", "-c", command], check=True)
+            return any(file["path"] == "/snapshots/model.bin" for file in engine.stats()["files"])
+
+        wait_for(is_read, "its reads are seen")
+        number, _ = backend.files.open("/snapshots/model.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        file = backend.files.by_number[number]
+        assert file.key == (target.stat().st_dev, target.stat().st_ino) and file.mapping is not None
+        _, member = engine.state.owners[file.mapping.backing]
+        wait_for(lambda: member.reachable, "the helper has opened the target")
+        assert member.node == target.stat().st_ino
+        assert [each.path for each in backend.files.by_number.values()] == ["/snapshots/model.bin"]
+        backend.files.release(number)
+        (empty / "snapshots" / "model.bin").unlink()
+        wait_for(lambda: not backend.files.by_number, "it is forgotten with its link")
+
+
+def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) -> None:
+    """The first one to end does not close it under the other, which then says what is kept."""
+    os.utime(random_file(empty / "loop.bin", 40 * MIB), (0, 0))
+    forget(empty / "loop.bin")
+    said: list[dict[str, Any]] = []
+    waits = threading.Event()
+    with steering(empty) as (engine, backend):
+        warmer = Warmer(engine, backend.files)
+        second = threading.Thread(target=lambda: said.append(warmer.warm(["*.bin"], lambda _: waits.set())))
+
+        def on_progress(_progress: dict[str, Any]) -> None:
+            if second.ident is None:
+                second.start()
+                assert waits.wait(60), "the second waits for its turn"
+
+        said.append(warmer.warm(["*.bin"], on_progress))
+        second.join(60)
+        assert not any(file.programs for file in backend.files.by_number.values())
+    assert [told["warm_bytes"] for told in said] == [told["wanted_bytes"] for told in said] == [40 * MIB] * 2
 
 
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:

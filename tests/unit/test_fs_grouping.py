@@ -125,6 +125,24 @@ def test_all_files_together_have_room_for_so_many_extents(files: Files) -> None:
     assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
 
 
+def test_a_file_that_found_no_room_is_steered_once_there_is_some(files: Files) -> None:
+    """It need not be closed for that."""
+    in_use = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX)]
+    groups = [files.grouping.adopt(backing)[0] for backing in in_use]
+    late = files.file("late.bin", size=TIB)
+    paged = files.grouping.adopt(late)[0]
+    assert paged.lacks_extents == EXTENTS_MAX and not any(group.lacks_extents for group in groups)
+    with files.state.lock:
+        files.grouping.find_room()
+        assert paged.alive, "others use all there is"
+        files.close(in_use[0])
+        files.grouping.find_room()
+    assert files.ended == [paged]
+    again = files.grouping.adopt(late)[0]
+    assert again.count == EXTENTS_MAX and not again.paged and not again.lacks_extents
+    assert not groups[0].alive and all(group.alive for group in groups[1:])
+
+
 @pytest.mark.parametrize("data", [MODEL, DAMAGED, b"no model"])
 def test_a_header_is_read_once(files: Files, data: bytes) -> None:
     first = files.file("a.gguf", data, size=40 * MIB)

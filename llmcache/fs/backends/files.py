@@ -33,6 +33,7 @@ from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
 from llmcache.fs.readahead import ReadAhead, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
+from llmcache.fs.vfs.source import LinkTarget
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
-CHECK_S = 0.25  # so often it is seen which programs have ended
+CHECK_S = 0.25  # from one look at programs and deleted files to the next
+LOOK_REST = 20  # looks at the paths of files rest for so many times as long as they took
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 WHOLE_STEP = 32  # extents
@@ -277,7 +279,9 @@ class File:
     group: Group | None = None
     step: int = 1  # of its extents so many are passed over for one that is told of
     first_run: int = -1  # the place of its runs of slices
+    unplaced: bool = False  # its extents found no places: it is watched whole until there are some
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
+    warmups: int = 0  # of this process, that have it open
     looked_ns: int = 0  # when it was last seen whether its programs still have it
 
     @property
@@ -311,6 +315,15 @@ class Places:
                 self._taken[first] = count
                 return first
         return None
+
+    @property
+    def free(self) -> int:
+        """How many are free, in a row or not."""
+        return sum(end - first for first, end in self._free)
+
+    def taken_at(self, first: int) -> int:
+        """How many were taken at `first`."""
+        return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
         """Gives back what was taken at `first`, if anything was."""
@@ -394,8 +407,11 @@ class Files:
     def begin(self) -> None:
         """Called before MOUNT is seen: the read-ahead with which a file is opened stays its own. EnvironmentProblem."""
         with self.turn:
-            if self.read_ahead is not None:
+            try:
                 self._scan()
+            except OSError:  # no more files can be opened: `run` tries again
+                if self.read_ahead is not None:
+                    raise
             self._set_read_ahead()
 
     def end(self) -> None:
@@ -415,9 +431,14 @@ class Files:
 
     def run(self) -> None:
         """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
-        next_scan = next_check = 0.0
+        next_scan = next_check = next_look = 0.0
         while True:
             began = time.monotonic()
+            if began >= next_look:
+                with self.turn:
+                    if self._forget_deleted():
+                        next_scan = min(next_scan, began)
+                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - began))
             if began >= next_scan:
                 with self.turn:
                     with contextlib.suppress(OSError):  # it cannot be read, or no more files be opened: the next time
@@ -431,6 +452,7 @@ class Files:
                     self._check_programs()
                     self._check_use()
                     self._thin()
+                    self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
                 asked = self._asked.get(timeout=CHECK_S)
@@ -454,14 +476,26 @@ class Files:
     def _scan(self) -> None:
         """Watches what has come, forgets what has gone."""
         found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+        links: list[tuple[str, LinkTarget, os.stat_result]] = []
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
             for name in names:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    key = status.st_dev, status.st_ino
-                    large = status.st_size >= LEAST_LOOP_BYTES or key in self.by_key
-                    if stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev:
-                        found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
+                    path = os.path.normpath(f"/{directory}/{name}")
+                    if stat.S_ISLNK(status.st_mode):
+                        target, status = self.tree.find_target(fd, name)
+                        if self._is_steered(status):
+                            links.append((path, target, status))
+                    elif self._is_steered(status):
+                        found[status.st_dev, status.st_ino] = (path, status)
+        targets: dict[str, LinkTarget] = {}
+        for path, target, status in links:
+            key = target.dev, target.ino
+            # A blob of a Hugging Face cache has a digest for a name, which says nothing of its format and its shards.
+            if key not in found or "." not in os.path.basename(found[key][0]):
+                found[key] = (path, status)
+                targets[path] = target
+        self.tree.targets = targets
         for key in [key for key in self.by_key if key not in found]:
             self._forget(self.by_key[key])
         # The largest first: of more files than can be watched they have most to gain.
@@ -472,6 +506,10 @@ class Files:
             elif file.path != path and not any(path == other.path for other in self.by_key.values()):
                 old, file.path = file.path, path
                 self.engine.renamed(old, path)
+
+    def _is_steered(self, status: os.stat_result) -> bool:
+        large = status.st_size >= LEAST_LOOP_BYTES or (status.st_dev, status.st_ino) in self.by_key
+        return stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev
 
     def _find(self, path: str) -> File | None:
         """The file at `path`, however small."""
@@ -524,8 +562,12 @@ class Files:
             self._watch_extents(file, *owner)
 
     def _open_by_path(self, file: File) -> int:
-        with self.tree.parent(file.path) as (dir_fd, name):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        if (target := self.tree.targets.get(file.path)) is not None:
+            fd = os.open(target.path, flags)
+        else:
+            with self.tree.parent(file.path) as (dir_fd, name):
+                fd = os.open(name, flags, dir_fd=dir_fd)
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != file.key:
             os.close(fd)
@@ -545,13 +587,61 @@ class Files:
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._give_places(file)
         layout = None if member.mixture is None else member.mixture.layout
-        place = None if group.paged else self._places.take(member.count + (0 if layout is None else len(layout.starts)))
-        if place is None:  # it is the kernel's
+        extents = member.count + (0 if layout is None else len(layout.starts))
+        if not group.paged and self._take_places(file, extents, 0 if layout is None else len(layout.runs)):
+            if file.unplaced:
+                log.info("inode %d is steered now", file.status.st_ino)
+            file.group, file.step, file.unplaced = group, 1, False
+            group.lacks_extents = 0
+            self._watch(file, group, member)
+        elif group.paged and not group.lacks_extents:  # it is the kernel's
             self.touches.ignore(*file.key)
-            return
-        run = None if layout is None else self._runs.take(len(layout.runs))
-        file.first, file.first_run, file.group, file.step = place, -1 if run is None else run, group, 1
-        self._watch(file, group, member)
+        else:
+            if not file.unplaced and not group.paged:
+                text = "inode %d is not steered for now: no room for %d extents beside those of files in use"
+                log.warning(text, file.status.st_ino, extents)
+            if not group.paged:
+                group.lacks_extents = extents
+            file.unplaced = True
+            self._place_whole(file)
+
+    def _place_whole(self, file: File) -> None:
+        """Give back the places of a file's extents; who reads it next is noticed all the same."""
+        self._give_places(file)
+        file.group = None
+        self._watch_whole(file)
+
+    def _take_places(self, file: File, extents: int, runs: int) -> bool:
+        """Take places for a file; if need be those of files that nobody has open or that are idle, longest unused first."""
+        now_ns = time.monotonic_ns()
+        idle = [other for other in self.by_number.values() if other is not file and self._is_idle(other, now_ns)]
+        idle.sort(key=lambda other: (other.mapping is not None, 0 if other.group is None else other.group.last_ns))
+        places = self._places.free + sum(self._places.taken_at(other.first) - 1 for other in idle)
+        if extents > places or runs > self._runs.free + sum(self._runs.taken_at(other.first_run) for other in idle):
+            return False
+        while (first := self._places.take(extents)) is None or (runs and (run := self._runs.take(runs)) is None):
+            self._places.give(-1 if first is None else first)
+            if not idle:
+                return False
+            self._place_whole(idle.pop(0))
+        file.first, file.first_run = first, run if runs and run is not None else -1
+        return True
+
+    @staticmethod
+    def _is_idle(file: File, now_ns: int) -> bool:
+        return file.group is not None and (file.mapping is None or now_ns - file.group.last_ns > IDLE_NS)
+
+    def _place_waiting(self) -> None:
+        """Try again to find places for the extents of files in use that have none."""
+        for file in list(self.by_number.values()):
+            if not file.unplaced or file.mapping is None:
+                continue
+            backing = file.mapping.backing
+            if backing not in self.engine.state.owners:  # its group has ended because there is room now
+                self.engine.adopt(backing)
+            owner = self.engine.state.owners.get(backing)
+            if owner is not None and not owner[0].paged:
+                self._watch_extents(file, *owner)
 
     def _watch(self, file: File, group: Group, member: Member) -> None:
         runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
@@ -600,8 +690,9 @@ class Files:
         """Takes leave of programs that live on and have closed what they read."""
         now_ns = time.monotonic_ns()
         for file in self.by_number.values():
-            group = file.group
-            if group is None or not file.programs or now_ns - max(group.last_ns, file.looked_ns) < IDLE_NS:
+            last_ns = 0 if file.group is None else file.group.last_ns
+            is_known = file.group is not None or file.unplaced
+            if not is_known or not file.programs or now_ns - max(last_ns, file.looked_ns) < IDLE_NS:
                 continue
             file.looked_ns = now_ns
             for pid, program in list(file.programs.items()):
@@ -619,7 +710,9 @@ class Files:
     def _close(self, file: File, mapping: MappedFile) -> None:
         """Gives up descriptors; the group is known until it has been idle for long."""
         with self.engine.state.lock:
-            file.mapping = None
+            for group, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
+                group.lacks_extents = group.lacks_extents if group.paged else 0
+            file.mapping, file.unplaced = None, False
             self.engine.state.ended.wait_for(lambda: not mapping.reads)
         mapping.close()
 
@@ -628,16 +721,38 @@ class Files:
         for file in list(self.by_number.values()):
             if file.mapping is None:
                 if file.group is not None and not file.group.alive:
-                    file.group = None
-                    self._give_places(file)
-                    self._watch_whole(file)
+                    self._place_whole(file)
                 continue
             status = os.fstat(file.mapping.backing.fd)
             if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):
                 self._forget(file)
 
+    def _forget_deleted(self) -> bool:
+        """Forget open files that have no name any more; returns True if a closed one that is kept has left its path.
+
+        A closed file was renamed or deleted: the next walk tells which.
+        """
+        has_left = False
+        for file in list(self.by_number.values()):
+            if file.mapping is not None:
+                if not os.fstat(file.mapping.backing.fd).st_nlink:
+                    self._forget(file)
+            elif file.group is not None and file.group.alive and not self._is_at_path(file):
+                has_left = True
+        return has_left
+
+    def _is_at_path(self, file: File) -> bool:
+        try:
+            status = self.tree.stat(file.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be seen now
+            return True
+        return (status.st_dev, status.st_ino) == file.key
+
     def _forget(self, file: File) -> None:
-        """Ends what is known of a file; if it is still there, the next walk finds it anew."""
+        """Forget a file and release its descriptors, pins and places; if it is still there, the next walk finds it anew."""
+        self.engine.removed(file.path)
         if file.mapping is not None:
             self.engine.changed(file.mapping.backing, 0, -1)
         for pid in list(file.programs):
@@ -659,11 +774,15 @@ class Files:
             if not file.status.st_size:
                 return 0, True
             self._adopt(file, caller.pid)
+            file.warmups += 1
             return file.number, True
 
     def release(self, number: int) -> None:
         """Ends what `open` began."""
         with self.turn:
             file = self.by_number.get(number)
-            if file is not None:
+            if file is None:
+                return
+            file.warmups -= 1
+            if not file.warmups:
                 self._leave(file, os.getpid())

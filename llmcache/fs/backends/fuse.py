@@ -617,7 +617,8 @@ class Reader:
         if by_client and not pid and not self._warned:
             self._warned = True
             log.warning("a program outside this pid namespace reads: %s", UNKNOWN)
-        if by_client and backing not in self.state.owners and self.state.running and not backing.hidden:
+        is_deleted = backing.hidden or backing.deleted
+        if by_client and backing not in self.state.owners and self.state.running and not is_deleted:
             self.engine.adopt(backing)
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)

@@ -35,6 +35,7 @@ from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
 from llmcache.fs.backends.base import Holder, MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.vfs.source import LinkTarget
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class PinHelper:
     that the attached files have in the kernel, None for those that cannot be opened.
     """
 
-    def __init__(self, mountpoint: str) -> None:
+    def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
+        self.target_of = target_of
         self.locked: dict[str, list[Run]] = {}
         self.nodes: dict[str, int | None] = {}
         self.count = self.locked_bytes = 0
@@ -93,7 +95,11 @@ class PinHelper:
     def attach(self, path: str) -> int | None:
         """Open `path`, with nothing locked; returns the file's number in the kernel, None if it cannot be opened."""
         self._drop(path)
-        node = self.nodes[path] = self.call("attach", path).get("node")
+        target = self.target_of(path)
+        more: dict[str, int | str] = {}
+        if target is not None:
+            more = {"target": target.path, "dev": target.dev, "ino": target.ino}
+        node = self.nodes[path] = self.call("attach", path, **more).get("node")
         self.locked[path] = []
         return node
 
@@ -165,7 +171,10 @@ class PinService:
         on_attached: Callable[[str, int | None], None],
         on_failed: Callable[[str, int, int, int], None],
         on_lost: Callable[[bool], None],
+        target_of: Callable[[str], LinkTarget | None] = lambda _path: None,
     ) -> None:
+        """`target_of(path)`: the file that is attached in place of the link at `path`, if there is a link."""
+        self._target_of = target_of
         self.on_attached = on_attached
         self.on_failed = on_failed
         self.on_lost = on_lost
@@ -348,7 +357,7 @@ class PinService:
     def _spawn(self) -> PinHelper:
         """Start one more helper, or return the last one if the system refuses a process."""
         try:
-            helper = PinHelper(self._mountpoint)
+            helper = PinHelper(self._mountpoint, self._target_of)
         except OSError:
             if not self._helpers:
                 raise
@@ -394,7 +403,7 @@ class PinService:
             self._helpers.remove(helper)
             self.pids = tuple(each.pid for each in self._helpers)
             return
-        self._helpers[0] = successor = PinHelper(self._mountpoint)
+        self._helpers[0] = successor = PinHelper(self._mountpoint, self._target_of)
         successor.locked = {path: [] for path in attached}  # if it dies before it has them, the next one attaches them
         self.pids = tuple(each.pid for each in self._helpers)
         if self._stopping:  # `stop` may have missed it

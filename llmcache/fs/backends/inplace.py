@@ -418,10 +418,11 @@ class InPlaceBackend:
             return False
         mapping = file.mapping
         owner = self.state.owners.get(mapping.backing) if mapping is not None else None
-        if owner is None or touch.pid not in file.programs or owner[0] is not file.group:
+        is_unknown = owner is None or (owner[0] is not file.group and not file.unplaced)
+        if is_unknown or touch.pid not in file.programs:
             self.files.ask(file, touch.pid)
-            if owner is None or owner[0] is not file.group:
-                return False
+        if owner is None or owner[0] is not file.group:
+            return False
         group, member = owner
         if touch.extent >= member.count:
             if member.mixture is not None:

@@ -7,6 +7,7 @@ line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel relea
 
 Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "offset", "length"} ·
 {"op": "detach", "path"} · {"op": "rename", "path", "new"}. A request that fails has the reply {"errno"}.
+To attach the file that a link leads to, its real path, device and inode come with the request ("target", "dev", "ino").
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def unlock(address: int, length: int) -> int:
 class Mapping:
     """One attached file: open handle and a read-only shared mapping of it."""
 
-    def __init__(self, directory: str, path: str, clone: int | None) -> None:
-        self.fd = open_below(directory, path, clone)
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
 
@@ -83,7 +84,7 @@ class Helper:
             operation = request["op"]
             path = request["path"]
             if operation == "attach":
-                return self.attach(path)
+                return self.attach(path, request)
             if operation == "detach":
                 return self.detach(path)
             if operation == "rename":
@@ -93,10 +94,14 @@ class Helper:
         except OSError as error:
             return {"errno": error.errno or errno.EIO}
 
-    def attach(self, path: str) -> dict[str, Any]:
-        """Open `path` through the mount, again if it is attached already."""
+    def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Open `path` through the mount, or the target of the link that it is; again if it is attached already."""
         self.detach(path)
-        mapping = self.files[path] = Mapping(self.mountpoint, path, self.clone)
+        if "target" in request:
+            fd = open_target(request["target"], request["dev"], request["ino"])
+        else:
+            fd = open_below(self.mountpoint, path, self.clone)
+        mapping = self.files[path] = Mapping(fd)
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
@@ -143,6 +148,16 @@ def open_below(directory: str, path: str, clone: int | None = None) -> int:
         return found
     os.close(found)
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def open_target(path: str, dev: int, ino: int) -> int:
+    """Return a descriptor of the regular file at a real path; OSError if another file is there now."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (dev, ino):
+        return fd
+    os.close(fd)
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def clone_mount(directory: str) -> int | None:

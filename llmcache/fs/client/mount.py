@@ -19,6 +19,7 @@ from llmcache.fs.daemon.accesslog import check_path
 from llmcache.fs.daemon.daemon import MountRequest, serve_background, serve_foreground
 from llmcache.fs.daemon.openmetrics import parse_address
 from llmcache.fs.vfs import libfuse
+from llmcache.fs.vfs.source import links_outside
 from llmcache.units import format_size, parse_size
 
 SCHEMA = "llmcache.mount/1"
@@ -26,6 +27,7 @@ _OWN_OPTIONS = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions"
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
 MODES = ("auto", "inplace", "steer", "arena")
 LEAST_READ_AHEAD = 4096
+LINKS_NAMED = 3
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
@@ -121,15 +123,28 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
         said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
         print(f"llmcache: note: {said}", file=sys.stderr)
 
+    links = links_outside(source, point, in_place=request.mode == "inplace")
+    if links:
+        print(f"llmcache: warning: {_about_links(links, request.mode)}", file=sys.stderr)
     own = None if foreground else control.files(point).log
     log = request.log or own
 
     def served() -> None:
-        told = document(point, request, log)
+        told = document(point, request, log) | {"links_outside": len(links)}
         print(json.dumps(told) if as_json else line(told), flush=True)
 
     serve = serve_foreground if foreground else serve_background
     serve(request, source, point, served)
+
+
+def _about_links(links: list[str], mode: str) -> str:
+    named = printable(", ".join(links[:LINKS_NAMED]) + (", ..." if len(links) > LINKS_NAMED else ""))
+    if mode == "inplace":
+        return (
+            f"links to other file systems, or to directories outside SOURCE, are not followed: {named}; mount those as well"
+        )
+    remedy = "mount the directory that holds both (of Hugging Face the hub directory), or use --mode inplace"
+    return f"links that lead outside SOURCE dangle or are read without the cache: {named}; {remedy}"
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
@@ -172,4 +187,5 @@ def line(told: dict[str, Any]) -> str:
     budget = f"{format_size(told['budget_bytes'])} ({why})"
     writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
     mode = told["mode"] + (f" ({told['not_in_place']})" if told["not_in_place"] else "")
-    return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}; see: llmcache stats {point}")
+    links = f", {told['links_outside']} links lead outside" if told.get("links_outside") else ""
+    return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}{links}; see: llmcache stats {point}")

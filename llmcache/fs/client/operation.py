@@ -171,6 +171,9 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         for loop in file["loops"]:
             if sentence := judgement(loop):
                 console.print(Text(f"{printable(file['path']).lstrip('/')}: {sentence}"))
+        if lacking := file.get("lacks_extents"):
+            said = f"not steered: no room for {lacking:,} extents beside those of files in use"
+            console.print(Text(f"{printable(file['path']).lstrip('/')}: {said}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
 

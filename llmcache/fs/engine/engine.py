@@ -58,7 +58,7 @@ class Engine:
         experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
         self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
-        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
+        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path))
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
@@ -128,7 +128,7 @@ class Engine:
             if owner is not None and backing.writable and not owner[0].written:
                 self._dissolve(owner[0])
         known = owner is not None and owner[0].alive
-        if not backing.hidden:
+        if not (backing.hidden or backing.deleted):
             known = self.adopt(backing) or known
         self.settle(backing, owes_reply=True)
         return known
@@ -245,7 +245,7 @@ class Engine:
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
-        """A path was deleted through the mount; open handles go on reading."""
+        """Forget what is known of the file at a path, which was deleted; open handles go on reading."""
         with self.state.lock:
             for group, _ in list(self.state.places.get(path, ())):
                 self._dissolve(group)
@@ -403,6 +403,7 @@ class Engine:
                     kept = group.first or group.warm or self.state.opens_of(group)
                     if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)
+                self.grouping.find_room()
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()

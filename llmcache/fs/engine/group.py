@@ -141,6 +141,7 @@ class Group:
         self.warm = False  # brought in by a warm-up, and not used since: kept though nobody has it open
         self.written = False  # open for writing: the kernel alone fills its pages
         self.paged = False  # too large, or one too many, to be steered: read page by page, and kept as single rows are
+        self.lacks_extents = 0  # for which there is no room in a table: not steered until there is
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.recent: deque[int] = deque(maxlen=RECENT_EXTENTS)  # extents that were touched last

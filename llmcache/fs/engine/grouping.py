@@ -146,7 +146,8 @@ class Grouping:
         mixed = header is not None and header.experts is not None
         large = SMALL_EXTENT if mixed else self.backend.large_extent
         extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, large)
-        has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
+        full_count = sum(max(1, -(-length // extent_bytes)) for _, length in files)
+        has_room = self._make_room(full_count)
         paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
         if not has_room:
             extent_bytes = extent_bytes_for(total, PAGED_EXTENTS, self.backend.large_extent)
@@ -157,6 +158,9 @@ class Grouping:
             base += count
         group = Group(next(self._keys), members, extent_bytes)
         group.written, group.paged = written, paged
+        if paged and extent_bytes_for(total, EXTENTS_MAX, large) <= LARGEST_EXTENT:
+            group.lacks_extents = full_count
+            log.warning("no room for %d extents beside those of files in use: a file is not steered for now", full_count)
         group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
         if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
@@ -171,14 +175,29 @@ class Grouping:
         left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
         if count <= left:
             return True
-        used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
-        idle = [group for group in self.state.groups.values() if not (group.first or group.warm or group.key in used)]
-        for group in sorted(idle, key=lambda group: group.last_ns):
+        for group in sorted(self._unused(), key=lambda group: group.last_ns):
             if count <= left:
                 break
             left += group.count
             self.end(group)
         return count <= left
+
+    def _unused(self) -> list[Group]:
+        """Return the groups that may be forgotten when others need their room. Lock held."""
+        used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
+        return [group for group in self.state.groups.values() if not (group.first or group.warm or group.key in used)]
+
+    def find_room(self) -> None:
+        """End groups in use that found no room once there is some: the next read makes them anew. Lock held."""
+        lacking = [group for group in self.state.groups.values() if group.paged and group.lacks_extents]
+        if not lacking:
+            return
+        unused = self._unused()
+        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values() if group not in unused)
+        for group in lacking:
+            if group not in unused and group.lacks_extents <= left + group.count:
+                left -= group.lacks_extents - group.count
+                self.end(group)
 
     def _header_of(self, backing: Backing) -> Header | None:
         """What the file's header says, None if it is no model's; what cannot be used is not read again in vain."""

@@ -97,6 +97,7 @@ def _file(group: Group, member: Member, is_open: bool) -> dict[str, Any]:
         "size_bytes": member.size_bytes,
         "class": _class(group),
         "open": is_open,
+        "lacks_extents": group.lacks_extents,
         "loops": [_loop(group)] if group.looping and member is group.members[0] else [],
         "experts": None if member.mixture is None else member.mixture.facts(),
     }

@@ -136,8 +136,10 @@ class Warmer:
             names.sort()
             for name in sorted(files):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                        yield os.path.normpath(f"/{directory}/{name}")
+                    path = os.path.normpath(f"/{directory}/{name}")
+                    is_regular = stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+                    if is_regular or path in self.engine.tree.targets:
+                        yield path
 
     def _open(self, path: str, stack: ExitStack) -> bool:
         """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""

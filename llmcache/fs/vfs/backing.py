@@ -71,7 +71,8 @@ class Backing:
         self.identity = Identity.of(status)
         self.lock = threading.RLock()
         self.links = status.st_nlink
-        self.hidden = False  # deleted while open
+        self.hidden = False  # deleted through the mount while open
+        self.deleted = False  # behind the mount; until another file takes its path
         self._changed_behind = False
         self._changes = 0  # counted when one begins, and when it ends
         self._synced = 0  # changes that are on storage
@@ -233,6 +234,7 @@ class Backing:
         os.dup2(fd if writable is None else writable, self.fd, inheritable=False)
         if writable is not None:
             os.close(writable)
+        self.deleted = False
         no_read_ahead(self.fd)
         fresh = open_again(fd, os.O_RDONLY | os.O_DIRECT)
         if fresh is not None and self.direct_fd is not None:
@@ -396,6 +398,22 @@ class BackingTable:
         finally:
             if backing is not None:
                 self.release(backing)
+
+    def find_deleted(self) -> list[Backing]:
+        """Return the open Backings whose file has lost its last name behind the mount, each with another reference."""
+        with self._lock:
+            paths = [path for path, backing in self._open.items() if not (backing.hidden or backing.deleted)]
+        found = []
+        for path in paths:
+            if (backing := self.acquire(path)) is None:
+                continue
+            with backing.lock:  # some file systems tell of no links, ever
+                backing.deleted = backing.links > 0 and not os.fstat(backing.fd).st_nlink and not backing.hidden
+            if backing.deleted:
+                found.append(backing)
+            else:
+                self.release(backing)
+        return found
 
     def others(self, backing: Backing) -> list[Backing]:
         """Open Backings of the same file under other names (hard links), each with another reference."""

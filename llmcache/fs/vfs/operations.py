@@ -25,6 +25,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from llmcache.fs.vfs.libfuse import Notifier
 
 log = logging.getLogger("llmcache.fs")
+
+LOOK_S = 0.5  # from one look for files that were deleted behind the mount to the next
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class LlmcacheOperations:
         self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
         self._drops = threading.Condition()
         self._ended = False
-        self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
+        self._dropper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
@@ -179,18 +182,30 @@ class LlmcacheOperations:
             self._to_drop[backing] = max(generation, self._to_drop.get(backing, 0))
             self._drops.notify_all()
 
-    def _drop_pages(self) -> None:
-        """Background thread: drop the pages of changed paths, then let opens keep pages again."""
+    def _maintain(self) -> None:
+        """Maintenance thread: drop the pages of changed paths, then let opens keep pages again; release deleted files."""
+        next_look = 0.0
         while True:
+            if time.monotonic() >= next_look:
+                self._release_deleted()
+                next_look = time.monotonic() + LOOK_S
             with self._drops:
-                self._drops.wait_for(lambda: self._to_drop or self._ended)
+                self._drops.wait_for(lambda: self._to_drop or self._ended, LOOK_S)
                 if self._ended:
                     return
+                if not self._to_drop:
+                    continue
                 backing = next(iter(self._to_drop))
                 generation = self._to_drop.pop(backing)
             self._engine.settle(backing, owes_reply=False)
             if self._drop(backing):
                 backing.dropped = max(generation, backing.dropped)
+
+    def _release_deleted(self) -> None:
+        """Have the engine forget files that were deleted behind the mount: its pin helper closes them then."""
+        for backing in self.table.find_deleted():
+            self._engine.removed(backing.path)
+            self._give_back(backing)
 
     def _drop(self, backing: Backing) -> bool:
         """Drop all pages of a path; False at the end. Waits for those that are being read: from a thread that owes no reply.

@@ -22,10 +22,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from llmcache.fs import syscalls
 from llmcache.procfs import status_of
@@ -176,11 +179,23 @@ def relative(path: str) -> str:
     return path.lstrip("/") or "."
 
 
+class LinkTarget(NamedTuple):
+    """The regular file that a symbolic link leads to: its real path, which holds no link, and its device and inode."""
+
+    path: str
+    dev: int
+    ino: int
+
+
 class SourceTree:
-    """SOURCE by a directory descriptor opened before the mount may cover it."""
+    """SOURCE by a directory descriptor opened before the mount may cover it.
+
+    `targets`: by path, the symbolic links whose target stands for them. Over FUSE there are none.
+    """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
+        self.targets: dict[str, LinkTarget] = {}
         self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
@@ -220,9 +235,26 @@ class SourceTree:
             os.close(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        """lstat of a path."""
+        """lstat of a path; of a link in `targets` that of the target."""
+        if (target := self.targets.get(path)) is not None:
+            return os.lstat(target.path)
         with self.parent(path) as (dir_fd, name):
             return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def find_target(self, dir_fd: int, name: str) -> tuple[LinkTarget, os.stat_result]:
+        """Return the file that the link `name` in a directory leads to, and its status. OSError.
+
+        PermissionError if the link's owner may not read the file: a link must not lead the daemon to what its maker may
+        not have.
+        """
+        link = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        fd = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            status = os.fstat(fd)
+            Caller(link.st_uid, link.st_gid, 0, known_groups=_groups_of(link.st_uid, link.st_gid)).check(fd, os.O_RDONLY)
+            return LinkTarget(os.readlink(f"/proc/self/fd/{fd}"), status.st_dev, status.st_ino), status
+        finally:
+            os.close(fd)
 
     def open_directory(self, path: str) -> int:
         """A readable descriptor of a directory."""
@@ -234,6 +266,47 @@ class SourceTree:
         os.close(self.fd)
 
 
+def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
+    """Return the supplementary groups of a user; none of one that the system does not know."""
+    try:
+        return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
+    except KeyError:
+        return ()
+
+
+def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
+    """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
+
+    Over FUSE: those that lead out of MOUNT, where they are resolved. In place, where links to files are followed: those to
+    files on other file systems, and to directories outside SOURCE. Looks for LINKS_S at most.
+    """
+    end, device, found = time.monotonic() + LINKS_S, os.stat(source).st_dev, []
+    for directory, directories, names in os.walk(source):
+        for name in sorted([*directories, *names]):
+            path = os.path.join(directory, name)
+            with contextlib.suppress(OSError):
+                if os.path.islink(path) and _leads_out(path, source, mount, device, in_place=in_place):
+                    found.append(os.path.relpath(path, source))
+        if time.monotonic() > end:
+            break
+    return found
+
+
+def _leads_out(path: str, source: str, mount: str, device: int, *, in_place: bool) -> bool:
+    if not in_place:
+        at = os.path.join(mount, os.path.relpath(os.path.dirname(path), source))
+        return not _is_below(os.path.normpath(os.path.join(at, os.readlink(path))), mount)
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        return not _is_below(os.path.realpath(path), source)
+    return stat.S_ISREG(status.st_mode) and status.st_dev != device
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, directory]) == directory
+
+
+LINKS_S = 2.0
 DEFAULT_SPILL = ("*.kv",)
 
 
