@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -641,6 +642,60 @@ def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path,
         three, _ = backend.files.open("/three.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
         assert not lacking(engine), "the places of closed files are taken at once"
         backend.files.release(three)
+
+
+def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp_path: Path) -> None:
+    """Each would take the reads of the other's daemon for a client's."""
+    (empty / "below").mkdir()
+    points = [tmp_path / name for name in ("one", "two")]
+    points[1].mkdir()
+    with live(empty, points[0], "32Mi", "--mode", "inplace"):
+        for source in (empty, empty / "below"):
+            done = llmcache("mount", source, points[1], "--mode", "inplace", "--cache", "32Mi")
+            assert done.returncode == 4 and f"steered in place already on {points[0]}" in done.stderr, done.stderr
+    done = llmcache("mount", empty / "below", points[1], "--mode", "inplace", "--cache", "32Mi")
+    assert done.returncode == 0, done.stderr
+    assert llmcache("umount", points[1]).returncode == 0
+
+
+def test_files_of_a_directory_that_cannot_be_opened_for_a_moment_are_not_forgotten(
+    empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty / "below").mkdir()
+    os.utime(random_file(empty / "below" / "loop.bin", 8 * MIB), (0, 0))
+    opened, refused = os.open, list[str]()
+
+    def full(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == "below":
+            refused.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, mode, dir_fd=dir_fd)
+
+    with steering(empty) as (_, backend):
+        wait_for(lambda: len(backend.files.by_number) == 1, "it is watched")
+        before = list(backend.files.by_number)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", full)
+            wait_for(lambda: len(refused) > 2, "walks cannot open it")
+        wait_for(lambda: not backend.files.turn.locked(), "the walk has ended")
+        assert list(backend.files.by_number) == before
+
+
+def test_a_file_that_grows_is_watched_as_far_as_it_has_come(empty: Path) -> None:
+    path = random_file(empty / "loop.bin", 8 * MIB)
+    code = f"import os; os.pread(os.open('{path}', os.O_RDONLY), 4096, {30 * MIB})"
+    command = f'{sys.executable} -c "{code}"; true'  # no child of the daemon
+    with steering(empty) as (engine, backend):
+        wait_for(lambda: len(backend.files.by_number) == 1, "it is watched")
+        with path.open("ab") as file:
+            file.write(os.urandom(32 * MIB))
+        os.utime(path, (0, 0))
+
+        def is_noticed() -> bool:
+            subprocess.run(["sh", "-c", command], check=True)
+            return any(file["size_bytes"] == 40 * MIB for file in engine.stats()["files"])
+
+        wait_for(is_noticed, "a read of its new part is noticed", 20)
 
 
 def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:

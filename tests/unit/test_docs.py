@@ -35,6 +35,7 @@ QUICK = re.compile(r"llmcache (size(?!.*(--model|--measure))|(classify|info) tra
 """Commands that take a second at most and leave nothing behind."""
 OTHERS = {
     "apt-get",
+    "pip",
     "pipx",
     "curl",
     "kill",

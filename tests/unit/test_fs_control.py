@@ -524,3 +524,22 @@ def test_without_descriptors_for_a_while(asked: Asked) -> None:
         client.settimeout(120)
         assert answered(client) == {"asked": {"op": "z"}}
     assert is_served() and asked[0] == {"op": "z"}
+
+
+def test_the_files_of_a_source_are_steered_in_place_by_one_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor may SOURCE be above or below that of another."""
+    monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
+    monkeypatch.setattr(controlserver, "SOURCE_ENDING_S", 0.0)
+    (tmp_path / "models" / "a" / "below").mkdir(parents=True)
+    (tmp_path / "models" / "b").mkdir()
+    one, beside = (controlserver.lock_source(str(tmp_path / "models" / name)) for name in ("a", "b"))
+    for overlapping in ("models", "models/a", "models/a/below"):
+        with pytest.raises(MountProblem, match="steered in place already"):
+            controlserver.lock_source(str(tmp_path / overlapping))
+    controlserver.unlock_source(one)
+    controlserver.unlock_source(beside)
+    above = controlserver.lock_source(str(tmp_path / "models"))
+    with pytest.raises(MountProblem):
+        controlserver.lock_source(str(tmp_path / "models" / "b"))
+    controlserver.unlock_source(above)
+    assert not list(tmp_path.glob("*.lock")), "nothing is left"

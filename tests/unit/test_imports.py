@@ -120,15 +120,6 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert not [path for path in ALL_FILES if len(path.read_text().splitlines()) > LONGEST_FILE]
 
 
-def test_no_two_classes_have_one_name() -> None:
-    found: dict[str, list[str]] = {}
-    for path in (*PACKAGE, *TOOLS):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(f"{relative(path)}:{node.lineno}")
-    assert not {name: places for name, places in found.items() if len(places) > 1}
-
-
 # The daemon loads nothing large: its memory is beside the budget, and a mount starts in a moment.
 LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pandas"}
 DAEMON = [

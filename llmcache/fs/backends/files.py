@@ -52,7 +52,12 @@ FAILURES_MAX = 16  # no large folios on this file system, or no memory in one pi
 LEAST_WINDOWS = 8  # of less the large folios do not pay: the kernel reclaims them whole
 HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)  # for good: a link that leads nowhere, say
 _LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
+
+
+Found = dict[tuple[int, int], tuple[str, os.stat_result]]
+"""Path and status of each file, by device and inode."""
 
 
 class Program:
@@ -473,13 +478,14 @@ class Files:
         # A time that lies ahead says nothing: such a file would be left alone until then.
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
-    def _scan(self) -> None:
-        """Watches what has come, forgets what has gone."""
-        found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+    def _walk(self) -> tuple[Found, list[tuple[str, LinkTarget, os.stat_result]], bool]:
+        """Return the files of SOURCE that are to be steered, the links to some, and whether all of SOURCE was seen."""
+        found: Found = {}
         links: list[tuple[str, LinkTarget, os.stat_result]] = []
-        for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
+        errors: list[OSError] = []
+        for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
             for name in names:
-                with contextlib.suppress(OSError):
+                try:
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     path = os.path.normpath(f"/{directory}/{name}")
                     if stat.S_ISLNK(status.st_mode):
@@ -488,6 +494,13 @@ class Files:
                             links.append((path, target, status))
                     elif self._is_steered(status):
                         found[status.st_dev, status.st_ino] = (path, status)
+                except OSError as error:
+                    errors.append(error)
+        return found, links, all(error.errno in NOT_THERE for error in errors)
+
+    def _scan(self) -> None:
+        """Watches what has come, forgets what has gone."""
+        found, links, is_complete = self._walk()
         targets: dict[str, LinkTarget] = {}
         for path, target, status in links:
             key = target.dev, target.ino
@@ -495,17 +508,30 @@ class Files:
             if key not in found or "." not in os.path.basename(found[key][0]):
                 found[key] = (path, status)
                 targets[path] = target
+        gone = [file for key, file in self.by_key.items() if key not in found]
+        if not is_complete:  # too many open files, an error of storage: what was not seen may be there
+            kept = {file.path: file for file in gone if self._is_at_path(file)}
+            gone = [file for file in gone if file.path not in kept]
+            targets |= {path: target for path, target in self.tree.targets.items() if path in kept}
         self.tree.targets = targets
-        for key in [key for key in self.by_key if key not in found]:
-            self._forget(self.by_key[key])
+        for file in gone:
+            self._forget(file)
         # The largest first: of more files than can be watched they have most to gain.
         for key, (path, status) in sorted(found.items(), key=lambda item: -item[1][1].st_size):
-            file = self.by_key.get(key)
-            if file is None:
+            if key in self.by_key:
+                self._take_changes(self.by_key[key], path, status)
+            else:
                 self._watch_whole(File(next(self._numbers), path, status))
-            elif file.path != path and not any(path == other.path for other in self.by_key.values()):
-                old, file.path = file.path, path
-                self.engine.renamed(old, path)
+
+    def _take_changes(self, file: File, path: str, status: os.stat_result) -> None:
+        """A known file was found at `path`, with this status."""
+        if file.mapping is None and file.status.st_size != status.st_size:  # it grows, or was cut
+            self.engine.removed(file.path)
+            file.status = status
+            self._place_whole(file)
+        if file.path != path and not any(path == other.path for other in self.by_key.values()):
+            old, file.path = file.path, path
+            self.engine.renamed(old, path)
 
     def _is_steered(self, status: os.stat_result) -> bool:
         large = status.st_size >= LEAST_LOOP_BYTES or (status.st_dev, status.st_ino) in self.by_key

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
@@ -40,6 +41,7 @@ _REPLY_S = 10.0  # for a client to take what it is told
 RETRY_S = 0.1
 _CHUNK = 1 << 16
 ENDING_S = 30.0
+SOURCE_ENDING_S = 2.0
 
 
 def take_lock(found: ControlFiles, point: str) -> int:
@@ -73,6 +75,66 @@ def take_lock(found: ControlFiles, point: str) -> int:
                     os.unlink(found.info)
                 return fd
         os.close(fd)  # the last owner removed the file between our open and our lock
+
+
+def lock_source(source: str) -> list[int]:
+    """Return descriptors of locks that keep other daemons from steering files of SOURCE in place; MountProblem if one does.
+
+    Two daemons over the same files take each other's reads for a client's, and go on for ever. The lock of a directory is
+    found by its device and inode: exclusive for SOURCE, shared for the directories above it, so that nested ones
+    exclude each other as well. A daemon that is about to end is waited for.
+    """
+    locks: list[int] = []
+    end = time.monotonic() + SOURCE_ENDING_S
+    for directory in (Path(source), *Path(source).parents):
+        while (fd := _lock_directory(directory, fcntl.LOCK_SH if locks else fcntl.LOCK_EX)) is None:
+            if time.monotonic() > end:
+                unlock_source(locks)
+                raise _overlap(source)
+            time.sleep(RETRY_S)
+        locks.append(fd)
+    return locks
+
+
+def unlock_source(locks: list[int]) -> None:
+    """Release the locks of `lock_source`, and remove the files of those that no other daemon holds."""
+    for fd in locks:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(os.readlink(f"/proc/self/fd/{fd}"))
+        os.close(fd)
+    locks.clear()
+
+
+def _lock_directory(directory: Path, how: int) -> int | None:
+    """Return a descriptor of a directory's lock file, locked; None if another daemon has it locked otherwise."""
+    status = directory.stat()
+    path = os.path.join(control.directory(os.geteuid()), f"source-{status.st_dev:x}-{status.st_ino:x}.lock")
+    while True:
+        with control.file_errors(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)  # its last owner removed it meanwhile
+
+
+def _overlap(source: str) -> MountProblem:
+    others = [
+        point
+        for point, facts in control.root_points().items()
+        if "inplace" in facts and os.path.commonpath([str(facts.get("source")), source]) in (facts.get("source"), source)
+    ]
+    on = f" on {others[0]}" if others else ""
+    hint = "one mount in place serves all programs that read these files, by whatever path"
+    if others:
+        hint += f"; to end it: llmcache umount {others[0]}"
+    return MountProblem(f"files of {source} are steered in place already{on}", hint)
 
 
 class ClientGone(Exception):

@@ -96,11 +96,15 @@ class Daemon:
         self._source = source
         self._files = control.files(point)
         self._lock_fd = controlserver.take_lock(self._files, point)
+        self._source_locks: list[int] = []
         try:
+            if request.mode == "inplace":
+                self._source_locks = controlserver.lock_source(source)
             restore_left()
             mountpoint.remove_dead()
             self._make(request)
         except BaseException:
+            controlserver.unlock_source(self._source_locks)
             self._files.remove()
             os.close(self._lock_fd)
             raise
@@ -183,6 +187,7 @@ class Daemon:
                 server.close()
             if self._metrics is not None:
                 self._metrics.close()
+            controlserver.unlock_source(self._source_locks)
             self._files.remove()
             os.close(self._lock_fd)
         if self._failure is not None:

@@ -22,7 +22,7 @@ from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import SUFFIX
-from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, Region, shard_name
+from llmcache.fs.layout.tensors import MOST_SLICES, Anatomy, Experts, ModelLayout, Region, shard_name
 from llmcache.fs.vfs.source import matches
 from llmcache.units import BLOCK_BYTES
 
@@ -210,8 +210,12 @@ class Grouping:
         except OSError as error:
             log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
             return None
-        if layout is not None:
-            experts = Experts(layout)
+        experts = None if layout is None else Experts(layout)
+        if experts is not None and experts.too_many:  # as a loop it would be read whole in every pass
+            log.warning(
+                "inode %d is cached without a layout: it has more than %d slices of experts", backing.ino, MOST_SLICES
+            )
+        elif layout is not None and experts is not None:
             return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts if experts.count else None)
         if key[0].settled():
             self._unusable[key] = None

@@ -289,11 +289,14 @@ class Experts:
     """The experts of a file, numbered layer by layer, and their slices, numbered as they lie.
 
     `layers`: (name, first expert, how many), in the order of computation. `used`: of a layer's, by a token; None where the
-    header does not say it. `slices`: the numbers of each expert's.
+    header does not say it. `slices`: the numbers of each expert's. `too_many`: the file has more than MOST_SLICES, and
+    none of them is numbered.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
-        slices = sorted(_slices(layout))
+        tensors = [tensor for tensor in layout.tensors if is_expert(tensor.name) and tensor.size_bytes]
+        self.too_many = sum(tensor.experts for tensor in tensors) > MOST_SLICES
+        slices = [] if self.too_many else sorted(_slices(tensors))
         counts: dict[str, int] = {}
         for _, _, layer, expert in slices:
             counts[layer] = max(counts.get(layer, 0), expert + 1)
@@ -337,11 +340,8 @@ class Experts:
         return sum(self.sizes[number] for number in self.slices[expert])
 
 
-def _slices(layout: ModelLayout) -> Iterator[tuple[int, int, str, int]]:
-    """(first byte, bytes, layer, expert of that) of all slices; of none where there would be more than any model has."""
-    tensors = [tensor for tensor in layout.tensors if is_expert(tensor.name) and tensor.size_bytes]
-    if sum(tensor.experts for tensor in tensors) > MOST_SLICES:
-        return
+def _slices(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, str, int]]:
+    """Yield (first byte, bytes, layer, expert of that) of all slices."""
     for tensor in tensors:
         if numbered := _NUMBERED.search(tensor.name):
             yield tensor.offset, tensor.size_bytes, tensor.layer, int(numbered[1])

@@ -236,10 +236,10 @@ class SourceTree:
 
     def stat(self, path: str) -> os.stat_result:
         """lstat of a path; of a link in `targets` that of the target."""
-        if (target := self.targets.get(path)) is not None:
-            return os.lstat(target.path)
         with self.parent(path) as (dir_fd, name):
-            return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        target = self.targets.get(path) if stat.S_ISLNK(status.st_mode) else None
+        return status if target is None else os.lstat(target.path)
 
     def find_target(self, dir_fd: int, name: str) -> tuple[LinkTarget, os.stat_result]:
         """Return the file that the link `name` in a directory leads to, and its status. OSError.
