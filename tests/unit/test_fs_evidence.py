@@ -225,7 +225,7 @@ def test_an_exposure_is_followed_by_a_rest_that_is_as_many_times_longer(clock: C
 
 
 def test_exposures_that_find_nothing_are_made_ever_more_rarely(clock: Clock) -> None:
-    """Clients always use what is pinned, and now this and now that half of the rest."""
+    """Clients always use the pinned extents, and one half of the others after the other half."""
     mount = Mount(clock, 24, 60)
     mount.group.first = True
     mount.read(range(60), 2)
@@ -406,7 +406,7 @@ def test_what_the_user_has_pinned_is_not_left_when_clients_move(clock: Clock) ->
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
-# Faults that are known; a test that begins to pass fails until its mark is removed
+# Known faults; a test that begins to pass fails until its mark is removed
 
 fault = pytest.mark.xfail(strict=True, raises=AssertionError)
 
@@ -434,7 +434,7 @@ def test_pins_of_a_space_of_which_nothing_is_in_use_any_more_are_released(clock:
 
 @fault
 def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock) -> None:
-    """Touches of what the kernel has kept meanwhile, and clients have mapped, cause no event."""
+    """The kernel has kept extents that clients have mapped; their touches cause no event."""
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
     assert mount.group.evidence.guard is not None
