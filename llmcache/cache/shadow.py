@@ -115,6 +115,11 @@ class Guard:
             self._excess = self._saved = self._steady = 0
         return self.steering
 
+    @property
+    def has_judged(self) -> bool:
+        """Return True once `steered_bytes` and `lru_bytes` are known."""
+        return self._windows > 0
+
     def leave(self) -> None:
         """Stop steering at once: the caller knows that what was learned no longer holds."""
         if self.steering:

@@ -145,6 +145,7 @@ class Steering:
         self._on_plan = on_plan
         self._due = False
         self._judges_use = judges_use
+        self._spare_bytes = 0  # that the present plan leaves for what is no longer used
         self._ranked: list[object] = []
 
     # References
@@ -325,6 +326,7 @@ class Steering:
         hot = sum(sum(space.pages.values()) for space in self.spaces.values())
         reserve = reserve_bytes(budget, hot, any(1 in space.single for space in self.spaces.values()))
         shares = cap_pins(share_budget(max(0, budget - reserve), loops), self.limit_bytes)
+        self._spare_bytes = max(0, self.limit_bytes - sum(share.pinned_bytes for share in shares.values()))
         for space in self.spaces.values():
             if space.learner.looping:
                 self._settle(space, shares.get(space.key, Share(0, 0)))
@@ -338,7 +340,15 @@ class Steering:
             space.wanted[extent] = 0
         order = [extent for extent in space.learner.order.extent_at if not (space.single[extent] or unused[extent])]
         space.settled = settle(order, space.wanted, share.pinned_bytes, space.extent_bytes, whole)
-        for extent in stale + space.settled.unpinned:
+        # What is no longer used stays while there is room for it.
+        for extent in filter(space.held.__contains__, stale):
+            size_bytes = space.blocks(extent) * BLOCK_BYTES
+            if size_bytes > self._spare_bytes:
+                self._evict(space, extent)
+            else:
+                space.wanted[extent] = 1
+                self._spare_bytes -= size_bytes
+        for extent in space.settled.unpinned:
             if extent in space.held:
                 self._evict(space, extent)
 

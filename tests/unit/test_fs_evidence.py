@@ -406,12 +406,6 @@ def test_what_the_user_has_pinned_is_not_left_when_clients_move(clock: Clock) ->
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
-# Known faults; a test that begins to pass fails until its mark is removed
-
-fault = pytest.mark.xfail(strict=True, raises=AssertionError)
-
-
-@fault
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
     """In place a touch that an exposure has shown counts as three passes after the one before, which is then usual."""
     mount = Mount(clock, 24, 40)
@@ -422,7 +416,6 @@ def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: 
     assert mount.unused == set(FIRST_HALF) and mount.pinned == set(LAST_HALF)
 
 
-@fault
 def test_pins_of_a_space_of_which_nothing_is_in_use_any_more_are_released(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 2)
@@ -432,7 +425,6 @@ def test_pins_of_a_space_of_which_nothing_is_in_use_any_more_are_released(clock:
     assert not mount.pinned
 
 
-@fault
 def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock) -> None:
     """The kernel has kept extents that clients have mapped; their touches cause no event."""
     mount = Mount(clock, 24, 40)
@@ -448,14 +440,12 @@ def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock
     assert mount.unused == set()
 
 
-@fault
 def test_figures_are_unknown_until_they_were_compared(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
     assert judgement(mount.group) == {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
 
 
-@fault
 def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
     """Their mappings are unknown, so that their touches of resident data stay invisible."""
     group = new_group(new_state(64 * MIB), "model", 8, looping=True)

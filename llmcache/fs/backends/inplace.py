@@ -211,7 +211,11 @@ class InPlaceBackend:
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Clear the accessed bits of the programs that map the files; events show the touches of those that do not."""
         for file in filter(None, [self.files.of_node(member.node) for member in group.members]):
+            if 0 in file.programs:  # a client outside this pid namespace, whose page tables cannot be read
+                return ()
             with self.files.lock:
+                for program in file.readers:
+                    program.look(again=True)
                 pids = [program.pid for program in file.readers if program.maps(*file.key)]
             if pids and not self.samples.can_read():
                 return ()

@@ -171,7 +171,7 @@ class Judge:
         visible = [extent for extent, state in by_rank if state in _VISIBLE]
         returned = use.changed
         if not group.left:
-            self._drop_out(group, use.judge(visible))
+            self._drop_out(group, use.judge(self._silent(group, visible)))
             if use.changed:
                 self._weigh(group)
             self._make_single(group)
@@ -181,12 +181,20 @@ class Judge:
             in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
             self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
         else:  # the touch of what is resident may cause no event
-            silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
-            use.judge(self.backend.absent(group, silent))
+            use.judge(self._silent(group, visible))
         self._guard(group)
         if use.changed:
             use.changed = False
             self._replan()
+
+    def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
+        """Return the extents without a touch for some passes. Touches of those that are resident may cause no event."""
+        use = group.use
+        silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
+        absent = [extent for extent in silent if group.state(extent) in (ABSENT, SPARSE)]
+        return [extent for extent in silent if group.state(extent) in (LOADING, READY)] + list(
+            self.backend.absent(group, absent)
+        )
 
     def look(self, group: Group, now_ns: int) -> None:
         """Judge a space that is read though no pass ends, as what loops is pinned whole: several times a second."""
@@ -235,7 +243,7 @@ class Judge:
     def _begin(self, group: Group, hidden: list[int]) -> None:
         """Has the back end make the next touch of resident extents visible."""
         began = time.monotonic()
-        exposed = self.backend.expose(group, hidden)
+        exposed = self.backend.expose(group, hidden) if group.alive else ()
         self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
         with self.state.lock:
             group.evidence.exposed.intersection_update(exposed)
@@ -246,6 +254,7 @@ class Judge:
             exposed = [extent for extent in group.evidence.exposed if group.state(extent) in (PINNED, TOUCHED)]
         touched = self.backend.conclude(group, exposed)
         with self.state.lock:
+            group.use.excuse(touched)  # when they were touched is not known
             for extent in touched:
                 group.use.touch(extent)
             found = group.use.judge(exposed) if group.alive else []
@@ -278,7 +287,7 @@ class Judge:
         if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
         if group.left:
-            missing_bytes = max(0, read_bytes - lru_bytes)
+            missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # uses of experts are not observed now
             evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
             steered_bytes, lru_bytes = passes * self._expected_bytes(group), read_bytes
         else:

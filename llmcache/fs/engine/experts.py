@@ -222,7 +222,7 @@ class Mixture:
             "kept_bytes": sum(map(self.sizes.__getitem__, kept)),
             "bytes": sum(self.layout.sizes),
             "alone": self.alone,
-            "token": None,  # tokens were timed both ways in versions up to 1.0
+            "token": None,  # no longer measured
             "token_alone": None,
         }
 

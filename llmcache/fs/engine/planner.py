@@ -58,7 +58,9 @@ class Planner:
 
     def plan(self) -> None:
         """Brings pins and windows in line with the limit and with what loops. Lock held."""
-        groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
+        groups = [
+            group for group in self.state.groups.values() if group.looping and (group.loop_bytes or group.pinned_bytes)
+        ]
         now_ns = time.monotonic_ns()
         loops = [
             Loop(
@@ -71,7 +73,9 @@ class Planner:
                 self.state.least_window_bytes,
             )
             for group in groups
-            if not group.left and (group.first or group.warm or self.state.opens_of(group) or self.holder.pinned(group))
+            if group.loop_bytes
+            and not group.left
+            and (group.first or group.warm or self.state.opens_of(group) or self.holder.pinned(group))
         ]
         budget_bytes = max(0, self.state.limit_bytes - self._reserve())
         shares = share_budget(budget_bytes, loops)

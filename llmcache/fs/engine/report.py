@@ -129,7 +129,7 @@ def _loop(group: Group) -> dict[str, Any]:
 def judgement(group: Group) -> dict[str, Any]:
     """Return whether a loop is left to the kernel, and what a pass reads when steered and by LRU; None if not known yet."""
     guard = group.evidence.guard
-    figures = (None, None) if guard is None else (guard.steered_bytes, guard.lru_bytes)
+    figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
     steered_bytes, lru_bytes = (None if each is None else int(each / group.evidence.window_passes) for each in figures)
     return {"left": group.left, "steered_pass_bytes": steered_bytes, "lru_pass_bytes": lru_bytes}
 
