@@ -18,7 +18,7 @@ from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
-from tests.mount.live import OVERHEAD_BYTES, live, llmcache, wait_for
+from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import patterns, routing
 from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client, forget, run_client
@@ -89,36 +89,6 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
     # On a quiet machine .7 to 1; beside others' work the kernel reads the further around faults the later it is answered.
     assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
-
-
-@pytest.mark.parametrize("mode", ["inplace"], indirect=True)
-def test_tokens_are_timed_with_help_and_without(model: Model, tmp_path: Path, mode: str) -> None:
-    """And what is faster goes on."""
-    routed, _ = routing.ranked(200, model.layers, EXPERTS, USED)
-    used = list(routing.ranges(routing.layout_of(model.path), routed.tolist()))
-    ended = threading.Event()
-
-    def read(path: Path) -> None:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
-            for ranges in itertools.cycle(used):
-                for offset, length in ranges:
-                    bytes(view[offset : offset + length : mmap.PAGESIZE])
-                if ended.wait(0.005):  # what else a token takes
-                    break
-
-    with live(model.path.parent, tmp_path / "mnt", str(model.budget), "--mode", mode) as mount:
-        reader = threading.Thread(target=read, args=(mount.mountpoint / model.path.name,))
-        reader.start()
-        try:
-            wait_for(
-                lambda: any((each["experts"] or {}).get("token_alone") for each in mount.stats()["files"]), "a trial", 180
-            )
-            (file,) = mount.stats()["files"]
-            assert file["experts"]["alone"] is (file["experts"]["kept"] == 0)
-            assert "with help" in llmcache("stats", mount.mountpoint).stdout
-        finally:
-            ended.set()
-            reader.join()
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena"], indirect=True)
