@@ -80,7 +80,7 @@ def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
         "mode": "arena", "not_in_place": None, "budget_bytes": 32 << 20, "budget_origin": "--cache", "log": own.files.log,
-        "writable": ["*.kv"],
+        "writable": ["*.kv"], "links_outside": 0,
     }  # fmt: skip
 
 

@@ -265,7 +265,14 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
     ):
         assert not any(passes.next()["wrong"] for _ in range(10))
         # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
-        passes.until_kept(mount, 0 if daemons is None else CACHE // 3)
+        # Where the kernel would read less, the loop is left to it.
+        least, deadline = 0 if daemons is None else CACHE // 3, time.monotonic() + 120
+
+        def is_left() -> bool:
+            return any(loop["left"] for file in mount.stats()["files"] for loop in file["loops"])
+
+        while mount.pinned_bytes("loop.bin") < least and not is_left():
+            assert time.monotonic() < deadline and not passes.next()["wrong"]
         assert group.usage().oom_kills == other.usage().oom_kills == 0
 
 
@@ -457,7 +464,8 @@ def test_the_first_pass_over_what_fits_is_left_to_a_kernel_that_reads_huge_pages
             with populated(mount.mountpoint / path.name) as huge:
                 wait_for(lambda: mount.pinned_bytes(path.name) > 0.9 * path.stat().st_size, "it is kept nevertheless")
             assert huge > 0.9 * plain
-            assert mount.stats()["backing_read_bytes"] < SIZE // 4
+            stats = mount.stats()
+            assert stats["backing_read_bytes"] - stats["client_read_bytes"] < SIZE // 4
 
 
 NEIGHBOUR = f"""
@@ -584,7 +592,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         assert not release.is_alive()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(mapping.backing.fd)
-        assert engine.stats()["read_bytes"] == 0 and engine.stats()["backing_read_bytes"] == SIZE
+        assert engine.stats()["read_bytes"] == 0
     finally:
         go_on.set()
         engine.stop()
@@ -783,7 +791,6 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
         (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
         (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
         (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
-        (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
