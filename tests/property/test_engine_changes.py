@@ -33,6 +33,12 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
     rig.kernel.invalidate(file.node, 0, 0)
 
 
+def fetch_around(rig: Rig, file: File) -> None:
+    """Two requests of which the second goes on where the first ended: the rest of the extent is fetched after its reply."""
+    for offset in (5 * MIB + (64 << 10), 5 * MIB + (68 << 10)):
+        rig.check(file, offset, 4096)
+
+
 @contextmanager
 def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
     """A with block during which the STORE that `begin` leads to is under way."""
@@ -85,7 +91,7 @@ def test_a_store_under_way_at_a_change_leaves_no_old_bytes(rig: Rig) -> None:
     """A STORE that has begun before a change may end after the kernel's pages were dropped."""
     file = rig.file("file", LOOP)
     changing = threading.Thread(target=change_behind, args=(rig, file, "file", 7), daemon=True)
-    with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):  # the rest of the extent, after the reply
+    with storing(rig, lambda: fetch_around(rig, file)):
         changing.start()
         changing.join(0.5)  # either it has dropped the pages by now, or it waits for the STORE
     changing.join(120)
@@ -112,7 +118,7 @@ def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(rig:
         left.append(len(state.storing))
 
     opening = threading.Thread(target=open_to_write, daemon=True)
-    with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
+    with storing(rig, lambda: fetch_around(rig, file)):
         evicted(rig, file)
         opening.start()
         wait_until(lambda: rig.engine.waiting > 0 or left != [], "it waits, or does not")
@@ -129,7 +135,7 @@ def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", LOOP)
         opens = [threading.Thread(target=rig.kernel.open, args=(file,), daemon=True) for _ in range(3)]
-        with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
+        with storing(rig, lambda: fetch_around(rig, file)):
             evicted(rig, file)
             monkeypatch.setattr(rig.kernel, "invalidate", lambda *_: 0)  # who opens waits there for the page of the STORE
             for thread in opens:
