@@ -276,6 +276,40 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
         assert group.usage().oom_kills == other.usage().oom_kills == 0
 
 
+GROWING = """
+import mmap, sys, time
+with open(sys.argv[1], "rb") as file:
+    view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+own = []
+for number in range(5):
+    for offset in range(0, len(view), 4096):
+        view[offset]
+        if offset % (4 << 20) == 0 and number == 0:
+            time.sleep(0.1)  # until what has been read is locked
+            own.append(b"x" * (5 << 18))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["inplace", "steer"])
+def test_a_client_whose_cgroup_has_a_limit_of_its_own_is_not_killed(empty: Path, tmp_path: Path, mode: str) -> None:
+    """What is charged to it stays evictable while it needs more and more memory, and the loop is pinned nevertheless."""
+    shape = choose_shape(160 * MIB, BYTES_PER_VALUE["gguf"], None, False)
+    (model,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
+    forget(model)
+    with (
+        Cgroup("limited-client", directory=empty, memory_bytes=96 * MIB) as group,
+        live(empty, tmp_path / "mnt", str(250 * MIB), "--mode", mode) as mount,
+    ):
+        command = group.wrap([sys.executable, "-c", GROWING, str(mount.mountpoint / "model.gguf")])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+            said = [line.strip() for line in client.stdout or ()]
+            pinned = mount.pinned_bytes("model.gguf")
+        assert client.returncode == 0 and said == ["done"] and group.usage().oom_kills == 0
+        assert pinned >= 40 * MIB, mount.stats()
+
+
 @contextmanager
 def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
     """A loop of SIZE on a file system of its own, the image that this is on, and the checksums of the loop."""

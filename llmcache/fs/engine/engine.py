@@ -6,6 +6,8 @@ changes of a file to everything that holds a copy of it, and keeps house several
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -33,6 +35,7 @@ from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
 from llmcache.fs.engine.state import WRITE, CacheState, References
+from llmcache.memory import limits_of_process_apart
 
 if TYPE_CHECKING:
     from llmcache.fs.vfs.backing import Backing
@@ -58,7 +61,9 @@ class Engine:
         experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
         self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
-        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path))
+        self.pins = PinService(
+            self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path), self._is_limited
+        )
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
@@ -319,13 +324,44 @@ class Engine:
         if not extents:
             return
         inode = member.identity.ino if member.identity is not None else 0
+        now_ns = time.monotonic_ns()
+        if code in (errno.EDQUOT, errno.EAGAIN):
+            self._refused_ns = self._refused_ns or now_ns
+            self._leave_to_client(group, member, extents, inode, code)
+            return
+        self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
             group.wanted[extent] = 0
         self.holder.release(group, extents)
         self.planner.pinnable_bytes = self.state.pinned_bytes()
-        self._refused_ns = time.monotonic_ns()
         self._plan_due = True
+
+    def _leave_to_client(self, group: Group, member: Member, extents: list[int], inode: int, code: int) -> None:
+        """Does not pin what is charged to a client's cgroup that has a limit of its own (EDQUOT: and is short of memory).
+
+        In the latter the kernel would evict it soon: it is dropped, and charged to this process when it is read again.
+        """
+        if not group.unlockable:
+            log.warning("inode %d: not pinned where it is charged to a cgroup of a client that has a memory limit", inode)
+        self.holder.release(group, extents)
+        now_ns = time.monotonic_ns()
+        for extent in extents:
+            is_new = group.unlockable.get(extent, 0) <= now_ns
+            group.unlockable[extent] = now_ns + RETRY_NS
+            if is_new and code == errno.EDQUOT and member.node is not None:
+                offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+                self.state.debts.append((member.node, offset, length, group.forget(extent)))
+        self.state.room.notify()
+
+    def _is_limited(self, path: str) -> bool:
+        """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
+        pids = {group.last_pid for group, _ in self.state.places.get(path, ()) if group.last_pid}
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                if limits_of_process_apart(pid):
+                    return True
+        return False
 
     def _helper_lost(self, for_good: bool) -> None:
         """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
