@@ -825,11 +825,13 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
         (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
         (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
         (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
         wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
+        assert (mount.mountpoint / CHECK).read_bytes() == (source / CHECK).read_bytes()
 
 
 def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:
