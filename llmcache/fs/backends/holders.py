@@ -40,6 +40,7 @@ from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
 from llmcache.fs.backends.base import Holder, MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.services import Services
 from llmcache.fs.vfs.source import LinkTarget
 from llmcache.memory import limits_apart
 
@@ -215,12 +216,13 @@ class PinService:
         on_lost: Callable[[bool], None],
         target_of: Callable[[str], LinkTarget | None] = lambda _path: None,
         is_limited: Callable[[str], bool] = lambda _path: False,
+        services: Services | None = None,
     ) -> None:
         """`target_of(path)`: the file that is attached in place of the link at `path`, if there is a link.
 
         `is_limited(path)`: whether a client of the file is bound by a memory limit that does not bind this process.
         """
-        self._target_of, self._is_limited = target_of, is_limited
+        self._target_of, self._is_limited, self._services = target_of, is_limited, services or Services()
         self._payers, self._payers_at = Payers(), 0.0
         self.on_attached = on_attached
         self.on_failed = on_failed
@@ -257,7 +259,7 @@ class PinService:
         self._refused.clear()
         self._most_runs, self._most_bytes = capacity()
         self._spawn()
-        self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
+        self._thread = self._services.thread("pins", self._run)
         self._thread.start()
 
     def stop(self) -> None:

@@ -34,7 +34,7 @@ from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
-from llmcache.fs.engine.state import WRITE, CacheState, References
+from llmcache.fs.engine.state import LOADS_S, WRITE, CacheState, References
 from llmcache.memory import limits_of_process_apart
 
 if TYPE_CHECKING:
@@ -62,7 +62,12 @@ class Engine:
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
         self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
         self.pins = PinService(
-            self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path), self._is_limited
+            self._attached,
+            self._lock_failed,
+            self._helper_lost,
+            lambda path: tree.targets.get(path),
+            self._is_limited,
+            self.state.services,
         )
         self.holder: Holder
         self.planner: Planner
@@ -79,6 +84,7 @@ class Engine:
         self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
         self.judge = Judge(self.state, self.backend, self.holder, self.replan)
         self.gauge = PressureGauge(cache_bytes)
+        self.state.services.on_broken = self._broken
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
@@ -97,7 +103,7 @@ class Engine:
         self.loader = Loader(self.state, self.backend)
         self.loader.start()
         self.backend.start(notifier, mountpoint)
-        self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
+        self._house = self.state.services.thread("house", self._keep_house, mountpoint)
         self._house.start()
 
     def stop(self) -> None:
@@ -115,7 +121,13 @@ class Engine:
         self.pins.stop()
         self.loader.join()
         self.backend.stop()
-        self._house.join(timeout=10)
+        if self._house is not threading.current_thread():
+            self._house.join(timeout=10)
+
+    def _broken(self, service: str) -> None:
+        """A service has ended for good: what the others do without it cannot be relied on."""
+        log.error("service %s fails again and again: steering ends, and files are read from SOURCE", service)
+        threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
 
@@ -202,7 +214,8 @@ class Engine:
         self.state.owners.pop(backing, None)
         if member.backing is backing:
             member.backing = None
-        self.state.ended.wait_for(lambda: not member.loads)
+        if not self.state.ended.wait_for(lambda: not member.loads, LOADS_S):
+            backing.keep_open(f"{member.loads} reads of it have not ended for {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
@@ -269,7 +282,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        return snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        result["services"] |= self.backend.faults()
+        return result
 
     @property
     def _held_bytes(self) -> int:
