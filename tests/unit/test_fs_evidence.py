@@ -143,7 +143,8 @@ class Mount:
     def _fetch(self, extent: int) -> None:
         group, state = self.group, self.state
         self.storage.read += group.extent_bytes
-        while state.used_bytes + group.extent_bytes > state.limit_bytes and group.touched:
+        held = group.status.count(PINNED) + 1  # what is left to the kernel is resident, but not counted
+        while (len(group.touched) + held) * group.extent_bytes > state.limit_bytes and group.touched:
             unused = (each for each in group.touched if group.use.unused[each])
             state.resident_bytes -= group.forget(next(unused, next(iter(group.touched))))
         state.charge(group, extent, group.extent_bytes)

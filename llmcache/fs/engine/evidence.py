@@ -19,7 +19,7 @@ import functools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
@@ -41,7 +41,9 @@ MOVED_SHARE = 4  # of what is pinned, inverted, that clients begin to use in one
 LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the loop was read (inverted)
 NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
+ENDS_SHARE = 8  # of the extents in use, inverted: so many ends of what is used make a difference
 TINY_BYTES = 64 << 10  # norms and biases
+TRIAL_FIT = 0.75  # of a loop, which takes that much memory in any case: all of it may fit
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
 EXPOSURE_REST = 25  # times as long as an exposure took, until the next one
@@ -116,11 +118,14 @@ class Judge:
         used_bytes = group.evidence.used_bytes
         return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
 
-    def _weigh(self, group: Group) -> None:
+    def _weigh(self, group: Group, *, all_seen: bool = False) -> None:
         """Estimate what clients use of each extent, from which tensors are used; hardly used ones become single pages.
 
         A tensor is used where an extent that lies wholly in it is. One that is too small for that is used if all its extents
-        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
+        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is. Where what is
+        used ends inside of a tensor, or of a file without tensors, it ends somewhere in the last extent: many such ends are
+        read page by page too, or they would take much more memory than the kernel needs for them. They can be told once the
+        use of all extents is known (`all_seen`).
         """
         if 1 not in group.use.unused:
             group.evidence.used_bytes = None
@@ -130,10 +135,13 @@ class Judge:
             if member.tensors:
                 _weigh_member(group, member, used_bytes)
         group.evidence.used_bytes = used_bytes
+        ends = set[int]().union(*(_unexplained_ends(group, member) for member in group.members))
+        if not all_seen or len(ends) * ENDS_SHARE < group.count - group.use.unused.count(1):
+            ends.clear()
         thin = [
             extent
             for extent, state in zip(group.order.extent_at, group.status, strict=True)
-            if 0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes
+            if (0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes or extent in ends)
             and not group.use.unused[extent]
             and not group.thin[extent]
             and state != SINGLE
@@ -260,7 +268,7 @@ class Judge:
             found = group.use.judge(exposed) if group.alive else []
             if found:
                 self._drop_out(group, found)
-                self._weigh(group)
+                self._weigh(group, all_seen=True)
                 group.evidence.exposure_gap = EXPOSURE_PASSES
             group.evidence.exposed.clear()
             if group.use.changed:
@@ -289,19 +297,55 @@ class Judge:
         if group.left:
             missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # uses of experts are not observed now
             evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
-            steered_bytes, lru_bytes = passes * self._expected_bytes(group), read_bytes
+            expected_bytes = evidence.tried_bytes if evidence.tried_bytes is not None else self._expected_bytes(group)
+            steered_bytes, lru_bytes = passes * expected_bytes, read_bytes
         else:
             steered_bytes, lru_bytes = read_bytes, lru_bytes + int(evidence.missing_bytes)
         if group.first or (has_experts and not self.backend.in_place):
             return  # the user wants it kept; over FUSE experts cannot be left
         is_left = not guard.judge(steered_bytes, lru_bytes)
         if is_left is group.left:
+            if not has_experts and self._is_trial_due(group, read_bytes, passes):
+                self._try(group, read_bytes // passes)
             return
+        evidence.tried_bytes = None
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
         what = "left to the kernel" if is_left else "steered again"
         log.info("inode %d: %s: steering reads %s a pass, LRU %s", self._inode(group), what, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
         self.turn(group, is_left)
+
+    def _is_trial_due(self, group: Group, read_bytes: int, passes: int) -> bool:
+        """Return True if it is worth finding out what the kernel reads: nearly all may fit, by what is estimated.
+
+        How much of an extent beside an unused one is in use is an estimate, and a small error decides whether LRU reads
+        nothing in a pass or everything. A trial costs what the page cache would have read.
+        """
+        evidence, unused = group.evidence, group.use.unused.count(1)
+        is_stable, evidence.unused = unused == evidence.unused, unused
+        is_estimated = unused > 0 or 1 in group.thin or SINGLE in group.status
+        return (
+            not group.left
+            and is_stable
+            and is_estimated
+            and group.use.passes >= evidence.trial_pass
+            and read_bytes > passes * group.loop_bytes // NOISE_SHARE
+            and group.loop_bytes * TRIAL_FIT < self.state.shadow.capacity_bytes
+        )
+
+    def _try(self, group: Group, steered_bytes: int) -> None:
+        """Leave a space to the kernel for a few passes at least; steering has read so much in a pass."""
+        evidence = group.evidence
+        evidence.tried_bytes = evidence.steered_bytes = steered_bytes
+        evidence.trial_pass = group.use.passes + evidence.trial_gap
+        evidence.trial_gap *= 2
+        self._guard_of(group).leave()
+        log.info(
+            "inode %d: left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
+            self._inode(group),
+            format_size(steered_bytes),
+        )
+        self.turn(group, True)
 
     def _guard_of(self, group: Group) -> Guard:
         """Return the guard of a space, made when it is needed first."""
@@ -334,23 +378,42 @@ class Judge:
                 self.state.mixtures.turn(member.mixture, is_left)
                 if not is_left:
                     self.state.jobs.append(functools.partial(self.backend.find_experts, member.mixture))
-        if is_left and self.backend.in_place:
+        if is_left:
             for extent in list(group.loading):
                 group.cancel(extent)
             self.holder.release(group, self.holder.pinned(group))
-            for extent in range(group.count):
+            for extent in range(group.count):  # the kernel alone decides about what is resident, which is counted no more
                 group.wanted[extent] = 0
-                if group.charge[extent] and group.state(extent) != SINGLE:
+                if group.charge[extent] and not (self.backend.in_place and group.state(extent) == SINGLE):
                     self.state.resident_bytes -= group.forget(extent)
         else:
             for extent in range(group.count):
                 if group.state(extent) in (ABSENT, SPARSE):
                     group.set_state(extent, SPARSE if group.use.unused[extent] else ABSENT)
+            if not self.backend.in_place:  # what is resident is not known there
+                self.state.debts += [(each.node, 0, each.size_bytes, 0) for each in group.members if each.node is not None]
+                self.state.room.notify()
         self._replan()
 
     @staticmethod
     def _inode(group: Group) -> int:
         return next((member.identity.ino for member in group.members if member.identity is not None), 0)
+
+
+def _unexplained_ends(group: Group, member: Member) -> Iterator[int]:
+    """Yield the extents of one file beside unused ones in which no tensor begins or ends."""
+    size, unused = group.extent_bytes, group.use.unused
+    bounds = {
+        at // size
+        for start, end in zip(member.tensors[::2], member.tensors[1::2], strict=True)
+        for at in (start, end - 1)
+        if end - start > TINY_BYTES
+    }
+    for index in range(member.count):
+        extent = member.base + index
+        beside = [extent + step for step in (-1, 1) if 0 <= index + step < member.count]
+        if not unused[extent] and index not in bounds and any(unused[other] for other in beside):
+            yield extent
 
 
 def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:

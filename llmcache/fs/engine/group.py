@@ -103,6 +103,10 @@ class PassEvidence:
     judged_lru_bytes: int = 0  # the same, and what was read, at the end of the last pass
     judged_read_bytes: int = 0
     steered_bytes: int = 0  # that steering read in a pass, when the space was left to the kernel
+    tried_bytes: int | None = None  # the same, while what the kernel reads is being tried
+    trial_pass: int = 0  # before which there is no other trial
+    trial_gap: int = 8  # passes from one trial to the next
+    unused: int = -1  # extents, when that was judged last
     exposed: set[int] = field(default_factory=set)  # resident extents whose next touch will be seen
     exposed_pass: int = 0
     exposure_gap: int = 1  # passes from one exposure to the next, at least
