@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -24,6 +25,7 @@ from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends import files as backend_files
+from llmcache.fs.backends import touches as touches_module
 from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
@@ -403,7 +405,7 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
     forget(path)
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # in single pages
-    while syscalls.cached_pages(fd, 0, SIZE) < SIZE // 4096:
+    while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
@@ -879,6 +881,50 @@ def test_who_closes_a_file_and_lives_on_gives_it_back(source: Path, tmp_path: Pa
             wait_for(lambda: any(file["open"] for file in mount.stats()["files"]), "it is seen")
             wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "it is given back")
             process.kill()
+
+
+@pytest.mark.parametrize("faults", ["tracepoint", "function", "nothing"])
+def test_mappings_by_huge_pages_are_touches(
+    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the kernel has no tracepoint at page faults (arm64), the function behind shows them; else nothing does."""
+    if faults != "tracepoint":
+        known = touches_module.has_tracepoint
+        monkeypatch.setattr(touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and known(name))
+    if faults == "nothing":
+        monkeypatch.setattr(touches_module, "_FAULTS", ((), ()))
+    path = random_file(tmp_path / "file", 16 * MIB)
+    begin = (
+        "import mmap, re, sys\n"
+        "file = open(sys.argv[1], 'rb'); data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "data.madvise(mmap.MADV_HUGEPAGE)\n"
+    )
+    touch = "for at in range(0, len(data), 4096): data[at]\n"
+    subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
+    # The faults of programs that are not known as readers are not looked at.
+    become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"
+    report = "print(sum(map(int, re.findall(r'FilePmdMapped: *(\\d+)', open('/proc/self/smaps').read()))), flush=True)\n"
+    code = begin + become_known + touch + report
+    # Children of this process are its own: the client is a grandchild.
+    command = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, code, str(path)]
+    caplog.set_level(logging.WARNING)
+    touches = Touches()
+    try:
+        if "not observed" in caplog.text and faults == "function":
+            pytest.skip("the kernel allows no programs at functions")
+        touches.watch(7, path.stat(), 0, 8, HUGE_BYTES)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as client:
+            assert client.stdin is not None and client.stdout is not None
+            client.stdout.readline()
+            assert {touch.extent for touch in touches.wait(1)} == {0}
+            client.stdin.write("\n")
+            huge_kib = int(client.stdout.readline())
+        if huge_kib << 10 < 16 * MIB:
+            pytest.skip("this file system has no folios as large as a huge page")
+        found = {touch.extent for touch in touches.wait(0)}
+        assert found >= set(range(1, 8)) if faults != "nothing" else "not observed" in caplog.text
+    finally:
+        touches.close()
 
 
 def test_touches_are_few(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     own, read = -1, 0
     try:
         for offset, length in parts:
-            absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
+            blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
+            absent = blocks - syscalls.cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
             if large and own < 0:
                 with contextlib.suppress(OSError):  # no more files can be opened
@@ -201,11 +202,11 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
             if size < window:  # it grows, and is cut to whole folios
-                size = syscalls.cached_pages(fd, at, window) * BLOCK_BYTES
+                size = syscalls.cached_blocks(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
             mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
-    if syscalls.cached_pages(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
+    if syscalls.cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
         at = offset
     _will_need(fd, at, end - at)
 
@@ -240,13 +241,13 @@ class MappedFile:
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
             wanted = -(-size // BLOCK_BYTES)
-            there = syscalls.cached_pages(fd, start, size)
+            there = syscalls.cached_blocks(fd, start, size)
             if there >= wanted:
                 continue
             read += (wanted - there) * BLOCK_BYTES
             if not there and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-                there = syscalls.cached_pages(fd, start, size)
+                there = syscalls.cached_blocks(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
                 read_ahead(fd, [(start, size)], self.window)
