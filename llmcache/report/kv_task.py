@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 from rich.table import Table
 
 from llmcache import __version__
@@ -41,10 +41,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
         axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, zorder=look.front)
         told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
         axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    theme.logarithmic(axes, "x")
     axes.margins(x=0.2)
     axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
     axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
