@@ -40,7 +40,7 @@ _SETTINGS = (
         metavar="FILE.toml",
         help="Settings in the table [mount]; flags and LLMCACHE_* come first.",
     ),
-    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, allow_other, cache=6G, …"),
+    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, noallow_other, cache=6G, …"),
 )
 
 

@@ -80,7 +80,7 @@ def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
         "mode": "arena", "not_in_place": None, "budget_bytes": 32 << 20, "budget_origin": "--cache", "log": own.files.log,
-        "writable": ["*.kv"], "links_outside": 0,
+        "writable": ["*.kv"], "links_outside": 0, "allow_other": os.geteuid() == 0,
     }  # fmt: skip
 
 
@@ -99,6 +99,8 @@ def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
     own = mount.place()
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"llmcachefs: {own.point}: arena, ") and line.endswith(f"{said}; see: llmcache stats {own.point}")
+    users = "for all users" if os.geteuid() == 0 else "for this user only"
+    assert line.startswith(f"llmcachefs: {own.point}: arena, ")
+    assert line.endswith(f"{said}, {users}; see: llmcache stats {own.point}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from llmcache.bpf.libbpf import has_tracepoint
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
@@ -889,8 +890,9 @@ def test_mappings_by_huge_pages_are_touches(
 ) -> None:
     """Where the kernel has no tracepoint at page faults (arm64), the function behind shows them; else nothing does."""
     if faults != "tracepoint":
-        known = touches_module.has_tracepoint
-        monkeypatch.setattr(touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and known(name))
+        monkeypatch.setattr(
+            touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)
+        )
     if faults == "nothing":
         monkeypatch.setattr(touches_module, "_FAULTS", ((), ()))
     path = random_file(tmp_path / "file", 16 * MIB)

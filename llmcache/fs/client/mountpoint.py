@@ -213,9 +213,9 @@ def _check_directory(path: str, what: str, hint: str | None) -> None:
         raise UsageError(f"{what} {path} is not a directory")
 
 
-def is_closed_above(directory: str) -> bool:
-    """True if other users cannot walk to a real path, by the modes of the directories that it lies in."""
-    return not all(above.stat().st_mode & stat.S_IXOTH for above in Path(directory).parents)
+def is_more_open(point: str, source: str) -> bool:
+    """True if directories above `source`, but not above `point`, are closed to other users (both are real paths)."""
+    return not all(above.stat().st_mode & stat.S_IXOTH for above in {*Path(source).parents} - {*Path(point).parents})
 
 
 def not_mounted(path: str, hint: str | None = None) -> MountProblem:
