@@ -194,7 +194,7 @@ def curves_figure(
             panel.plot(list(values), list(values.values()), label=label, **look.line())
         places = sorted({place for _, values in curves.values() for place in values})
         if doubling:
-            powers_of_2(panel, places, map("{:,.4g}".format, places), along)
+            powers_of_2(panel, places, map("{:,.12g}".format, places), along)
         if log:
             logarithmic(panel, "y")
         panel.set(title=title, xlabel=along, ylabel=ylabel, **({} if log else {"ylim": (0, None)}))

@@ -85,6 +85,14 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers(values: tuple[float, float]
     assert label in ticks and not any("$" in (tick or "") for tick in ticks), ticks
 
 
+def test_axes_along_what_doubles_have_whole_numbers() -> None:
+    curve = (theme.POLICY_LOOKS["lru"], {0.25: 1.0, 2.0: 2.0, 16384.0: 3.0, 131072.0: 4.0})
+    with theme.style():
+        figure = theme.curves_figure({"panel": {"LRU": curve}}, "tokens", "seconds", doubling=True)
+    labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+    assert labels == ["0.25", "2", "16,384", "131,072"]
+
+
 def test_a_page_has_pictures_and_rows_of_every_trace_and_says_what_is_modelled(simulation: Simulation) -> None:
     source = report_page(simulation)
     page = Page(source)
