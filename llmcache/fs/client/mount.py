@@ -28,7 +28,7 @@ _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permission
 ALLOW_OTHER, NO_OTHER = "allow_other", "noallow_other"  # the second is ours: FUSE has no word for its default
 MODES = ("auto", "inplace", "steer", "arena")
 LEAST_READ_AHEAD = 4096
-LINKS_NAMED = 3
+LINKS_NAMED, USERS_NAMED = 3, 5
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
@@ -121,6 +121,8 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
         libfuse.binding()
         mountpoint.check_machine()
         request = _for_whom(request, source, point)
+        if users := list(mountpoint.users_of(source)):
+            print(f"llmcache: note: {_about_users(users, point)}", file=sys.stderr)
 
     links = links_outside(source, point, in_place=request.mode == "inplace")
     if links:
@@ -153,6 +155,12 @@ def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
     if note is not None:
         print(f"llmcache: note: {note}", file=sys.stderr)
     return replace(request, options=(",".join(word for word in words if word != NO_OTHER),))
+
+
+def _about_users(users: list[tuple[int, str]], point: str) -> str:
+    named = ", ".join(f"{name} ({pid})" for pid, name in users[:USERS_NAMED]) + (", ..." if len(users) > USERS_NAMED else "")
+    said = f"programs that have files of SOURCE open gain nothing until they open them again, in {point}: {named}"
+    return printable(f"{said}; mode inplace adopts them as they run")
 
 
 def _about_links(links: list[str], mode: str) -> str:

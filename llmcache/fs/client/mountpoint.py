@@ -312,6 +312,27 @@ def _use(process: str, mount: Mount) -> str | None:
         return "mapped file" if any(mark in line for line in maps) else None
 
 
+def users_of(directory: str) -> Iterator[tuple[int, str]]:
+    """(pid, name) of other processes that have files below a real path open or mapped, as far as /proc shows them."""
+    below = directory.rstrip("/") + "/"
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
+                if _has_files(f"/proc/{name}", below):
+                    with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
+                        yield int(name), comm.read().strip()
+
+
+def _has_files(process: str, below: str) -> bool:
+    for number in os.listdir(f"{process}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{process}/fd/{number}")
+            if target.startswith(below) and not os.path.isdir(target):
+                return True
+    with open(f"{process}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        return any(f" {below}" in line for line in maps)
+
+
 def _is_on(mount: Mount, fdinfo: str) -> bool:
     with open(fdinfo, encoding="ascii") as info:
         return f"mnt_id:\t{mount.id}\n" in info.read()
