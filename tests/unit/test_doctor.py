@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ from llmcache.doctor import (
     packages,
     tracing,
 )
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.client import bandwidth
 from llmcache.trace.kernel import SOURCES
 from tests.unit.command_parts import called
@@ -83,6 +84,16 @@ def test_a_directory_is_measured_or_the_reason_why_not_is_told(tmp_path: Path, m
         else:
             assert storage.status == LIMITED and storage.remedy
             assert "in memory" in storage.found and "--" not in storage.found
+
+
+@pytest.mark.parametrize(("kib", "wanted"), [(32, OK), (128, OK), (129, LIMITED), (8192, LIMITED)])
+def test_far_read_ahead_is_a_warning(kib: int, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "read_ahead_kb").write_text(f"{kib}\n")
+    monkeypatch.setattr(machine, "read_ahead_file", lambda directory: tmp_path / "read_ahead_kb")
+    monkeypatch.setattr(machine, "measure", Mock(side_effect=DataError("not now", "later")))
+    found = named(machine.examine(str(tmp_path)))["read-ahead"]
+    assert found.status == wanted and found.facts["read_ahead_bytes"] == kib << 10
+    assert ("--read-ahead 32Ki" in (found.remedy or "")) == (wanted == LIMITED)
 
 
 def test_what_is_no_directory_is_a_usage_error() -> None:

@@ -31,7 +31,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
-from llmcache.fs.readahead import ReadAhead, read_ahead_file
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.source import LinkTarget
 from llmcache.units import BLOCK_BYTES
@@ -362,6 +362,7 @@ class Files:
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
         self._too_many = False  # files, which was said
+        self._advised = False  # --read-ahead, for experts, which was logged
         self._unknown = False  # a reader without a number in this pid namespace, which was logged
 
     def of_node(self, node: int | None) -> File | None:
@@ -427,11 +428,13 @@ class Files:
                 self.read_ahead.restore()
             self.read_ahead = None
 
+    def _fit(self) -> bool:
+        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
+
     def _set_read_ahead(self) -> None:
         """Where all files fit nothing is streamed that it would help, and the kernel makes larger folios without it."""
         if self.read_ahead is not None:
-            fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
-            self.read_ahead.restore() if fit else self.read_ahead.set()
+            self.read_ahead.restore() if self._fit() else self.read_ahead.set()
         setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
@@ -673,6 +676,11 @@ class Files:
     def _watch(self, file: File, group: Group, member: Member) -> None:
         runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
         first_run = max(file.first_run, 0)
+        far = self.read_ahead is None and self.window > SMALL_READ_AHEAD_KB << 10
+        if far and member.mixture is not None and not self._advised and not self._fit():
+            self._advised = True
+            text = "the kernel reads %d KiB around each fault on an expert (read_ahead_kb): mount MoE models with %s"
+            log.warning(text, self.window >> 10, read_ahead_advice())
         self.touches.watch(
             file.number, file.status, file.first, member.count, group.extent_bytes, file.step, first_run, runs
         )
