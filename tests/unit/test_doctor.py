@@ -148,6 +148,20 @@ def test_versions_are_compared_as_numbers(version: str | None, wanted: str, monk
     assert named(packages.examine())["click"].status == wanted
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("raise ImportError('no AVX2')", "ImportError: no AVX2"), ("import os; os.abort()", "killed by SIGABRT")],
+)
+def test_what_is_installed_but_cannot_be_imported_is_no_success(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(metadata, "requires", lambda _name: ["numpy>=1", "click>=8"])
+    found = named(packages.examine())
+    assert found["numpy"].status == FAILED and said in found["numpy"].found and found["click"].status == OK
+
+
 def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llmcache.doctor.tracing", None)
     report = examine(None)
