@@ -157,7 +157,7 @@ class LlmcacheOperations:
         self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
         self._drops = threading.Condition()
         self._ended = False
-        self._dropper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
+        self._dropper = engine.state.services.thread("maintenance", self._maintain)
         self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
