@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import mmap
 import os
 import shutil
@@ -21,15 +20,13 @@ from typing import Any
 
 import pytest
 
-from llmcache.bpf.libbpf import has_tracepoint
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends import files as backend_files
-from llmcache.fs.backends import touches as touches_module
 from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
+from llmcache.fs.backends.touches import FILES, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Warmer
@@ -797,33 +794,6 @@ def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) ->
     assert [told["warm_bytes"] for told in said] == [told["wanted_bytes"] for told in said] == [40 * MIB] * 2
 
 
-def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
-    directory = tmp_path / "models"
-    directory.mkdir()
-    done = llmcache("mount", directory, directory, "--mode", "inplace", "--cache", "32Mi")
-    assert done.returncode == 0 and "inplace" in done.stdout and "writable" in done.stdout, done.stderr
-    try:
-        assert not any(entry.point == str(directory) for entry in mounts().values())
-        assert llmcache("stats", directory).returncode == 0
-    finally:
-        assert llmcache("umount", directory).returncode == 0
-    assert mountpoint.find(str(directory)) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said", "code"),
-    [
-        (("--spill", "*.txt"), "spill: mode inplace", 2),
-        (("-o", "max_read=4096"), "-o max_read=4096", 2),
-        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
-    ],
-)
-def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:
-    (tmp_path / "mnt").mkdir()
-    done = llmcache("mount", tmp_path, tmp_path / "mnt", "--mode", "inplace", *words)
-    assert done.returncode == code and said in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -922,67 +892,3 @@ def test_who_closes_a_file_and_lives_on_gives_it_back(source: Path, tmp_path: Pa
             wait_for(lambda: any(file["open"] for file in mount.stats()["files"]), "it is seen")
             wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "it is given back")
             process.kill()
-
-
-@pytest.mark.parametrize("faults", ["tracepoint", "function", "nothing"])
-def test_mappings_by_huge_pages_are_touches(
-    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the kernel has no tracepoint at page faults (arm64), the function behind shows them; else nothing does."""
-    if faults != "tracepoint":
-        monkeypatch.setattr(
-            touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)
-        )
-    if faults == "nothing":
-        monkeypatch.setattr(touches_module, "_FAULTS", ((), ()))
-    path = random_file(tmp_path / "file", 16 * MIB)
-    begin = (
-        "import mmap, re, sys\n"
-        "file = open(sys.argv[1], 'rb'); data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
-        "data.madvise(mmap.MADV_HUGEPAGE)\n"
-    )
-    touch = "for at in range(0, len(data), 4096): data[at]\n"
-    subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
-    # The faults of programs that are not known as readers are not looked at.
-    become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"
-    report = "print(sum(map(int, re.findall(r'FilePmdMapped: *(\\d+)', open('/proc/self/smaps').read()))), flush=True)\n"
-    code = begin + become_known + touch + report
-    # Children of this process are its own: the client is a grandchild.
-    command = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, code, str(path)]
-    caplog.set_level(logging.WARNING)
-    touches = Touches()
-    try:
-        if "not observed" in caplog.text and faults == "function":
-            pytest.skip("the kernel allows no programs at functions")
-        touches.watch(7, path.stat(), 0, 8, HUGE_BYTES)
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as client:
-            assert client.stdin is not None and client.stdout is not None
-            client.stdout.readline()
-            assert {touch.extent for touch in touches.wait(1)} == {0}
-            client.stdin.write("\n")
-            huge_kib = int(client.stdout.readline())
-        if huge_kib << 10 < 16 * MIB:
-            pytest.skip("this file system has no folios as large as a huge page")
-        found = {touch.extent for touch in touches.wait(0)}
-        assert found >= set(range(1, 8)) if faults != "nothing" else "not observed" in caplog.text
-    finally:
-        touches.close()
-
-
-def test_touches_are_few(tmp_path: Path) -> None:
-    """A program that reads what is cached at full speed costs a touch for each extent and quiet time, not for each read."""
-    path = random_file(tmp_path / "file", 64 * MIB)
-    touches = Touches()
-    try:
-        touches.watch(7, path.stat(), 0, 32, HUGE_BYTES)
-        began = time.monotonic_ns()
-        code = f"for _ in range(30):\n f = open({str(path)!r}, 'rb', buffering=0)\n while f.read(65536): pass"
-        subprocess.run(["sh", "-c", 'python3 -c "$0"; true', code], check=True)
-        quiet_times = (time.monotonic_ns() - began) // QUIET_NS + 1
-        told = touches.wait(0)
-        assert {touch.extent for touch in told} == set(range(32))
-        assert {touch.file for touch in told} == {7}
-        assert 32 <= len(told) <= 32 * quiet_times
-        assert touches.lost == 0
-    finally:
-        touches.close()
