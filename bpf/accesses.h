@@ -128,27 +128,77 @@ static __always_inline s64 given_place(const volatile s32 *calls, struct pt_regs
 	return number == calls[1] || number == calls[3] || number == calls[4] ? (s64)call_argument(regs, 3) : -1;
 }
 
-/* The first page that the current call asks for, `first` where that is not known.
+struct part { u64 address, size; };
+#define PARTS 16
+
+/* The bytes that a call, one of `config.read_calls`, requests; 0 where it gives more than PARTS parts. */
+static u64 requested_bytes(struct pt_regs *regs)
+{
+	s64 number = call_number(regs);
+	u64 count = call_argument(regs, 2), size = 0;
+	struct part *parts = (void *)call_argument(regs, 1), part;
+
+	if (number == config.read_calls[0] || number == config.read_calls[1])
+		return count;
+	if (count > PARTS)
+		return 0;
+	for (u32 index = 0; index < PARTS && index < count; index++) {
+		if (bpf_probe_read_user(&part, sizeof(part), &parts[index]))
+			return 0;
+		size += part.size;
+	}
+	return size;
+}
+
+/* Where the current call, one of `config.read_calls` on `inode`, begins to read; -1 if it is another. */
+static __always_inline s64 read_position(struct inode *inode, struct pt_regs *regs)
+{
+	struct file *file;
+	s64 position;
+
+	if (!is_call(config.read_calls, call_number(regs)))
+		return -1;
+	file = open_file(call_argument(regs, 0));
+	if (!file || BPF_CORE_READ(file, f_inode) != inode)
+		return -1;
+	position = given_place(config.read_calls, regs);
+	return position < 0 ? BPF_CORE_READ(file, f_pos) : position;
+}
+
+/* Of blocks first .. last, which are whole pages, those that the current call requests, where that is known. */
+static __always_inline void narrow(struct inode *inode, u64 *first, u64 *last)
+{
+	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
+	s64 position;
+	u64 size, begin, end;
+
+	if (!config.page_blocks_log2)
+		return;
+	position = read_position(inode, regs);
+	if (position < 0)
+		return;
+	size = requested_bytes(regs);
+	if (!size)
+		return;
+	begin = (u64)position >> 12;
+	end = (position + size - 1) >> 12;
+	if (begin > *last || end < *first)
+		return;
+	if (begin > *first)
+		*first = begin;
+	if (end < *last)
+		*last = end;
+}
+
+/* The first block that the current call asks for, `first` where that is not known.
  *
  * When a batch of pages ends in one that is not there yet, filemap_get_pages returns without its event, so a read that
  * goes beyond what was read ahead is told of only from its next batch on. */
 static __always_inline u64 asked_from(struct inode *inode, u64 first)
 {
-	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
-	struct file *file;
-	s64 position;
-	u64 page;
+	s64 position = read_position(inode, (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));
 
-	if (!is_call(config.read_calls, call_number(regs)))
-		return first;
-	file = open_file(call_argument(regs, 0));
-	if (!file || BPF_CORE_READ(file, f_inode) != inode)
-		return first;
-	position = given_place(config.read_calls, regs);
-	if (position < 0)
-		position = BPF_CORE_READ(file, f_pos);
-	page = (u64)position >> (12 + config.page_blocks_log2);
-	return position >= 0 && page < first ? page : first;
+	return position >= 0 && position >> 12 < first ? position >> 12 : first;
 }
 
 /* Whether a request begins where the last one ended, in the same block or behind it: then nothing lies between. */
@@ -198,16 +248,23 @@ static __always_inline void cut(struct thread *thread, u64 first)
 	}
 }
 
+/* A request for blocks first .. last. */
 static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u8 flags)
 {
+	u32 log2 = config.page_blocks_log2;
 	struct thread *thread = this_thread();
 	struct record next = {};
 	bool owned, rest;
 
-	if (!thread || !describe(&next, thread, inode, first, last, READ))
+	if (!thread || !describe(&next, thread, inode, first >> log2, last >> log2, READ))
 		return 0;
 	next.flags = flags;
-	last = next.first + next.count - 1;
+	if (last > next.first + next.count - 1)
+		last = next.first + next.count - 1;
+	if (first > last)
+		return 0;
+	next.first = first;
+	next.count = last - first + 1;
 	owned = own(&thread->slot);
 	thread->fault_mapping = NULL;
 	if (goes_on(thread, &next)) {
@@ -230,7 +287,7 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 		}
 	} else {
 		if (!flags && !follows(thread, &next) && !same_call(thread, &next)) {
-			u64 asked = asked_from(inode, first) << config.page_blocks_log2;
+			u64 asked = asked_from(inode, first);
 
 			next.count += next.first - asked;
 			next.first = asked;

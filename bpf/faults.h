@@ -154,8 +154,17 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 	return 0;
 }
 
+/* The file pages that a process maps. Before 6.2 the kernel adds what a thread mapped page by page after 64 faults only. */
+static __always_inline s64 mapped_file_pages(struct mm_struct *mm)
+{
+	if (bpf_core_field_exists(((struct mm_struct___atomic *)0)->rss_stat.count[MM_FILEPAGES].counter))
+		return BPF_CORE_READ((struct mm_struct___atomic *)mm, rss_stat.count[MM_FILEPAGES].counter);
+	return BPF_CORE_READ(mm, rss_stat[MM_FILEPAGES].count);
+}
+
 static __always_inline int begin_fault(u64 address, u64 error_code)
 {
+	struct task_struct *task = (void *)bpf_get_current_task();
 	struct thread *thread = this_thread();
 
 	if (!thread)
@@ -165,7 +174,7 @@ static __always_inline int begin_fault(u64 address, u64 error_code)
 	thread->fault_owed = 0;
 	thread->sees_starts = 1;
 	thread->touched = error_code & PRESENT ? 0 : address;
-	thread->mapped_pages = BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), mm, rss_stat[MM_FILEPAGES].count);
+	thread->mapped_pages = mapped_file_pages(BPF_CORE_READ(task, mm));
 	return 0;
 }
 
@@ -237,7 +246,7 @@ int BPF_PROG(mapped, struct mm_struct *mm, int member)
 	if (thread->fault_mapping) {
 		take_faulted(thread, member == MM_ANONPAGES);
 	} else if (search.address && member == MM_FILEPAGES &&
-		   BPF_CORE_READ(mm, rss_stat[MM_FILEPAGES].count) - thread->mapped_pages >= (s64)half_huge) {
+		   mapped_file_pages(mm) - thread->mapped_pages >= (s64)half_huge) {
 		if (bpf_find_vma(bpf_get_current_task_btf(), search.address, take_huge, &search, 0))
 			lose(LOST_HUGE, 1);
 		thread->fault_told = 1;

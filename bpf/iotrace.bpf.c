@@ -17,7 +17,10 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 SEC("tp_btf/mm_filemap_get_pages")
 int BPF_PROG(read_pages, struct address_space *mapping, unsigned long first, unsigned long last)
 {
-	return take_read(mapping->host, first, last, 0);
+	u64 first_block = first << config.page_blocks_log2, last_block = ((last + 1) << config.page_blocks_log2) - 1;
+
+	narrow(mapping->host, &first_block, &last_block);
+	return take_read(mapping->host, first_block, last_block, 0);
 }
 
 SEC("tp_btf/mm_filemap_fault")
@@ -49,8 +52,7 @@ int BPF_PROG(read_direct, struct kiocb *kiocb, struct iov_iter *iter)
 
 	if (iter->data_source || !size)
 		return 0;
-	return take_read(kiocb->ki_filp->f_inode, start >> (12 + config.page_blocks_log2),
-			 (start + size - 1) >> (12 + config.page_blocks_log2), DIRECT);
+	return take_read(kiocb->ki_filp->f_inode, start >> 12, (start + size - 1) >> 12, DIRECT);
 }
 
 SEC("fexit/filemap_read")
@@ -60,8 +62,7 @@ int BPF_PROG(read_returned, struct kiocb *kiocb, void *iter, s64 already, s64 re
 
 	if (result <= already)
 		return 0;
-	return take_read(kiocb->ki_filp->f_inode, (end - (result - already)) >> (12 + config.page_blocks_log2),
-			 (end - 1) >> (12 + config.page_blocks_log2), 0);
+	return take_read(kiocb->ki_filp->f_inode, (end - (result - already)) >> 12, (end - 1) >> 12, 0);
 }
 
 SEC("fexit/filemap_fault")
@@ -70,9 +71,12 @@ int BPF_PROG(fault_returned, struct vm_fault *fault)
 	return take_fault(fault->vma->vm_file->f_mapping, fault->pgoff);
 }
 
+/* Without VM_FAULT_NOPAGE the page that faulted is not cached: `fault_returned` records it once it is. */
 SEC("fexit/filemap_map_pages")
-int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned long last)
+int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned long last, u32 result)
 {
+	if (!(result & VM_FAULT_NOPAGE))
+		return 0;
 	return take_around(fault->vma->vm_file->f_mapping, first, last);
 }
 

@@ -39,6 +39,9 @@ struct vm_area_struct { unsigned long vm_start, vm_pgoff; struct file *vm_file; 
 struct percpu_counter { s64 count; };
 struct seqcount { unsigned int sequence; };
 struct mm_struct { struct percpu_counter rss_stat[4]; void *pgd; struct seqcount mm_lock_seq; };
+struct counter_word { s64 counter; };
+struct counters { struct counter_word count[4]; };
+struct mm_struct___atomic { struct counters rss_stat; };		/* < 6.2 */
 struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
 
 struct pid_namespace { char opaque; };
@@ -58,7 +61,7 @@ struct task_struct {
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };
-struct pt_regs___x86 { unsigned long r9, r10, di, orig_ax; };
+struct pt_regs___x86 { unsigned long r9, r10, di, si, dx, orig_ax; };
 struct pt_regs___arm64 { u64 regs[31]; u64 orig_x0; s32 syscallno; };
 
 struct block_device { u32 bd_dev; };
@@ -85,6 +88,7 @@ extern int LINUX_KERNEL_VERSION __kconfig;
 
 enum pageflags { PG_head = 6 };
 
+#define VM_FAULT_NOPAGE 0x100
 #define S_IFMT 0xf000
 #define S_IFREG 0x8000
 #define PF_EXITING 0x4
@@ -200,7 +204,7 @@ static __noinline int find_folio(struct address_space *mapping, u64 index, u64 *
 	return 0;
 }
 
-/* Arguments 0 and 3 of a finished system call, and its number; -1 in an exception, a page fault for one. */
+/* The number of the system call that a thread is in or has just finished; -1 in an exception, for example a page fault. */
 static __always_inline s64 call_number(struct pt_regs *regs)
 {
 	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax))
@@ -208,18 +212,30 @@ static __always_inline s64 call_number(struct pt_regs *regs)
 	return BPF_CORE_READ((struct pt_regs___arm64 *)regs, syscallno);
 }
 
-/* The first argument of a system call, its fourth or its sixth. */
+/* Argument 0, 1, 2, 3 or 5 of a system call. */
 static __always_inline u64 call_argument(struct pt_regs *regs, int number)
 {
 	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax)) {
 		struct pt_regs___x86 *x86 = (void *)regs;
 
-		return number == 0 ? BPF_CORE_READ(x86, di) : number == 3 ? BPF_CORE_READ(x86, r10) : BPF_CORE_READ(x86, r9);
+		switch (number) {
+		case 0: return BPF_CORE_READ(x86, di);
+		case 1: return BPF_CORE_READ(x86, si);
+		case 2: return BPF_CORE_READ(x86, dx);
+		case 3: return BPF_CORE_READ(x86, r10);
+		default: return BPF_CORE_READ(x86, r9);
+		}
 	}
 	struct pt_regs___arm64 *arm = (void *)regs;
 
 	/* The result overwrites the first argument's register. */
-	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : number == 3 ? BPF_CORE_READ(arm, regs[3]) : BPF_CORE_READ(arm, regs[5]);
+	switch (number) {
+	case 0: return BPF_CORE_READ(arm, orig_x0);
+	case 1: return BPF_CORE_READ(arm, regs[1]);
+	case 2: return BPF_CORE_READ(arm, regs[2]);
+	case 3: return BPF_CORE_READ(arm, regs[3]);
+	default: return BPF_CORE_READ(arm, regs[5]);
+	}
 }
 
 #endif

@@ -262,6 +262,18 @@ int BPF_PROG(fault_in_call, unsigned long address, struct pt_regs *regs, unsigne
 	return take_fault(address, error_code);
 }
 
+/* Where the kernel has no tracepoint at page faults (arm64): the function that handles each of them, also those in calls. */
+SEC("fentry/handle_mm_fault")
+int BPF_PROG(fault_handled, struct vm_area_struct *vma, unsigned long address)
+{
+	u32 tgid = bpf_get_current_pid_tgid() >> 32;
+	u64 where = address;
+
+	if (bpf_map_lookup_elem(&programs, &tgid))
+		take_page(bpf_get_current_task_btf(), vma, &where);
+	return 0;
+}
+
 /* Run by the daemon: what it and its children touch is not told from now on. */
 SEC("syscall")
 int begin(void *context)

@@ -12,7 +12,7 @@ After:
 
     enable(model)
     with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
 Times are measured here. The spilled cache has memory for its budget alone, and chooses from the first token on: in a script
 of yours short contexts are attended to fully, and pages take memory that is free. The model runs on the gpu if torch sees
@@ -39,7 +39,7 @@ from llmcache.errors import DataError, UsageError, run_cli
 from llmcache.kv.bench.subject import Run, Subject, answer
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
-from llmcache.kv.transformers import SpillCache
+from llmcache.kv.transformers import SpillCache, cache_argument
 from llmcache.units import format_size
 
 
@@ -77,7 +77,7 @@ def from_text(options: argparse.Namespace) -> tuple[Subject, Callable[[Any], str
     inputs = tokenizer(f"{text}\n\n{options.ask}\n", return_tensors="pt").to(subject.model.device)
 
     def generate(cache: Any) -> str:
-        ids = subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
+        ids = subject.model.generate(**inputs, **cache_argument(cache), max_new_tokens=64, do_sample=False)
         return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
     return subject, generate

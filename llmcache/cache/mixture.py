@@ -147,6 +147,16 @@ class MixtureBytes:
         """Of the bytes of used experts, the share that a token finds there, expected, as for `missing_bytes`."""
         return 1 - self.missed_expert_bytes(max(0, kept_bytes - self.dense_bytes)) / self.used_bytes
 
+    def even_hit_ratio(self, kept_bytes: int) -> float:
+        """The hit ratio if each expert of a layer is used equally often: the share of experts in memory."""
+        if self.dense_bytes + self.used_bytes > kept_bytes:
+            return 0.0
+        return min(1.0, (kept_bytes - self.dense_bytes) / self.expert_bytes)
+
+    def even_missing_bytes(self, kept_bytes: int) -> int:
+        """Bytes that a token finds missing, expected, if each expert of a layer is used equally often."""
+        return max(0, self.dense_bytes - kept_bytes) + math.ceil(self.used_bytes * (1 - self.even_hit_ratio(kept_bytes)))
+
     def kept_bytes(self, missing_bytes: int) -> int:
         """The least bytes in memory with which a token finds no more than `missing_bytes` missing, expected."""
         if missing_bytes >= self.used_bytes:

@@ -16,7 +16,7 @@ The numbers of the paper are `PAPER` and `DEVICES`, each with its section; MB is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -140,6 +140,7 @@ class Passes:
     """How passes over a loop go: what each misses, and the times (ns) of fetching that, of a pass, and of its stall.
 
     Of a mixture a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is of the bytes of used experts.
+    `even`: the same if all experts of a layer are used equally often, which no popularity makes worse.
     """
 
     loop_cache_bytes: int
@@ -148,6 +149,7 @@ class Passes:
     pass_ns: int
     stall_ns: int
     expert_hit_ratio: float | None = None
+    even: Passes | None = None
 
     @property
     def stall_free(self) -> bool:
@@ -175,13 +177,17 @@ def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes
 
 def passes_keeping(kept: int, loop: Weights, setting: SizingParameters) -> Passes:
     """How passes over `loop` go of which `kept` bytes stay in memory."""
-    if isinstance(loop, MixtureBytes):
-        missing, hit_ratio = loop.missing_bytes(kept), loop.expert_hit_ratio(kept)
-    else:
-        missing, hit_ratio = loop - kept, None
+    if not isinstance(loop, MixtureBytes):
+        return _passes_missing(kept, loop - kept, setting)
+    hit_ratio, even_ratio = loop.expert_hit_ratio(kept), loop.even_hit_ratio(kept)
+    even = replace(_passes_missing(kept, loop.even_missing_bytes(kept), setting), expert_hit_ratio=even_ratio)
+    return replace(_passes_missing(kept, loop.missing_bytes(kept), setting), expert_hit_ratio=hit_ratio, even=even)
+
+
+def _passes_missing(kept: int, missing: int, setting: SizingParameters) -> Passes:
     fetch_ns = -(-missing * SECOND_NS // setting.bandwidth)
     stall_ns = max(0, fetch_ns - setting.period_ns)
-    return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns, hit_ratio)
+    return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns)
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,8 @@ class Ram:
 
     `mount_cache_bytes` is what llmcachefs takes of it. The page cache reads a loop larger than it whole, in every pass, and
     a mixture if it has no room for what one token reads.
-    `needed_ram_bytes` or `needed_bandwidth` (bytes/s, with this memory) would be without stalls.
+    `needed_ram_bytes` or `needed_bandwidth` (bytes/s, with this memory) would be without stalls. `fits_repacked`: whether
+    the memory has room for what llama.cpp copies of the model; None where it copies nothing.
     """
 
     ram_bytes: int
@@ -209,6 +216,7 @@ class Ram:
     page_cache: Passes
     needed_ram_bytes: int
     needed_bandwidth: int
+    fits_repacked: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -236,7 +244,8 @@ class ModelBytes:
 
     `loop_bytes` once per token (of them `sparse_bytes` belong to experts, of which a token reads a part only),
     `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding).
-    A token uses `used` of the `experts` of a layer; None: there are none, or nothing says how many.
+    A token uses `used` of the `experts` of a layer; None: there are none, or nothing says how many. llama.cpp copies
+    `repacked_bytes` of the loop into its own memory, unless it is told not to.
     """
 
     path: str
@@ -248,6 +257,7 @@ class ModelBytes:
     sparse_bytes: int
     experts: int | None = None
     used: int | None = None
+    repacked_bytes: int = 0
 
     @property
     def loop(self) -> Weights:

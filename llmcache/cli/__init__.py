@@ -48,10 +48,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EPILOG = """\b
 Examples:
-  llmcachefs ~/models /mnt/models --cache 6G
-  llama-cli -m /mnt/models/llama-8b-q8_0.gguf -p "Hello"
-  llmcache stats /mnt/models 1
-  llmcache umount /mnt/models"""
+  sudo llmcachefs ~/models ~/models
+  llama-cli -m ~/models/llama-8b-q8_0.gguf -p "Hello"
+  sudo llmcache stats ~/models 1
+  sudo llmcache umount ~/models"""
 
 
 @click.command(cls=LazyGroup, table=COMMANDS, epilog=EPILOG, invoke_without_command=True, context_settings=HELP_OPTIONS)

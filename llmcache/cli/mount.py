@@ -40,7 +40,7 @@ _SETTINGS = (
         metavar="FILE.toml",
         help="Settings in the table [mount]; flags and LLMCACHE_* come first.",
     ),
-    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, allow_other, cache=6G, …"),
+    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, noallow_other, cache=6G, …"),
 )
 
 
@@ -57,10 +57,14 @@ def settings_of_a_mount(command: Command) -> Command:
 @settings_of_a_mount
 @base.json_option("llmcache.mount/1", ", once it serves")
 def command(foreground: bool, unless_served: bool, config: str | None, as_json: bool, **flags: Any) -> None:
-    """Mount the model directory SOURCE on MOUNT (they may be the same) with a cache budget.
+    """Mount the model directory SOURCE on MOUNT with a cache budget.
+
+    The best first command is the first example: in place, as root, with SOURCE as MOUNT. It needs no other directory, and
+    programs that run already gain from it without a restart. Over FUSE they have to open the files again, in MOUNT.
 
     \b
     Examples:
+      sudo llmcachefs ~/models ~/models
       llmcachefs ~/models /mnt/models --cache 6G
       llmcachefs --config /etc/llmcache/models.toml
       llmcachefs ~/models ~/models --mode arena --json | jq .budget_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmcache.doctor import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
 from llmcache.fs.client.bandwidth import measure
-from llmcache.fs.readahead import MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB, read_ahead_file
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, read_ahead_advice, read_ahead_file
 from llmcache.units import format_rate
 
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
@@ -52,11 +52,13 @@ def _read_ahead(directory: str | None) -> list[Check]:
     if path is None:
         return []
     kib = int(path.read_text())
-    said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
-    if kib > MIXTURE_READ_AHEAD_KB:
-        said += f"; for mixtures of experts mount with --read-ahead {MIXTURE_READ_AHEAD_KB}Ki, "
-        said += f"or {SMALL_READ_AHEAD_KB}Ki where slices have a MiB and more"
-    return [Check("read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
+    said = f"{directory}: the kernel reads {kib} KiB ahead (read_ahead_kb)"
+    facts: dict[str, object] = {"read_ahead_bytes": kib << 10}
+    facts["directory"] = directory
+    if kib <= SMALL_READ_AHEAD_KB:
+        return [Check("read-ahead", OK, said, facts=facts)]
+    said += ", also around each fault of a client on an expert of an MoE model"
+    return [Check("read-ahead", LIMITED, said, f"mount MoE models with {read_ahead_advice()}", facts)]
 
 
 def _gpu() -> Check:

@@ -72,7 +72,7 @@ def _allow_other(root: Path) -> Check:
     if "user_allow_other" in (line.strip() for line in lines):
         return Check("user_allow_other", OK, "users may mount with -o allow_other")
     if os.geteuid() == 0:
-        return Check("user_allow_other", OK, "not set in /etc/fuse.conf; root may mount with -o allow_other anyway")
+        return Check("user_allow_other", OK, "not set in /etc/fuse.conf; mounts of root are for all users anyway")
     remedy = "to share your mounts: echo user_allow_other | sudo tee -a /etc/fuse.conf"
     return Check("user_allow_other", LIMITED, "not set: only you can see your mounts", remedy)
 

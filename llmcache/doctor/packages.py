@@ -1,18 +1,27 @@
-"""Versions of what llmcache depends on, against the bounds that its own package declares."""
+"""What llmcache depends on: versions against the bounds that its own package declares, and whether it can be imported."""
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from llmcache import __version__
 from llmcache.doctor import FAILED, LIMITED, OK, Check
 
 DISTRIBUTION = "llmcache-toolkit"
+_IMPORT_S = 120.0
+_modules = functools.cache(metadata.packages_distributions)
 _UNSHOWN = "dev"  # the extra for those who change llmcache: tools/test installs it
 
 
@@ -26,7 +35,9 @@ def examine() -> list[Check]:
     except metadata.PackageNotFoundError:
         remedy = "pip install . in the source directory"
         return [python, Check("llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
-    return [python, own, *(check for line in declared for check in _checks(Requirement(line), extras))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each starts a process
+        found = list(pool.map(lambda line: list(_checks(Requirement(line), extras)), declared))
+    return [python, own, *(check for checks in found for check in checks)]
 
 
 def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
@@ -54,4 +65,26 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
         return Check(wanted.name, status, f"{version} is older than {bounds['>=']}", remedy, facts)
     if not wanted.specifier.contains(version, prereleases=True):
         return Check(wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
+    if (problem := _import_problem(wanted.name)) is not None:
+        why = f"{version} is installed, but cannot be imported: {problem}"
+        return Check(wanted.name, status, why, f"pip install --force-reinstall {wanted.name}", facts)
     return Check(wanted.name, OK, version, facts=facts)
+
+
+def _import_problem(distribution: str) -> str | None:
+    """Return why a distribution cannot be imported, None if it can or has no module. In a process, which it may crash."""
+    name = canonicalize_name(distribution)
+    modules = [module for module, names in _modules().items() if name in map(canonicalize_name, names)]
+    named = [module for module in modules if canonicalize_name(module) == name]
+    public = named or [module for module in modules if module.isidentifier() and not module.startswith("_")]
+    if not public:
+        return None
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {public[0]}"], capture_output=True, text=True, timeout=_IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {_IMPORT_S:.0f} s"
+    if done.returncode < 0:
+        return f"Python is killed by {signal.Signals(-done.returncode).name}"
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason is given"])[-1]

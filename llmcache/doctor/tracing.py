@@ -17,7 +17,7 @@ def _btf() -> Check:
     reason = supported()
     if reason is None:
         return Check("BTF", OK, "the kernel describes its types")
-    remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y (those of Debian 11+, Ubuntu 20.10+)"
+    remedy = "Linux 6.1 or later with CONFIG_DEBUG_INFO_BTF=y, as in Debian 12 and Ubuntu 24.04"
     return Check("BTF", LIMITED, reason, remedy)
 
 

@@ -28,6 +28,12 @@ _LONGEST_NOTE = 4096
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
 
 
+def read_ahead_advice() -> str:
+    """Return the option of a mount for MoE models."""
+    large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has a MiB or more"
+    return f"--read-ahead {MIXTURE_READ_AHEAD_KB}Ki ({large})"
+
+
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
     """Return the sysfs file of the setting (KiB) for the storage of `directory`; None if that is no block device.
 

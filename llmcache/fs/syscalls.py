@@ -14,6 +14,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from llmcache.units import BLOCK_BYTES, PAGE_BYTES
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # for what never waits: to get the GIL back would take longer than the call
 
@@ -135,12 +137,13 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
     return int(done)
 
 
-def cached_pages(fd: int, offset: int, size: int) -> int:
-    """Pages of a part of a file that are in the page cache (cachestat)."""
+def cached_blocks(fd: int, offset: int, size: int) -> int:
+    """Return the blocks of 4 KiB of a part of a file that are in the page cache (cachestat, which counts pages)."""
     part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
     if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
         raise _failure()
-    return int(found[0])
+    blocks = -(-(offset + size) // BLOCK_BYTES) - offset // BLOCK_BYTES
+    return min(blocks, int(found[0]) * (PAGE_BYTES // BLOCK_BYTES))
 
 
 def refusal() -> str | None:
@@ -153,7 +156,7 @@ def refusal() -> str | None:
         own = os.pidfd_open(os.getpid())
         call = "cachestat"
         file = os.open("/proc/self/exe", os.O_RDONLY | os.O_CLOEXEC)
-        cached_pages(file, 0, page)
+        cached_blocks(file, 0, page)
         call = "process_madvise"
         memory = ctypes.create_string_buffer(2 * page)
         start = -(-ctypes.addressof(memory) // page) * page

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from llmcache.edram.energy import KINDS
 from llmcache.errors import DataError, UsageError
@@ -24,7 +23,7 @@ from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
 from llmcache.report.edram_model import SWEEP_SCHEMA, percent
 from llmcache.report.html import Section, html_page
 from llmcache.report.output import Written, form_of, write_target
-from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, style
+from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, logarithmic, style
 
 HINT = "save one with: llmcache edram model --json > FILE"
 NAMES = ("model", "workload", "system", "profile")
@@ -248,10 +247,7 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        _plain(panel.xaxis)
-        _plain(panel.yaxis)
+        logarithmic(panel, "xy")
         panel.set(title=roof.system, xlabel="8-bit operations of the model per byte over DRAM")
         panel.set_ylabel("10⁹ operations/s, modelled")
     legend_below(figure, axes)
@@ -274,8 +270,7 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
             panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **line)
         places = [_place(row, along) for row in rows if along != SYSTEM]
         if places and max(places) > 20 * max(min(places), 1e-9):
-            panel.set_xscale("log")
-            _plain(panel.xaxis)
+            logarithmic(panel, "x")
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
         panel.set(title=title, xlabel=AXES.get(along, ""), ylabel=f"times {baseline}, modelled")
     legend_below(figure, axes, long=True)
@@ -324,12 +319,6 @@ def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResul
     if along == SYSTEM:
         return found
     return {label: sorted(of, key=lambda row: float(row[along] or 0.0)) for label, of in found.items()}
-
-
-def _plain(axis: Axis) -> None:
-    """Give a logarithmic axis plain numbers: the theme has no mathematical text."""
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:

@@ -5,13 +5,14 @@ Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 from rich.table import Table
 
 from llmcache import __version__
@@ -25,12 +26,23 @@ from llmcache.units import format_duration, format_size
 PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#cc79a7", DECODING: "#0072b2"}
 """As in a decode step's Gantt chart."""
 _MS, _MIB = 1e6, 1 << 20
+_VARIANTS: tuple[tuple[theme.Dash, str], ...] = (((0, (1, 1.2)), "s"), ((0, (5, 1.5)), "^"), ((0, (3, 1, 1, 1)), "D"))
 _OTHERS = ("o", "s", "^", "v", "D", "P", "X")
 
 
 def look_of(policy: str) -> theme.Look:
     """Returns how a policy is drawn everywhere; a variant of one as the policy itself."""
     return theme.KV_LOOKS[policy.split("-")[0]]
+
+
+def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
+    """Return how lines of `policies` are drawn in one picture: variants of one policy differ in dash and marker."""
+    looks: dict[str, theme.Look] = {}
+    for policy in dict.fromkeys(policies):
+        before = sum(look_of(other).colour == look_of(policy).colour for other in looks)
+        dash, marker = _VARIANTS[(before - 1) % len(_VARIANTS)]
+        looks[policy] = replace(look_of(policy), dash=dash, marker=marker) if before else look_of(policy)
+    return looks
 
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
@@ -41,10 +53,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
         axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, zorder=look.front)
         told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
         axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    theme.logarithmic(axes, "x")
     axes.margins(x=0.2)
     axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
     axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
@@ -83,9 +92,10 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
     for row in sorted(bench.rows, key=lambda row: row.context):
         if row.budget in (None, largest):
             lines.setdefault(row.policy, []).append(row)
+    looks = looks_of(lines)
     for policy, rows in lines.items():
         times = [row.speed.tpot_ns / _MS for row in rows]
-        axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
+        axes.plot([row.context for row in rows], times, label=rows[0].name, **looks[policy].line())
     theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
     axes.set(ylim=(0, None), ylabel="time per token (ms)", title="Time per token by context")
     axes.legend(fontsize=7)
@@ -94,7 +104,7 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
 def accuracy(axes: Axes, bench: TaskBench) -> None:
     """Share of right answers by budget at the longest context, with standard errors; lines: everything kept."""
     rows = bench.at(bench.contexts[-1])
-    for policy in dict.fromkeys(row.policy for row in rows if row.budget is not None):
+    for policy, look in looks_of(row.policy for row in rows if row.budget is not None).items():
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.budget or 0)
         axes.errorbar(
             [row.budget or 0 for row in own],
@@ -102,7 +112,7 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
             [row.answers.error for row in own],
             label=own[0].title,
             capsize=2,
-            **look_of(policy).line(),
+            **look.line(),
         )
     full = bench.stock(bench.contexts[-1])
     axes.axhline(full.answers.share, color=look_of(full.policy).colour, linestyle=(0, (1, 1.2)), label=full.title)

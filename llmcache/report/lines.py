@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
-from llmcache.report.theme import MUTED, POLICY_LOOKS, Look, bandwidth_look, grid_of, legend_below
+from llmcache.report.theme import MUTED, POLICY_LOOKS, Look, bandwidth_look, grid_of, legend_below, logarithmic
 
 MANY_POINTS = 16  # with more, not every point has a marker
 WIDE_RANGE = 200  # largest size / smallest size from which on the axis is logarithmic
@@ -126,7 +126,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
             color=MUTED,
         )
     if largest / smallest > WIDE_RANGE and not panel.linear:
-        axes.set_xscale("log")
+        logarithmic(axes, "x")
     else:
         axes.set_xlim(left=0)
     axes.set(title=panel.title, xlabel=f"cache size ({unit})")

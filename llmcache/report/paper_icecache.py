@@ -8,7 +8,6 @@ of a model with random weights; `llmcache kv bench --task … --model DIR` asks 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from llmcache.kv.bench.results import PARTS, QUERY, STOCK, TaskBench, TaskRow, read_task
@@ -196,12 +195,11 @@ def _pictures(bench: TaskBench) -> list[HtmlBlock]:
 def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
     """Figures 8 and 1: time of a token and memory over the context, a line for each cache; and the numbers."""
     panels: dict[str, dict[str, theme.Curve]] = {"Time of a token (ms)": {}, "Keys, values and index in memory (MiB)": {}}
+    looks = kv_task.looks_of(row["policy"] for row in rows)
     for row in rows:
-        look = kv_task.look_of(row["policy"])
-        look = replace(look, dash=":") if "-" in row["policy"] else look  # a variant
         memory = (row["memory"]["kv_bytes"] + row["memory"]["index_bytes"]) / (1 << 20)
         for curves, value in zip(panels.values(), (row["speed"]["tpot_ns"] / 1e6, memory), strict=True):
-            curves.setdefault(row["title"], (look, {}))[1][row["tokens"]] = value
+            curves.setdefault(row["title"], (looks[row["policy"]], {}))[1][row["tokens"]] = value
     figure = theme.curves_figure(panels, "context (tokens)", "", doubling=True)
     told = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
     head = ["tokens", "cache", "a token (ms)", "times full", *(f"{part} (ms)" for part in PARTS)]

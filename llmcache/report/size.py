@@ -14,6 +14,7 @@ from llmcache.report.output import trimmed
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
+_EVEN_KEYS = ("missing_bytes", "tokens_per_s", "expert_hit_ratio")
 _FORMULA = "S = max(0, N - BW*T)"
 
 
@@ -49,6 +50,9 @@ def lines(answer: Answer) -> Iterator[str]:
         yield from _capacity(item, mixture)
     if answer.ram is not None:
         yield from _ram(answer.ram, mixture)
+        if answer.ram.fits_repacked is False and answer.model is not None:
+            copies = f"llama.cpp copies {size_text(answer.model.repacked_bytes)} of the model"
+            yield f"  by default  {copies}, which this memory has no room for: it is killed (--no-repack avoids the copy)"
 
 
 def _mixture(answer: Answer) -> MixtureBytes | None:
@@ -82,6 +86,8 @@ def _kept(went: Passes, mixture: MixtureBytes) -> str:
     if room_bytes < 0:
         return f"of what is dense {went.loop_cache_bytes / mixture.dense_bytes:.0%} fit, and no experts"
     hits = f"{went.expert_hit_ratio:.0%} of their reads hit"
+    if went.even is not None and went.even.missing_bytes > went.missing_bytes:
+        hits += f" ({went.even.expert_hit_ratio:.0%}, {went.even.tokens_per_s:.3g} tokens/s, if all are used equally often)"
     return f"all that is dense fits, and {room_bytes / mixture.expert_bytes:.0%} of the experts: {hits}"
 
 
@@ -97,6 +103,10 @@ def _inputs(answer: Answer) -> Iterator[str]:
         mixture = _mixture(answer)
         size_bytes = size_of(answer.loop) if mixture is None else mixture.dense_bytes
         yield f"loop        {size_text(size_bytes)} read once per token{_model_note(answer)}"
+        if answer.model is not None and answer.model.repacked_bytes:
+            copied = size_text(answer.model.repacked_bytes)
+            yield f"            llama.cpp copies {copied} of it by default (repacking); assumed here is that it does not:"
+            yield "            --no-repack, or a build with GGML_CPU_REPACK=OFF"
         if mixture is not None:
             yield (
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
@@ -230,6 +240,7 @@ def _ram_values(ram: Ram) -> dict[str, Any]:
         "page_cache": _passes_values(ram.page_cache),
         "needed_ram_bytes": ram.needed_ram_bytes,
         "needed_bandwidth_bytes_per_s": ram.needed_bandwidth,
+        "fits_repacked": ram.fits_repacked,
     }
 
 
@@ -249,6 +260,7 @@ def _passes_values(went: Passes) -> dict[str, Any]:
         "tokens_per_s": went.tokens_per_s,
         "tokens_per_s_lost": went.tokens_per_s_lost,
         "expert_hit_ratio": went.expert_hit_ratio,
+        "even": None if went.even is None else {name: getattr(went.even, name) for name in _EVEN_KEYS},
     }
 
 

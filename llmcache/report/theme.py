@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from llmcache.report.html import Picture
 
@@ -159,6 +160,23 @@ def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], lab
     panel.set_xlabel(label)
 
 
+class PlainLog(LogFormatter):
+    """Plain numbers at the ticks of a logarithmic axis that matplotlib labels: the style has no mathematical text."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick; empty for one without."""
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def logarithmic(panel: Axes, axes: str) -> None:
+    """Make the axes named in `axes` ("x", "y" or "xy") logarithmic, with plain numbers."""
+    for name in axes:
+        (panel.set_xscale if name == "x" else panel.set_yscale)("log")
+        axis = panel.xaxis if name == "x" else panel.yaxis
+        axis.set_major_formatter(PlainLog())
+        axis.set_minor_formatter(PlainLog(minor_thresholds=(2, 0.4)))  # decades: below them there are labels between powers
+
+
 Curve = tuple[Look, dict[float, float]]
 """A line, or single marks: how it is drawn, and its values by place."""
 
@@ -176,10 +194,9 @@ def curves_figure(
             panel.plot(list(values), list(values.values()), label=label, **look.line())
         places = sorted({place for _, values in curves.values() for place in values})
         if doubling:
-            powers_of_2(panel, places, map("{:,.4g}".format, places), along)
+            powers_of_2(panel, places, map("{:,.12g}".format, places), along)
         if log:
-            panel.set_yscale("log")
-            panel.yaxis.set_major_formatter("{x:g}")
+            logarithmic(panel, "y")
         panel.set(title=title, xlabel=along, ylabel=ylabel, **({} if log else {"ylim": (0, None)}))
     legend_below(figure, axes)
     return figure

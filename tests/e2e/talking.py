@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, enable
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(2)
@@ -43,7 +43,7 @@ def prompt() -> torch.Tensor:
 def turn(cache: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Generate behind `ids`, of which `cache` may hold the beginning."""
     said = model().generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW_TOKENS,
+        input_ids=ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=NEW_TOKENS,
         do_sample=False, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return {"ids": said.sequences[0].tolist(), "logits": [zlib.crc32(each.numpy().tobytes()) for each in said.logits]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from llmcache.kv.transformers import SpillCache, disable, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, disable, enable
 from llmcache.kv.transformers.attention import estimated
 from tests.hf.tiny_models import Enabled, check_same, generate, prompt, single, stock, tiny
 
@@ -34,7 +34,7 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
     hook = layer.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(**single(20), past_key_values=stock(model))
+            model(**single(20), **cache_argument(stock(model)))
             found = estimated(layer, seen["hidden"], seen["rotation"])
     finally:
         hook.remove()
@@ -65,5 +65,5 @@ def test_layers_are_evaluated_ahead_but_the_first_and_those_with_another_rotatio
         engine = cache.conversation.engine
         assert engine is not None
         monkeypatch.setattr(engine, "ahead", lambda layer, queries: asked.append(layer))
-        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
     assert asked == layers

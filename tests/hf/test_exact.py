@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, conversation, dense, disable, enable
 from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
 from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, longer, prompt, single, tiny, whole
 
@@ -110,13 +110,13 @@ def test_sequences_are_cut_repeated_and_chosen(tmp_path: Path) -> None:
     def run(model: Any, cache: Any) -> Any:
         with torch.no_grad():
             ids = prompt(90, 0)["input_ids"]
-            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=ids, **cache_argument(cache))
             cache.crop(torch.tensor(-25))  # as some versions of transformers do
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0, 1]))
             cache.reorder_cache(torch.tensor([1, 1, 2]))
             assert cache.get_seq_length() == 65
-            steps = [model(input_ids=ids[:1, i : i + 1].expand(3, 1), past_key_values=cache).logits for i in range(30)]
+            steps = [model(input_ids=ids[:1, i : i + 1].expand(3, 1), **cache_argument(cache)).logits for i in range(30)]
             return torch.cat(steps, 1)
 
     for caches in (whole("full"), spilled("hillinfer", "file", tmp_path), short(), handed_over(tmp_path, 90)):

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.kv.transformers import SpillCache, disable, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, disable, enable
 from tests.hf.tiny_models import Enabled, check_same, generate, prompt, single, tiny
 
 
@@ -69,10 +69,10 @@ def test_another_batch_without_reset(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
         generate(llama, cache, single())
         with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
-            llama(input_ids=prompt()["input_ids"], past_key_values=cache)
+            llama(input_ids=prompt()["input_ids"], **cache_argument(cache))
         cache.reset()
         assert cache.get_seq_length() == 0
-        llama(input_ids=prompt()["input_ids"], past_key_values=cache)
+        llama(input_ids=prompt()["input_ids"], **cache_argument(cache))
         assert cache.get_seq_length() == 150
 
 
@@ -84,7 +84,7 @@ def stopped_step(model: Any, cache: Any) -> None:
 
     hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
     hook.remove()
 
 
@@ -96,26 +96,26 @@ def test_a_step_that_was_broken_off_is_taken_back(
     results = []
     for broken in (False, True):
         with SpillCache(llama.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
-            llama(**single(159), past_key_values=cache)
+            llama(**single(159), **cache_argument(cache))
             if broken and how == "an interrupt":
                 stopped_step(llama, cache)
             elif broken:
                 with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
                     patch.setattr(cache.store, "append", full_disk(cache.store.append))
-                    llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
-            results += [llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
+                    llama(input_ids=torch.tensor([[5]]), **cache_argument(cache))
+            results += [llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)).logits for _ in range(3)]
     assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
 
 def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabled: Enabled) -> None:
     model = enabled("gemma3")
     with SpillCache(model.config, "full") as cache:
-        model(**single(), past_key_values=cache)
+        model(**single(), **cache_argument(cache))
         stopped_step(model, cache)
         with pytest.raises(DataError, match="middle of a step"):
-            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
         cache.reset()
-        model(**single(), past_key_values=cache)
+        model(**single(), **cache_argument(cache))
         assert cache.get_seq_length() == 150
 
 
@@ -145,7 +145,7 @@ def test_what_an_empty_cache_and_its_layers_are_asked() -> None:
 def test_a_spill_file_is_kept_by_its_name_and_else_removed(llama: Any, tmp_path: Path) -> None:
     for path, left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
         with SpillCache(llama.config, path=path) as cache:
-            llama(**single(), past_key_values=cache)
+            llama(**single(), **cache_argument(cache))
             assert len(list(tmp_path.iterdir())) == 1
         assert len(list(tmp_path.iterdir())) == left
 

@@ -12,7 +12,7 @@ from llmcache import files
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.transformers import SpillCache
+from llmcache.kv.transformers import SpillCache, cache_argument
 from llmcache.kv.transformers.cache import SpillLayer
 from tests.hf.tiny_models import Enabled, check_same, generate, longer, prompt, tiny
 from tests.unit.kv_parts import small_disk
@@ -50,7 +50,7 @@ def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(ll
         cache.crop(100)
         cache.reorder_cache(torch.tensor([1, 1]))
         with torch.no_grad():
-            expected = llama(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
+            expected = llama(input_ids=torch.full((2, 30), 7), **cache_argument(cache)).logits
         ids = cache.ids.copy()
         assert (ids[0] == ids[1]).all() and torch.equal(expected[0], expected[1])
         cache.save()
@@ -58,7 +58,7 @@ def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(ll
         assert (cache.ids == ids).all()
         cache.crop(100)
         with torch.no_grad():
-            got = llama(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
+            got = llama(input_ids=torch.full((2, 30), 7), **cache_argument(cache)).logits
     assert torch.equal(expected, got)
 
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from llmcache.errors import UsageError
-from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, enable
 from tests.hf.tiny_models import VOCABULARY, Enabled, both, check_same, generate, prompt, single, stock, tiny, whole, words
 
 POLICIES = ["hillinfer", "h2o", "icecache"]
@@ -31,7 +31,7 @@ def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
 
 def steps(model: Any, cache: Any, tokens: int = 20, batch: int = 3) -> torch.Tensor:
     ids = torch.arange(tokens * batch).view(batch, tokens) % VOCABULARY
-    found = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(tokens)]
+    found = [model(input_ids=ids[:, i : i + 1], **cache_argument(cache)).logits for i in range(tokens)]
     return torch.cat(found, 1)
 
 
@@ -59,12 +59,23 @@ def test_a_model_with_eager_attention_keeps_it() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("name", sorted({"past_key_values", *cache_argument(None)}))
+def test_every_name_of_the_argument(enabled: Enabled, name: str) -> None:
+    """From 5.24 on a model takes its cache by either name, before by the older one alone."""
+    model = enabled("llama")
+    expected = generate(model, stock(model), single())
+    with whole()(model) as cache:
+        got = model.generate(**single(), **{name: cache}, max_new_tokens=12, do_sample=False)
+        assert torch.equal(expected.sequences, got) and cache.ids.shape[1] == got.shape[1] - 1
+        assert cache.conversation.length == got.shape[1] - 1
+
+
 def test_a_pipeline(tmp_path: Path) -> None:
     tokenizer, text = words()
 
     def run(model: Any, cache: Any) -> Any:
         pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-        said = pipe(text, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        said = pipe(text, max_new_tokens=10, do_sample=False, **cache_argument(cache))
         assert cache.get_seq_length() >= 200
         return said
 
@@ -80,7 +91,7 @@ def test_a_prompt_of_embeddings(enabled: Enabled, family: str, tmp_path: Path) -
         from_ids = generate(model, cache, {"input_ids": ids})
         cache.reset()
         found = generate(model, cache, {"inputs_embeds": model.get_input_embeddings()(ids).detach()})
-        assert found.past_key_values is cache and torch.equal(found.sequences, from_ids.sequences[:, 70:])
+        assert found[next(iter(cache_argument(None)))] is cache and torch.equal(found.sequences, from_ids.sequences[:, 70:])
         assert all(torch.equal(one, other) for one, other in zip(found.logits, from_ids.logits, strict=True))
         assert (cache.ids[:, :70] == -1).all() and (cache.ids[0, 70:] == found.sequences[0, :-1].numpy()).all()
 
@@ -124,7 +135,7 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
                 timer.join()
                 held = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]
                 expected = llama(input_ids=torch.cat([held, torch.tensor([[5]])], 1)).logits[:, -1:]
-                got = llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits
+                got = llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)).logits
                 torch.testing.assert_close(expected, got, atol=1e-4, rtol=1e-4)
                 assert cache.get_seq_length() == held.shape[1] + 1
     finally:
@@ -140,7 +151,7 @@ def test_ctrl_c_within_compiled_code_is_ctrl_c(llama: Any, monkeypatch: pytest.M
         for cause, expected in ((KeyboardInterrupt(), KeyboardInterrupt), (None, SystemError)):
             error.__cause__ = cause
             with pytest.raises(expected):
-                llama(**single(), past_key_values=cache)
+                llama(**single(), **cache_argument(cache))
 
 
 def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:
@@ -176,7 +187,7 @@ def test_sequences_that_were_chosen_are_as_if_they_had_been_read(llama: Any, pol
     with torch.no_grad():
         for after in (True, False):
             with small(policy, tmp_path)(llama) as cache:
-                llama(input_ids=inputs if after else inputs[chosen], past_key_values=cache)
+                llama(input_ids=inputs if after else inputs[chosen], **cache_argument(cache))
                 if after:
                     cache.batch_select_indices(chosen)
                 found.append(steps(llama, cache, 20))
@@ -191,10 +202,10 @@ def test_another_prompt_after_a_padded_one_that_was_taken_back(llama: Any, polic
         for before in (True, False):
             with small(policy)(llama) as cache:
                 if before:
-                    llama(**prompt(150, 120), past_key_values=cache)
+                    llama(**prompt(150, 120), **cache_argument(cache))
                     cache.crop(-150)
                     assert cache.get_seq_length() == 0
-                llama(**prompt(150, 0), past_key_values=cache)
+                llama(**prompt(150, 0), **cache_argument(cache))
                 found.append(steps(llama, cache, 4, 2))
     assert torch.equal(*found)
 
@@ -208,20 +219,20 @@ def test_a_model_with_other_layers_or_heads(llama: Any) -> None:
     model = enable(copy.deepcopy(tiny("llama")))
     model.model.layers = model.model.layers[:2]
     with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="model: 1 of 3 spilled layers"):
-        model(**single(), past_key_values=cache)
+        model(**single(), **cache_argument(cache))
     other = enable(copy.deepcopy(tiny("llama-mha")))
     with SpillCache(llama.config, "full") as cache:
-        llama(**single(), past_key_values=cache)
+        llama(**single(), **cache_argument(cache))
         with pytest.raises(UsageError, match="model: 4 key heads of 16 dimensions, the cache has 2 of 16"):
-            other(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            other(input_ids=torch.tensor([[5]]), **cache_argument(cache))
 
 
 def test_no_gradient_is_wrong_silently(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
-        llama(**single(), past_key_values=cache).logits.sum().backward()
+        llama(**single(), **cache_argument(cache)).logits.sum().backward()
         assert llama.model.embed_tokens.weight.grad is not None
         llama.zero_grad()
-        loss = llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits.sum()
+        loss = llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)).logits.sum()
         with pytest.raises(UsageError, match="backward: "):
             loss.backward()
     llama.zero_grad()
@@ -233,6 +244,6 @@ def test_half_precision_after_enable() -> None:
         generate(model, cache, single())
         model.half()
         with pytest.raises(UsageError, match="dtype: keys of type float16, the cache has float32"):
-            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
         cache.reset()
         check_same(generate(model, stock(model), single()), generate(model, cache, single()))

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 import transformers
 
-from llmcache.kv.transformers import SpillCache, disable, enable
+from llmcache.kv.transformers import SpillCache, cache_argument, disable, enable
 
 transformers.logging.set_verbosity_error()
 
@@ -98,7 +98,7 @@ def both(model: Any, spilled: Caches, run: Run) -> tuple[Any, Any]:
 
 def generate(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> Any:
     options = {"max_new_tokens": 12, "do_sample": False, **options}
-    return model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
+    return model.generate(**inputs, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **options)
 
 
 def check_same(expected: Any, got: Any) -> None:

@@ -128,3 +128,18 @@ def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) ->
     done = llmcache("stats", mounted.point)
     assert done.returncode == 4 and "is served, but nothing listens at" in done.stderr
     assert llmcache("umount", mounted.point).returncode == 0
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (("--spill", "*.txt"), "spill: mode inplace", 2),
+        (("-o", "max_read=4096"), "-o max_read=4096", 2),
+        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
+    ],
+)
+def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:
+    (tmp_path / "mnt").mkdir()
+    done = llmcache("mount", tmp_path, tmp_path / "mnt", "--mode", "inplace", *words)
+    assert done.returncode == code and said in done.stderr

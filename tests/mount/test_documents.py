@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
         "mode": "arena", "not_in_place": None, "budget_bytes": 32 << 20, "budget_origin": "--cache", "log": own.files.log,
-        "writable": ["*.kv"], "links_outside": 0,
+        "writable": ["*.kv"], "links_outside": 0, "allow_other": os.geteuid() == 0,
     }  # fmt: skip
 
 
@@ -99,6 +101,29 @@ def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
     own = mount.place()
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"llmcachefs: {own.point}: arena, ") and line.endswith(f"{said}; see: llmcache stats {own.point}")
+    users = "for all users" if os.geteuid() == 0 else "for this user only"
+    assert line.startswith(f"llmcachefs: {own.point}: arena, ")
+    assert line.endswith(f"{said}, {users}; see: llmcache stats {own.point}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
+
+
+@pytest.mark.mount
+def test_programs_that_run_already_are_named_as_they_gain_nothing_over_fuse(mount: Mounter) -> None:
+    own = mount.place()
+    path = own.source / "model.bin"
+    path.write_bytes(bytes(4096))
+    opens = "import ctypes, os, sys; file = os.open(sys.argv[1], os.O_RDONLY)\n"
+    maps = "map = ctypes.CDLL(None).mmap; map(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0)); os.close(file)\n"
+    waits = "print(flush=True); sys.stdin.read()"
+    for code in (opens, opens + maps):
+        command = [sys.executable, "-c", code + waits, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+            assert client.stdin is not None and client.stdout is not None
+            client.stdout.readline()
+            done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
+            assert done.returncode == 0 and f"({client.pid}); mode inplace adopts them" in done.stderr, done.stderr
+            assert llmcache("umount", own.point).returncode == 0
+            client.stdin.close()
+    done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
+    assert done.returncode == 0 and not done.stderr

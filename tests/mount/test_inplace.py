@@ -26,7 +26,7 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends import files as backend_files
 from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.touches import FILES, QUIET_NS, Touches, why_not
+from llmcache.fs.backends.touches import FILES, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Warmer
@@ -441,7 +441,7 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
     forget(path)
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # in single pages
-    while syscalls.cached_pages(fd, 0, SIZE) < SIZE // 4096:
+    while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
@@ -794,33 +794,6 @@ def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) ->
     assert [told["warm_bytes"] for told in said] == [told["wanted_bytes"] for told in said] == [40 * MIB] * 2
 
 
-def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
-    directory = tmp_path / "models"
-    directory.mkdir()
-    done = llmcache("mount", directory, directory, "--mode", "inplace", "--cache", "32Mi")
-    assert done.returncode == 0 and "inplace" in done.stdout and "writable" in done.stdout, done.stderr
-    try:
-        assert not any(entry.point == str(directory) for entry in mounts().values())
-        assert llmcache("stats", directory).returncode == 0
-    finally:
-        assert llmcache("umount", directory).returncode == 0
-    assert mountpoint.find(str(directory)) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said", "code"),
-    [
-        (("--spill", "*.txt"), "spill: mode inplace", 2),
-        (("-o", "max_read=4096"), "-o max_read=4096", 2),
-        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
-    ],
-)
-def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:
-    (tmp_path / "mnt").mkdir()
-    done = llmcache("mount", tmp_path, tmp_path / "mnt", "--mode", "inplace", *words)
-    assert done.returncode == code and said in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -919,22 +892,3 @@ def test_who_closes_a_file_and_lives_on_gives_it_back(source: Path, tmp_path: Pa
             wait_for(lambda: any(file["open"] for file in mount.stats()["files"]), "it is seen")
             wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "it is given back")
             process.kill()
-
-
-def test_touches_are_few(tmp_path: Path) -> None:
-    """A program that reads what is cached at full speed costs a touch for each extent and quiet time, not for each read."""
-    path = random_file(tmp_path / "file", 64 * MIB)
-    touches = Touches()
-    try:
-        touches.watch(7, path.stat(), 0, 32, HUGE_BYTES)
-        began = time.monotonic_ns()
-        code = f"for _ in range(30):\n f = open({str(path)!r}, 'rb', buffering=0)\n while f.read(65536): pass"
-        subprocess.run(["sh", "-c", 'python3 -c "$0"; true', code], check=True)
-        quiet_times = (time.monotonic_ns() - began) // QUIET_NS + 1
-        told = touches.wait(0)
-        assert {touch.extent for touch in told} == set(range(32))
-        assert {touch.file for touch in told} == {7}
-        assert 32 <= len(told) <= 32 * quiet_times
-        assert touches.lost == 0
-    finally:
-        touches.close()

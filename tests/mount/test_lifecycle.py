@@ -404,3 +404,17 @@ def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path) ->
     done = llmcache("umount", first.point)  # waits for the end of its daemon, which a copy of the mount would keep
     assert done.returncode == 0, done.stderr
     assert len((second.point / "f").read_bytes()) == 100_000
+
+
+@pytest.mark.bpf
+def test_in_place_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
+    directory = tmp_path / "models"
+    directory.mkdir()
+    done = llmcache("mount", directory, directory, "--mode", "inplace", "--cache", "32Mi")
+    assert done.returncode == 0 and "inplace" in done.stdout and "writable" in done.stdout, done.stderr
+    try:
+        assert not any(entry.point == str(directory) for entry in mounts().values())
+        assert llmcache("stats", directory).returncode == 0
+    finally:
+        assert llmcache("umount", directory).returncode == 0
+    assert mountpoint.find(str(directory)) is None

@@ -433,14 +433,30 @@ def test_links_lead_nobody_out_of_source_with_the_daemons_rights(alone: Mounted,
     assert done.returncode == 0 and "secret" not in done.stdout, done.stderr
 
 
-def test_a_closed_directory_above_source_is_noted(place: Path) -> None:
-    for name, mode in (("closed", 0o700), ("open", 0o755)):
-        source = place / name / "source"
-        source.mkdir(parents=True)
-        (place / name).chmod(mode)
-        (place / "mnt").mkdir(exist_ok=True)
-        for option in ("allow_other", "default_permissions"):
-            done = llmcache("mount", source, place / "mnt", "--cache", "32Mi", "-o", option)
-            assert done.returncode == 0, done.stderr
-            assert ("reach it through the mount" in done.stderr) == (name == "closed" and option == "allow_other")
-            assert llmcache("umount", place / "mnt").returncode == 0
+@pytest.mark.parametrize(
+    ("closed", "options", "is_open", "note"),
+    [
+        (False, [], True, None),
+        (False, ["-o", "noallow_other"], False, None),
+        (True, [], False, "only root can use the mount"),
+        (True, ["-o", "allow_other"], True, "reach it through the mount"),
+        (True, ["-o", "noallow_other"], False, None),
+    ],
+)
+def test_roots_mount_is_for_all_users_unless_source_is_closed_to_them(
+    place: Path, closed: bool, options: list[str], is_open: bool, note: str | None
+) -> None:
+    source = place / "above" / "source"
+    source.mkdir(parents=True)
+    (place / "above").chmod(0o700 if closed else 0o755)
+    source.chmod(0o755)
+    make(source / "public", 0o644)
+    make(source / "secret", 0o600)
+    (place / "mnt").mkdir()
+    (place / "mnt").chmod(0o755)
+    done = llmcache("mount", source, place / "mnt", "--cache", "32Mi", "--mode", "arena", *options)
+    assert done.returncode == 0, done.stderr
+    assert ("for all users" in done.stdout, "for this user only" in done.stdout) == (is_open, not is_open)
+    assert note in done.stderr if note is not None else not done.stderr
+    found = results(place / "mnt", ["public", "secret"], *USERS["bob"])
+    assert [found[name][0] for name in ("public", "secret")] == [0 if is_open else errno.EACCES, errno.EACCES]

@@ -13,6 +13,7 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.fs.readahead import read_ahead_file
 from tests.mount.live import MIB, Live, live, llmcache, wait_for
 from tests.unit.kv_parts import LoopDisk, loop_disk
+from tools.make_model import Shape, make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -100,3 +101,23 @@ def test_read_ahead_is_set_while_files_do_not_fit(disk: LoopDisk, setting: Path,
         wait_for(lambda: setting.read_text() == "64\n", "it is set, as both do not fit")
         files[1].unlink()
         wait_for(lambda: setting.read_text() == before, "it is restored, as one does")
+
+
+def test_read_ahead_that_harms_an_moe_model_is_logged(disk: LoopDisk, setting: Path, tmp_path: Path) -> None:
+    shape = Shape(256, 704, 2000, layers=2, tied=False, experts=8, used=2)
+    (path,) = make_model(disk.point / "moe.gguf", shape, "gguf", 1, 0)
+    os.utime(path, (0, 0))
+    (disk.point / "large.bin").touch()
+    os.truncate(disk.point / "large.bin", 64 * MIB)
+    for name, kib, options, warned in (
+        ("far", 256, (), True),
+        ("near", 128, (), False),
+        ("set", 256, ("--read-ahead", "32Ki"), False),
+    ):
+        setting.write_text(f"{kib}\n")
+        with live(disk.point, tmp_path / name, "32M", "--mode", "inplace", *options) as mount:
+            (mount.mountpoint / path.name).read_bytes()
+            wait_for(lambda stats=mount.stats: stats()["files"], "it is steered")  # type: ignore[misc]
+            if warned:
+                wait_for(lambda log=mount.log: "--read-ahead 32Ki" in log.read_text(), "it is logged")  # type: ignore[misc]
+            assert ("around each fault" in mount.log.read_text()) == warned, options

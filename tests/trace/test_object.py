@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmcache.bpf import libbpf
 from llmcache.trace import kernel
 from llmcache.trace.records import FILL, RECORD
 from tests.mount.live import wait_for
@@ -96,6 +97,48 @@ class Btf:
         return size, {self._name(text): Field(bits // 8, self.size(kind)) for text, kind, bits in members}
 
 
+def older_counters(raw: bytes) -> bytes:
+    """The BTF of a kernel, with the counters of `struct mm_struct` as they were before Linux 6.2: words in a structure."""
+    head = struct.unpack_from("<HBBIIIII", raw)
+    types, text = bytearray(raw[head[3] + head[4] :][: head[5]]), raw[head[3] + head[6] :][: head[7]]
+    name, new_text = text.index(b"\0rss_stat\0") + 1, text + b"count\0counter\0"
+    at, number, word, members, arrays = 0, 0, 0, [], set()
+    while at < len(types):
+        number += 1
+        _, info, size = struct.unpack_from("<III", types, at)
+        kind, count = info >> 24 & 31, info & 0xFFFF
+        per = {_STRUCT: 12, _UNION: 12, _ENUM: 8, _FUNC_PROTO: 8, _DATASEC: 12, _ENUM64: 12}.get(kind, 0) * count
+        if kind == _INT and size == 8:
+            word = number
+        elif kind == _ARRAY:
+            arrays.add(number)
+        elif kind == _STRUCT:
+            places = range(at + 12, at + 12 + per, 12)
+            members += [place for place in places if struct.unpack_from("<I", types, place)[0] == name]
+        at += 12 + {_INT: 4, _ARRAY: 12, _VAR: 4, _DECL_TAG: 4}.get(kind, per)
+    changed = [place for place in members if struct.unpack_from("<I", types, place + 4)[0] in arrays]
+    assert len(changed) == 1, "the kernel's counters have another form"
+    struct.pack_into("<I", types, changed[0] + 4, number + 3)
+    types += struct.pack("<IIIIII", 0, _STRUCT << 24 | 1, 8, len(text) + 6, word, 0)
+    types += struct.pack("<IIIIII", 0, _ARRAY << 24, 0, number + 1, word, 4)
+    types += struct.pack("<IIIIII", 0, _STRUCT << 24 | 1, 32, len(text), number + 2, 0)
+    return struct.pack("<HBBIIIII", *head[:3], 24, 0, len(types), len(types), len(new_text)) + bytes(types) + new_text
+
+
+class _OpenOptions(ctypes.Structure):
+    """struct bpf_object_open_opts, up to the BTF that is relocated against instead of the running kernel's."""
+
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("object_name", ctypes.c_char_p),
+        ("relaxed_maps", ctypes.c_bool),
+        ("pin_root_path", ctypes.c_char_p),
+        ("spare", ctypes.c_uint64),
+        ("kconfig", ctypes.c_char_p),
+        ("btf_custom_path", ctypes.c_char_p),
+    )
+
+
 ROOT = Path(__file__).resolve().parents[2]
 BPF = 321 if os.uname().machine == "x86_64" else 280
 PROGRAM_BY_ID, LINK_BY_ID = 13, 30
@@ -126,6 +169,21 @@ def test_the_object_runs_on_every_little_endian_processor() -> None:
 
 def test_the_licence_lets_it_read_kernel_memory() -> None:
     assert sections(kernel.OBJECT)["license"] == b"Dual MIT/GPL\0"
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("older", [False, True])
+def test_the_page_fault_programs_load_before_linux_6_2(older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = Path("/sys/kernel/btf/vmlinux").read_bytes()
+    (tmp_path / "btf").write_bytes(older_counters(described) if older else described)
+    options = _OpenOptions(ctypes.sizeof(_OpenOptions), btf_custom_path=os.fsencode(tmp_path / "btf"))
+    opened = libbpf.library().bpf_object__open_file
+    monkeypatch.setattr(libbpf.library(), "bpf_object__open_file", lambda path, _: opened(path, ctypes.byref(options)))
+    loaded = libbpf.BpfObject(kernel.OBJECT)
+    try:
+        loaded.load(["touched", "touched_in_call", "mapped"])
+    finally:
+        loaded.close()
 
 
 @pytest.mark.clang

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.trace.kernel import SyscallSource
+from llmcache.trace.kernel import FexitSource, SyscallSource
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE
 from llmcache.trace.records import BLOCK, DIRECT, EVICT, FILL, MATCHED, STORED
 from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drop, warm
@@ -115,6 +115,19 @@ def test_evictions_are_told_of_files_that_were_accessed(record: Record, file: Pa
     found = record("direct-write", writes=True)
     # Writing past the cache takes the pages out of it; the first time, nothing was recorded of the file before.
     assert found.blocks(EVICT) == TOUCHED[1:], found
+
+
+@pytest.mark.parametrize("way", ["read", "pread", "readv", "uring", "mmap"])
+def test_the_fexit_tier_tells_hits_from_misses(way: str, record: Record, file: Path) -> None:
+    if reason := FexitSource.probe():
+        pytest.skip(reason)
+    found = record(way, kind=FexitSource)
+    assert TOUCHED[0] in found.blocks(miss=MISS), found
+    assert set(TOUCHED) <= set(found.blocks())
+    warm(file)
+    found = record(way, kind=FexitSource)
+    assert set(TOUCHED) <= set(found.blocks(miss=HIT)) and not found.blocks(miss=MISS), found
+    assert found.requests == 23
 
 
 @pytest.mark.parametrize("way", ["read", "pread", "readv", "preadv", "preadv2", "threads", "direct"])

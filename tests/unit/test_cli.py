@@ -26,7 +26,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
     shown = called("--help").stdout
     for name, (_, summary) in cli.COMMANDS.items():
         assert name in shown and summary.split(";")[0].split(".")[0] in shown
-    assert "llmcachefs ~/models /mnt/models" in shown and "Exit codes: 0" in shown
+    assert "llmcachefs ~/models ~/models" in shown and "Exit codes: 0" in shown
     assert called().stdout == shown, "the same without a command"
     assert called("--version").stdout == f"llmcache, version {__version__}\n"
 

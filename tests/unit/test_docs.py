@@ -119,6 +119,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def _single(line: str) -> Iterator[str]:
+    line = re.sub(r"\$\(which (\w+)\)", r"\1", line)  # for programs where sudo does not look
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split, lexer.commenters = True, "#"
     words: list[str] = []

@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ from llmcache.doctor import (
     packages,
     tracing,
 )
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.client import bandwidth
 from llmcache.trace.kernel import SOURCES
 from tests.unit.command_parts import called
@@ -85,6 +86,16 @@ def test_a_directory_is_measured_or_the_reason_why_not_is_told(tmp_path: Path, m
             assert "in memory" in storage.found and "--" not in storage.found
 
 
+@pytest.mark.parametrize(("kib", "wanted"), [(32, OK), (128, OK), (129, LIMITED), (8192, LIMITED)])
+def test_far_read_ahead_is_a_warning(kib: int, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "read_ahead_kb").write_text(f"{kib}\n")
+    monkeypatch.setattr(machine, "read_ahead_file", lambda directory: tmp_path / "read_ahead_kb")
+    monkeypatch.setattr(machine, "measure", Mock(side_effect=DataError("not now", "later")))
+    found = named(machine.examine(str(tmp_path)))["read-ahead"]
+    assert found.status == wanted and found.facts["read_ahead_bytes"] == kib << 10
+    assert ("--read-ahead 32Ki" in (found.remedy or "")) == (wanted == LIMITED)
+
+
 def test_what_is_no_directory_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="DIR: /nowhere"):
         examine("/nowhere")
@@ -135,6 +146,20 @@ def test_versions_are_compared_as_numbers(version: str | None, wanted: str, monk
     monkeypatch.setattr(metadata, "version", found)
     monkeypatch.setattr(metadata, "requires", lambda _name: ["click<9,>=8.1"])
     assert named(packages.examine())["click"].status == wanted
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("raise ImportError('no AVX2')", "ImportError: no AVX2"), ("import os; os.abort()", "killed by SIGABRT")],
+)
+def test_what_is_installed_but_cannot_be_imported_is_no_success(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(metadata, "requires", lambda _name: ["numpy>=1", "click>=8"])
+    found = named(packages.examine())
+    assert found["numpy"].status == FAILED and said in found["numpy"].found and found["click"].status == OK
 
 
 def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,25 @@ def test_what_is_missing_is_given_back_at_once_from_what_is_held(watched: Watche
     assert 150 * MIB < watched.limit(held_bytes=300 * MIB) <= 200 * MIB
 
 
+def test_a_budget_that_brings_pressure_back_grows_less_and_less_often(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A neighbour lacks memory whenever the budget is whole; then it ends."""
+    limit = BUDGET
+    for _ in range(int(600 / TICK_S)):
+        watched.spare(-100 * MIB if limit == BUDGET else 300 * MIB)
+        limit = watched.limit(held_bytes=limit)
+    assert 3 <= sum("pressure is over" in record.message for record in caplog.records) <= 15
+    caplog.clear()
+    watched.spare(GIB)
+    for _ in range(int(300 / TICK_S)):
+        watched.limit()
+    watched.spare(-100 * MIB)
+    watched.limit()
+    watched.spare(GIB)
+    assert [watched.limit() for _ in range(int(10 / TICK_S))][-1] == BUDGET, "long calm is forgiven"
+
+
 def test_the_less_is_left_the_sooner_it_looks_again(watched: Watched) -> None:
     pauses = []
     for spare in (-MIB, 0, 20 * MIB, 40 * MIB, GIB):

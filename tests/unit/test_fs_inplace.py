@@ -51,7 +51,7 @@ def mapping(tmp_path: Path) -> Iterator[MappedFile]:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     status = os.fstat(fd)
-    if syscalls.cached_pages(fd, 0, SIZE):
+    if syscalls.cached_blocks(fd, 0, SIZE):
         pytest.skip("this file system keeps what it is told to drop")
     found = MappedFile.of(Backing("/file", fd, status, False))
     yield found
@@ -62,14 +62,26 @@ def test_what_is_brought_is_there_and_nothing_else(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
     assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
-    while syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
+    while syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert syscalls.cached_pages(fd, 0, SIZE) == HUGE_BYTES // 4096
+    assert syscalls.cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
     assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "it is there"
     mapping.bring(5 * HUGE_BYTES, 12345)  # the end of the file
-    while syscalls.cached_pages(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
+    while syscalls.cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert syscalls.cached_pages(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
+    assert syscalls.cached_blocks(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
+
+
+def test_cached_pages_larger_than_a_block_count_as_their_blocks(
+    mapping: MappedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = mapping.backing.fd
+    os.pread(fd, 1, 0)
+    found = syscalls.cached_blocks(fd, 0, SIZE)
+    assert 0 < 4 * found <= SIZE // 4096
+    monkeypatch.setattr(syscalls, "PAGE_BYTES", 16384)
+    assert syscalls.cached_blocks(fd, 0, SIZE) == 4 * found
+    assert syscalls.cached_blocks(fd, 0, 3 * 4096) == 3
 
 
 def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path: Path) -> None:
@@ -83,12 +95,12 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
     try:
         assert read_ahead(fd, [(offset, length)], window) == length
         deadline = time.monotonic() + 30
-        while syscalls.cached_pages(fd, offset, length) < length // page and time.monotonic() < deadline:
+        while syscalls.cached_blocks(fd, offset, length) < length // page and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert syscalls.cached_pages(fd, offset, length) == length // page
+        assert syscalls.cached_blocks(fd, offset, length) == length // page
         with mmap.mmap(fd, 13 * window, prot=mmap.PROT_READ) as view:
             assert not any(view[offset : offset + length : page])
-        assert syscalls.cached_pages(fd, 0, 13 * window) == length // page
+        assert syscalls.cached_blocks(fd, 0, 13 * window) == length // page
         assert read_ahead(fd, [(offset, length)], window) == 0, "it is there"
     finally:
         os.close(fd)
@@ -121,9 +133,9 @@ def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: P
         process.stdin.write("\n")
         before = process.stdout.readline()
         assert not program.ended and program.has(*key) and program.maps(*key)
-        assert syscalls.cached_pages(fd, 0, SIZE) == -(-SIZE // 4096)
+        assert syscalls.cached_blocks(fd, 0, SIZE) == -(-SIZE // 4096)
         assert program.advise(*key, [(0, SIZE)], syscalls.MADV_PAGEOUT)
-        left = syscalls.cached_pages(fd, 0, SIZE) * mmap.PAGESIZE
+        left = syscalls.cached_blocks(fd, 0, SIZE) * mmap.PAGESIZE
         assert left < SIZE // 2 and not program.refused
         process.stdin.write("\n")
         assert process.stdout.readline() == before
@@ -152,5 +164,5 @@ def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFil
         parts = [(at, min(1 << 16, SIZE - at)) for at in range(0, SIZE, 1 << 16)]
         assert program.advise(*key, parts, syscalls.MADV_PAGEOUT) and not program.refused
         behind = SIZE - 2 * HUGE_BYTES
-        assert syscalls.cached_pages(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
-        assert syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
+        assert syscalls.cached_blocks(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
+        assert syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES

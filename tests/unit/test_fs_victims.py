@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 from unittest.mock import Mock
 
+import pytest
+
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.engine import experts
 from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
@@ -211,6 +214,14 @@ def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> 
     assert [(offset, length, charged) for _, offset, length, charged in around] == [(12 * MIB - reach, reach, 0)]
     assert victim[3] == 4 * MIB
     assert [debt[3] for debt in cache.victims()] == [], "it is dropped once"
+
+
+def test_experts_are_dropped_in_whole_pages_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "PAGE_BYTES", 16384)
+    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=3 * 4096)
+    mixture.states[2] = mixture.states[4] = TOUCHED
+    assert all(number % 16384 == 0 for part in (*mixture.ranges(3), *mixture.own(3)) for number in part)
+    assert mixture.own(3) == [(3 * MIB + 16384, MIB - 16384)], "without the pages that it shares"
 
 
 def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next() -> None:

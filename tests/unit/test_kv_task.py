@@ -27,6 +27,7 @@ from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
 from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
+from llmcache.report.theme import KV_LOOKS
 from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.task_parts import answers, of_policies
 
@@ -247,6 +248,13 @@ def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> No
     place[path[-1]] = value
     with pytest.raises(DataError, match=field):
         read_task(told, "run.json")
+
+
+def test_variants_of_a_policy_are_told_apart_in_pictures() -> None:
+    looks = kv_task.looks_of(["icecache", "icecache-reuse", "quest", "icecache-tree", "icecache"])
+    assert list(looks) == ["icecache", "icecache-reuse", "quest", "icecache-tree"]
+    assert looks["icecache"] == KV_LOOKS["icecache"] and looks["quest"] == KV_LOOKS["quest"]
+    assert len({(look.dash, look.marker) for look in looks.values()}) == 4
 
 
 def test_a_saved_task_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

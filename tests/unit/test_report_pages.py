@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from llmcache.cache.plan import plan_of
 from llmcache.cache.results import Simulation
 from llmcache.cache.simulate import simulate_all
+from llmcache.report import theme
 from llmcache.report.html import Badge, Facts, Fold, HtmlBlock, Picture, Section, Table, Text, html_page
 from llmcache.report.simulate_page import report_page
 from llmcache.trace.record import Provenance
@@ -69,6 +70,27 @@ def texts_of(page: Page) -> list[list[str]]:
         assert form == "data:image/svg+xml"
         found.append([text for text in ET.fromstring(base64.b64decode(data)).itertext() if text.strip()])
     return found
+
+
+@pytest.mark.parametrize(("values", "label"), [((1.2, 4.5), "3"), ((0.003, 7e6), "1000"), ((4, 70), "20")])
+def test_ticks_of_logarithmic_axes_are_plain_numbers(values: tuple[float, float], label: str) -> None:
+    """Also the minor ticks, which have labels where the values span less than a decade or so."""
+    with theme.style():
+        figure, (panel,) = theme.grid_of(1)
+        panel.plot(values, values)
+        theme.logarithmic(panel, "xy")
+    ticks = [
+        element.text for element in ET.fromstring(theme.figure_bytes(figure, "svg")).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert label in ticks and not any("$" in (tick or "") for tick in ticks), ticks
+
+
+def test_axes_along_what_doubles_have_whole_numbers() -> None:
+    curve = (theme.POLICY_LOOKS["lru"], {0.25: 1.0, 2.0: 2.0, 16384.0: 3.0, 131072.0: 4.0})
+    with theme.style():
+        figure = theme.curves_figure({"panel": {"LRU": curve}}, "tokens", "seconds", doubling=True)
+    labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+    assert labels == ["0.25", "2", "16,384", "131,072"]
 
 
 def test_a_page_has_pictures_and_rows_of_every_trace_and_says_what_is_modelled(simulation: Simulation) -> None:

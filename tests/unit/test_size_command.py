@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from llmcache.cache.mixture import MixtureBytes
-from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
+from llmcache.cache.question import ask
+from llmcache.cache.sizing import SECOND_NS, ModelBytes, SizingParameters, need, passes
+from llmcache.fs.client import advice
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.memory import total_bytes
+from llmcache.report.size import lines
 from tests.unit.command_parts import called
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 from tools.make_model import Shape, make_model
@@ -131,6 +134,34 @@ def test_what_memory_gives_a_mixture() -> None:
     assert not passes(mixture, mount_keeps_bytes(mixture, cache - MB, 0), setting).stall_free
     assert mount_keeps_bytes(mixture, 3 * GB, 0) < 3 * GB  # what is dense streams, and needs a window
     assert mount_keeps_bytes(mixture, 50 * GB, 0) == 36 * GB
+
+
+def test_what_llama_cpp_copies_by_default_is_not_promised(tmp_path: Path) -> None:
+    shape = Shape(256, 768, 2048, layers=2, tied=False)
+    copied = make_model(tmp_path / "q4.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")[0]
+    mapped = make_model(tmp_path / "q8.gguf", shape, "gguf", 1, 0)[0]
+    call = ("--bw", "100", "--ram", "1G", "--model")
+    found, other = answered(*call, str(copied)), answered(*call, str(mapped))
+    assert 0 < found["model"]["repacked_bytes"] < found["loop_bytes"] and found["ram"]["fits_repacked"] is True
+    assert other["model"]["repacked_bytes"] == 0 and other["ram"]["fits_repacked"] is None
+    assert "--no-repack" in size(*call, str(copied)).stdout and "repack" not in size(*call, str(mapped)).stdout
+    model = ModelBytes("m", "gguf", 1, 20 * GB, 0, 0, 0, repacked_bytes=18 * GB)
+    question = ask(bw=GB, model="m", ram=16 * GB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice, "model_bytes", lambda path: model)
+        said = "\n".join(lines(advice.advise(question)))
+    assert "llama.cpp copies 18 GB of the model, which this memory has no room for: it is killed" in said
+
+
+def test_even_routing_bounds_what_a_mixture_misses() -> None:
+    setting = SizingParameters(GB, SECOND_NS // 10, 0)
+    mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
+    for kept in (3 * GB, 5 * GB, 12 * GB, 20 * GB, 35 * GB, 36 * GB):
+        went = passes(mixture, kept, setting)
+        assert went.even is not None and went.even.missing_bytes >= went.missing_bytes, kept
+    went = passes(mixture, 20 * GB, setting)
+    assert went.even is not None and went.even.expert_hit_ratio == 0.5 and went.even.missing_bytes == GB
+    assert passes(10 * GB, GB, setting).even is None
 
 
 WRONG_TEXTS: dict[str, tuple[str, ...]] = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
+from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, logarithmic, style
 
 from . import results
 from .all import NAMES, reached
@@ -99,9 +99,9 @@ def _draw(panel: Axes, title: str, of_model: list[Result], time_of: Callable[[Re
             if limit and side == KERNEL:
                 place, text = (shares[-1], tokens_per_s[-1]), f"{LIMIT_BPS / 1e6:.0f} MB/s"
                 panel.annotate(text, place, (8, -3), textcoords="offset points", color=MUTED, fontsize=8)
-    panel.set(title=title, xlabel="share of the model's loop that fits in memory", ylabel="tokens per second", yscale="log")
-    panel.xaxis.set_major_formatter(PercentFormatter(1))
-    panel.yaxis.set_major_formatter("{x:g}")
+    panel.set(title=title, xlabel="share of the model's loop that fits in memory", ylabel="tokens per second")
+    panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    logarithmic(panel, "y")
 
 
 def _share(result: Result) -> float:

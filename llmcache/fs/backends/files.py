@@ -32,7 +32,7 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
 from llmcache.fs.engine.state import LOADS_S
-from llmcache.fs.readahead import ReadAhead, read_ahead_file
+from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.source import LinkTarget
 from llmcache.units import BLOCK_BYTES
@@ -165,7 +165,8 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     own, read = -1, 0
     try:
         for offset, length in parts:
-            absent = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES - syscalls.cached_pages(fd, offset, length)
+            blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
+            absent = blocks - syscalls.cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
             if large and own < 0:
                 with contextlib.suppress(OSError):  # no more files can be opened
@@ -204,11 +205,11 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
             if size < window:  # it grows, and is cut to whole folios
-                size = syscalls.cached_pages(fd, at, window) * BLOCK_BYTES
+                size = syscalls.cached_blocks(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
             mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
-    if syscalls.cached_pages(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
+    if syscalls.cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
         at = offset
     _will_need(fd, at, end - at)
 
@@ -243,13 +244,13 @@ class MappedFile:
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
             wanted = -(-size // BLOCK_BYTES)
-            there = syscalls.cached_pages(fd, start, size)
+            there = syscalls.cached_blocks(fd, start, size)
             if there >= wanted:
                 continue
             read += (wanted - there) * BLOCK_BYTES
             if not there and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-                there = syscalls.cached_pages(fd, start, size)
+                there = syscalls.cached_blocks(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
                 read_ahead(fd, [(start, size)], self.window)
@@ -365,6 +366,7 @@ class Files:
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
         self._too_many = False  # files, which was said
+        self._advised = False  # --read-ahead, for experts, which was logged
         self._refused = 0  # times that advice was refused, on the memory of programs that have ended
         self._unknown = False  # a reader without a number in this pid namespace, which was logged
 
@@ -436,11 +438,13 @@ class Files:
                 self.read_ahead.restore()
             self.read_ahead = None
 
+    def _fit(self) -> bool:
+        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
+
     def _set_read_ahead(self) -> None:
         """Where all files fit nothing is streamed that it would help, and the kernel makes larger folios without it."""
         if self.read_ahead is not None:
-            fit = sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
-            self.read_ahead.restore() if fit else self.read_ahead.set()
+            self.read_ahead.restore() if self._fit() else self.read_ahead.set()
         setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
@@ -682,6 +686,11 @@ class Files:
     def _watch(self, file: File, group: Group, member: Member) -> None:
         runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
         first_run = max(file.first_run, 0)
+        far = self.read_ahead is None and self.window > SMALL_READ_AHEAD_KB << 10
+        if far and member.mixture is not None and not self._advised and not self._fit():
+            self._advised = True
+            text = "the kernel reads %d KiB around each fault on an expert (read_ahead_kb): mount MoE models with %s"
+            log.warning(text, self.window >> 10, read_ahead_advice())
         self.touches.watch(
             file.number, file.status, file.first, member.count, group.extent_bytes, file.step, first_run, runs
         )

@@ -47,7 +47,7 @@ from llmcache.fs.engine.group import (
     Tripwire,
 )
 from llmcache.fs.engine.state import READ
-from llmcache.units import BLOCK_BYTES
+from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Holder, KernelNotifier
@@ -175,7 +175,7 @@ class FuseBackend:
             places = [(extent, *self._first_page(group, extent)) for extent in extents if group.state(extent) == PINNED]
         for _, _, node, offset in places:
             if node is not None:
-                self.drop(node, [(offset, BLOCK_BYTES)])
+                self.drop(node, [(offset, PAGE_BYTES)])
         return [extent for extent, _, node, _ in places if node is not None]
 
     def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
@@ -210,7 +210,7 @@ class FuseBackend:
             if backing is None:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             # Whole pages, so that O_DIRECT is possible at the end of the file too.
-            wanted = -(-fetch.length // BLOCK_BYTES) * BLOCK_BYTES
+            wanted = -(-fetch.length // PAGE_BYTES) * PAGE_BYTES
             count = backing.read_into(fetch.region.address, wanted, fetch.offset)
             if count < fetch.length:
                 raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {fetch.offset}")
@@ -251,7 +251,7 @@ class FuseBackend:
             )
         failed = -errno.EIO
         try:
-            parts = [(BLOCK_BYTES, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
+            parts = [(PAGE_BYTES, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
             failed = next(filter(None, (self._put(member, fetch, *part) for part in parts if usable)), 0)
         finally:
             self._put_ended(group, member, fetch, trip, usable, failed)
@@ -279,7 +279,7 @@ class FuseBackend:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
         # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
-        start = -(-start // BLOCK_BYTES) * BLOCK_BYTES if start else 0
+        start = -(-start // PAGE_BYTES) * PAGE_BYTES if start else 0
         if end <= start:
             return 0
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
@@ -294,10 +294,10 @@ class FuseBackend:
             group.strays[extent] = time.monotonic_ns()  # what did get in has to go one day
             return
         self.state.counters.stored_bytes += fetch.length
-        if trip and not fetch.joined and fetch.length > BLOCK_BYTES:
+        if trip and not fetch.joined and fetch.length > PAGE_BYTES:
             group.set_state(extent, READY)
             group.ready[extent] = time.monotonic_ns()
-            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, BLOCK_BYTES), fetch.held)
+            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE_BYTES), fetch.held)
         else:
             group.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
@@ -344,7 +344,7 @@ def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
 def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
     """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
     try:
-        count = backing.read_into(region.address, -(-length // BLOCK_BYTES) * BLOCK_BYTES, offset)
+        count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
     except OSError:
         return False
     with state.lock:
@@ -422,8 +422,8 @@ class SliceReader:
             return first
         if mixture.reads_on(first, offset, size, time.monotonic_ns()):
             return None
-        end = mixture.end_of(first) // BLOCK_BYTES * BLOCK_BYTES
-        return first if offset + size < end - BLOCK_BYTES else mixture.slice_at(end) if offset + size > end else None
+        end = mixture.end_of(first) // PAGE_BYTES * PAGE_BYTES
+        return first if offset + size < end - PAGE_BYTES else mixture.slice_at(end) if offset + size > end else None
 
     def claim(
         self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
@@ -527,7 +527,7 @@ class SliceReader:
         if stored:
             self.state.counters.stored_bytes += fetch.length
             if 0 <= (start := mixture.probes[expert] - fetch.offset) < fetch.length:
-                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, BLOCK_BYTES)
+                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, PAGE_BYTES)
         self._finish(mixture, expert, load)
 
     def _finish(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
@@ -575,7 +575,7 @@ class SliceReader:
                 continue
             if mixture.member.node is not None:
                 mixture.trip(expert)
-                found.append((mixture.member.node, mixture.probes[expert], BLOCK_BYTES))
+                found.append((mixture.member.node, mixture.probes[expert], PAGE_BYTES))
         self._due -= len(found)
         return found
 
@@ -661,7 +661,7 @@ class Reader:
             slices, is_wanted = self.backend.slices, number == wanted
             fetch, mine = slices.claim(mixture, number, offset, length, is_wanted, rest.pid, rest.by_client)
             expert = mixture.layout.expert_of[number]
-            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= BLOCK_BYTES else None
+            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= PAGE_BYTES else None
         if fetch is None and page is not None:
             ctypes.memmove(rest.address, page, length)
             return length, length
@@ -751,7 +751,7 @@ class Reader:
 
     def _stray(self, group: Group, extent: int, length: int) -> None:
         """Counts pages that enter the page cache outside of a fetch."""
-        self.state.charge(group, extent, -(-length // BLOCK_BYTES) * BLOCK_BYTES)
+        self.state.charge(group, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if group.state(extent) in (SINGLE, ABSENT, SPARSE):
             group.strays.pop(extent, None)
@@ -778,7 +778,7 @@ class Reader:
             else:
                 if usable:  # all pages of the request: no STORE is to wait for the reply, which may wait for that
                     first = max(0, rest.first_byte - fetch.offset)
-                    fetch.replied = (first // BLOCK_BYTES * BLOCK_BYTES, start + length)
+                    fetch.replied = (first // PAGE_BYTES * PAGE_BYTES, start + length)
                 if rest.by_client and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
                 self.state.jobs.appendleft(functools.partial(self.backend.store, rest.group, rest.member, fetch))
@@ -815,10 +815,10 @@ class Reader:
         bounce = self.state.pool.bounce()
         done = 0
         while done < size:
-            first = (offset + done) // BLOCK_BYTES * BLOCK_BYTES
+            first = (offset + done) // PAGE_BYTES * PAGE_BYTES
             skip = offset + done - first
             length = min(size - done, BOUNCE_BYTES - skip)
-            count = backing.read_into(bounce.address, -(-(skip + length) // BLOCK_BYTES) * BLOCK_BYTES, first) - skip
+            count = backing.read_into(bounce.address, -(-(skip + length) // PAGE_BYTES) * PAGE_BYTES, first) - skip
             if count <= 0:
                 break
             count = min(count, length)

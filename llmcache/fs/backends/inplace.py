@@ -209,7 +209,7 @@ class InPlaceBackend:
             member = group.member_of(extent)
             if member.backing is not None:
                 length = group.length_of(member, extent)
-                pages = syscalls.cached_pages(member.backing.fd, group.offset_of(member, extent), length)
+                pages = syscalls.cached_blocks(member.backing.fd, group.offset_of(member, extent), length)
                 found += [extent] if 2 * pages * BLOCK_BYTES < length else []
         return found
 
@@ -255,7 +255,7 @@ class InPlaceBackend:
             return
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             for expert in range(mixture.layout.count):
-                pages = sum(syscalls.cached_pages(fd, *part) for part in mixture.ranges(expert))
+                pages = sum(syscalls.cached_blocks(fd, *part) for part in mixture.ranges(expert))
                 if pages * BLOCK_BYTES >= mixture.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
@@ -465,7 +465,7 @@ class InPlaceBackend:
         if file is None or file.mapping is None:
             return False
         offset, length = mixture.pages_of(number)
-        return syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
+        return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
         """Lock held."""
@@ -475,7 +475,7 @@ class InPlaceBackend:
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = now_ns
             if file.mapping is not None:
-                pages = syscalls.cached_pages(file.mapping.backing.fd, group.offset_of(member, extent), length)
+                pages = syscalls.cached_blocks(file.mapping.backing.fd, group.offset_of(member, extent), length)
                 self.engine.judge.touched_pages(group, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
@@ -508,7 +508,7 @@ class InPlaceBackend:
         """A reader is at an extent that it, or another, has read before. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = group.offset_of(member, extent)
-            if syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
+            if syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
                 self._demand(group, member, extent)  # the kernel has reclaimed it
                 return

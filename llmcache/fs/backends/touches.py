@@ -7,6 +7,7 @@ already causes no fault and is not told.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import struct
@@ -24,13 +25,18 @@ from llmcache.units import PAGE_BYTES
 if TYPE_CHECKING:
     from llmcache.fs.layout.tensors import SliceRun
 
+log = logging.getLogger(__name__)
+
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program
 QUIET_NS = 20_000_000
 GATHER_NS = 1_000_000  # hits are told together so often at most
 MISS, FAULT = 1, 2
 _RING_BYTES = 1 << 20
-_PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio", "fault", "fault_in_call")
+_PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio")
+_FAULT_TRACEPOINT = "page_fault_user"  # x86-64 has it, arm64 does not
+_FAULTS = (("fault", "fault_in_call"), ("fault_handled",), ())
+"""What shows mappings by huge pages, which the other programs do not see: by tracepoint, by function, or nothing."""
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIIIII")
@@ -68,38 +74,58 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
-        programs = _load()
-        _attach(programs)
+        programs = _load_attached()
     except EnvironmentProblem as problem:
         return problem.message
     if keep:
-        programs.detach()
+        programs.object.detach()
         Touches.loaded = programs
     else:
-        programs.close()
+        programs.object.close()
     return None
 
 
-def _load() -> BpfObject:
-    """Has the kernel verify the programs, which takes nearly all of the time that it takes to begin. EnvironmentProblem."""
-    try:
-        programs = BpfObject(OBJECT)
-        programs.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
-        programs.load([*_PROGRAMS, "begin"])
-    except LoadFailure as failure:
-        raise _refused(failure) from failure
-    return programs
+class _Programs(NamedTuple):
+    """The object in the kernel, and which of its programs are to be attached."""
+
+    object: BpfObject
+    names: Sequence[str]
+
+    def attach(self) -> None:
+        """From now on they tell what all processes do but this one. LoadFailure; nothing is loaded any more then."""
+        try:
+            self.object.run("begin", _Nothing())
+            for name in self.names:
+                self.object.attach(name)
+        except LoadFailure:
+            self.object.close()
+            raise
 
 
-def _attach(programs: BpfObject) -> None:
-    """From now on they tell what all processes do but this one. EnvironmentProblem; nothing is loaded any more then."""
+def _load(faults: Sequence[str]) -> _Programs:
+    """Have the kernel verify the programs, which takes nearly all of the time that it takes to begin. LoadFailure."""
+    loaded = BpfObject(OBJECT)
     try:
-        programs.run("begin", _Nothing())
-        for program in _PROGRAMS:
-            programs.attach(program)
-    except LoadFailure as failure:
-        programs.close()
-        raise _refused(failure) from failure
+        loaded.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
+        loaded.load([*_PROGRAMS, *faults, "begin"])
+    except LoadFailure:
+        loaded.close()
+        raise
+    return _Programs(loaded, (*_PROGRAMS, *faults))
+
+
+def _load_attached() -> _Programs:
+    """Load and attach the programs, with the first of `_FAULTS` that the kernel accepts. EnvironmentProblem."""
+    for faults in _FAULTS if has_tracepoint(_FAULT_TRACEPOINT) else _FAULTS[1:]:
+        try:
+            programs = _load(faults)
+            programs.attach()
+            return programs
+        except LoadFailure as failure:
+            refused = failure
+            if failure.program not in faults:
+                break
+    raise _refused(refused) from refused
 
 
 def _refused(failure: LoadFailure) -> EnvironmentProblem:
@@ -117,11 +143,20 @@ class Touches:
     `loaded`: those that `why_not` has kept, until they are taken here.
     """
 
-    loaded: ClassVar[BpfObject | None] = None
+    loaded: ClassVar[_Programs | None] = None
 
     def __init__(self) -> None:
-        self._object, Touches.loaded = Touches.loaded or _load(), None
-        _attach(self._object)
+        if Touches.loaded is None:
+            programs = _load_attached()
+        else:
+            programs, Touches.loaded = Touches.loaded, None
+            try:
+                programs.attach()
+            except LoadFailure as failure:
+                raise _refused(failure) from failure
+        self._object = programs.object
+        if programs.names == _PROGRAMS:
+            log.warning("clients' mappings by huge pages are not observed: the kernel allows no program at page faults")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
         self._counted: set[int] = set()  # numbers of the files whose reads are counted
         self._past = ClientReads(0, 0)  # of files that are watched no more

@@ -97,7 +97,10 @@ def advise(question: Question) -> Answer:
         return result
     modes = _modes(loop, setting)
     is_asked = question.ram_bytes is not None or not question.caches
-    return replace(result, modes=modes, ram=_ram(question.ram_bytes, loop, modes, setting) if is_asked else None)
+    ram = _ram(question.ram_bytes, loop, modes, setting) if is_asked else None
+    if ram is not None and model is not None and model.repacked_bytes:
+        ram = replace(ram, fits_repacked=model.repacked_bytes <= budget_of(ram.ram_bytes))
+    return replace(result, modes=modes, ram=ram)
 
 
 def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:

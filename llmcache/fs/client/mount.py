@@ -25,9 +25,10 @@ from llmcache.units import format_size, parse_size
 SCHEMA = "llmcache.mount/1"
 _OWN_OPTIONS = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
+ALLOW_OTHER, NO_OTHER = "allow_other", "noallow_other"  # the second is ours: FUSE has no word for its default
 MODES = ("auto", "inplace", "steer", "arena")
 LEAST_READ_AHEAD = 4096
-LINKS_NAMED = 3
+LINKS_NAMED, USERS_NAMED = 3, 5
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
@@ -119,9 +120,9 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
     if request.mode != "inplace":
         libfuse.binding()
         mountpoint.check_machine()
-    if "allow_other" in option_words(request.options) and mountpoint.is_closed_above(source):
-        said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
-        print(f"llmcache: note: {said}", file=sys.stderr)
+        request = _for_whom(request, source, point)
+        if users := list(mountpoint.users_of(source)):
+            print(f"llmcache: note: {_about_users(users, point)}", file=sys.stderr)
 
     links = links_outside(source, point, in_place=request.mode == "inplace")
     if links:
@@ -135,6 +136,31 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
 
     serve = serve_foreground if foreground else serve_background
     serve(request, source, point, served)
+
+
+def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
+    """Return the request over FUSE, with allow_other if root mounts and neither options nor directories forbid that."""
+    words = option_words(request.options)
+    closed = mountpoint.is_more_open(point, source)
+    note = None
+    if os.geteuid() == 0 and not {ALLOW_OTHER, "allow_root", NO_OTHER}.intersection(words):
+        if closed:
+            note = (
+                "only root can use the mount, as SOURCE lies below a closed directory; -o allow_other opens it to all users"
+            )
+        else:
+            words.append(ALLOW_OTHER)
+    elif ALLOW_OTHER in words and closed:
+        note = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
+    if note is not None:
+        print(f"llmcache: note: {note}", file=sys.stderr)
+    return replace(request, options=(",".join(word for word in words if word != NO_OTHER),))
+
+
+def _about_users(users: list[tuple[int, str]], point: str) -> str:
+    named = ", ".join(f"{name} ({pid})" for pid, name in users[:USERS_NAMED]) + (", ..." if len(users) > USERS_NAMED else "")
+    said = f"programs that have files of SOURCE open gain nothing until they open them again, in {point}: {named}"
+    return printable(f"{said}; mode inplace adopts them as they run")
 
 
 def _about_links(links: list[str], mode: str) -> str:
@@ -175,17 +201,19 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
         **{key: stats[key] for key in ("mode", "budget_bytes", "helper_pid")},
         "not_in_place": request.not_in_place,
         "budget_origin": request.cache_origin,
+        "allow_other": None if stats["mode"] == "inplace" or entry is None else ALLOW_OTHER in entry.options.split(","),
         "writable": [] if read_only else ["*"] if request.writable else list(request.spill),
         "log": log,
     }
 
 
 def line(told: dict[str, Any]) -> str:
-    """Returns the document as one line: mode (and why not in place), budget and its origin, what may be written."""
+    """Returns the document as one line: mode (and why not in place), budget and its origin, what may be written, by whom."""
     origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
     why = "what memory can spare; --cache sets it" if origin == DEFAULT else origin
     budget = f"{format_size(told['budget_bytes'])} ({why})"
     writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
     mode = told["mode"] + (f" ({told['not_in_place']})" if told["not_in_place"] else "")
+    writes += {None: "", True: ", for all users", False: ", for this user only"}[told["allow_other"]]
     links = f", {told['links_outside']} links lead outside" if told.get("links_outside") else ""
     return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}{links}; see: llmcache stats {point}")

@@ -213,9 +213,9 @@ def _check_directory(path: str, what: str, hint: str | None) -> None:
         raise UsageError(f"{what} {path} is not a directory")
 
 
-def is_closed_above(directory: str) -> bool:
-    """True if other users cannot walk to a real path, by the modes of the directories that it lies in."""
-    return not all(above.stat().st_mode & stat.S_IXOTH for above in Path(directory).parents)
+def is_more_open(point: str, source: str) -> bool:
+    """True if directories above `source`, but not above `point`, are closed to other users (both are real paths)."""
+    return not all(above.stat().st_mode & stat.S_IXOTH for above in {*Path(source).parents} - {*Path(point).parents})
 
 
 def not_mounted(path: str, hint: str | None = None) -> MountProblem:
@@ -310,6 +310,27 @@ def _use(process: str, mount: Mount) -> str | None:
     mark = f" {os.major(mount.dev):02x}:{os.minor(mount.dev):02x} " if mount.fstype == FSTYPE else f" {mount.point}/"
     with open(f"{process}/maps", encoding="utf-8", errors="replace") as maps:
         return "mapped file" if any(mark in line for line in maps) else None
+
+
+def users_of(directory: str) -> Iterator[tuple[int, str]]:
+    """(pid, name) of other processes that have files below a real path open or mapped, as far as /proc shows them."""
+    below = directory.rstrip("/") + "/"
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
+                if _has_files(f"/proc/{name}", below):
+                    with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
+                        yield int(name), comm.read().strip()
+
+
+def _has_files(process: str, below: str) -> bool:
+    for number in os.listdir(f"{process}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{process}/fd/{number}")
+            if target.startswith(below) and not os.path.isdir(target):
+                return True
+    with open(f"{process}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        return any(f" {below}" in line for line in maps)
 
 
 def _is_on(mount: Mount, fdinfo: str) -> bool:

@@ -104,7 +104,7 @@ AHEAD_BYTES = 16 << 20  # given back beyond what is missing: who takes memory go
 PAUSE_S = 0.25
 PAUSE_NEAR_S = 0.05  # when nothing is left; in between, the less, the sooner
 NEAR_BYTES = 64 << 20
-CALM_S = 3.0
+CALM_S, LONGEST_CALM_S = 3.0, 60.0  # before the budget grows again: longer each time that this brings pressure back
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
 
@@ -116,6 +116,8 @@ class PressureGauge:
         self._root = root
         self._limit = budget_bytes
         self._calm_since = 0.0
+        self._calm_s = CALM_S
+        self._grown = False  # since it was lowered last
         self._stalled_us: int | None = None
         self._looked = 0.0
         self.pause_s = PAUSE_S
@@ -160,8 +162,10 @@ class PressureGauge:
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(self._limit - int(STEP_SHARE * self.budget_bytes), now, f"memory stalls {stalls:.0%} of the time")
-        elif self._limit < self.budget_bytes and now - self._calm_since > CALM_S:
+        elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:
             self._raise(-missing)
+        elif now - self._calm_since > 2 * LONGEST_CALM_S:
+            self._calm_s = CALM_S
         return self._limit
 
     def lost(self, pinned_bytes: int) -> None:
@@ -174,10 +178,13 @@ class PressureGauge:
         if limit < self._limit:
             log.warning("memory pressure (%s): budget %s -> %s", why, format_size(self._limit), format_size(limit))
             self._limit = limit
+            if self._grown:
+                self._calm_s, self._grown = min(2 * self._calm_s, LONGEST_CALM_S), False
 
     def _raise(self, spare_bytes: int) -> None:
         step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, self.budget_bytes - self._limit)
         self._limit += max(0, step)
+        self._grown = True
         if self._limit == self.budget_bytes:
             log.warning("memory pressure is over: budget %s again", format_size(self._limit))
 

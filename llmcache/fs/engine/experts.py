@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
 from llmcache.fs.engine.group import ABSENT, LOADING, SINGLE, TOUCHED
-from llmcache.units import BLOCK_BYTES
+from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import BufferFetch
@@ -71,7 +71,7 @@ class Mixture:
         for ranges in map(self.ranges, range(layout.count)):
             # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
             offset, length = ranges[0] if ranges else (0, 0)
-            self.probes.append((offset + length // 2) // BLOCK_BYTES * BLOCK_BYTES)
+            self.probes.append((offset + length // 2) // PAGE_BYTES * PAGE_BYTES)
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.rounds = 0  # how often that began again, as far as is known: tokens
@@ -133,8 +133,8 @@ class Mixture:
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
             end = start + self.layout.sizes[number]
-            low = start if self._is_absent(number - 1, start) else -(-start // BLOCK_BYTES) * BLOCK_BYTES
-            high = end if self._is_absent(number + 1, end) else end // BLOCK_BYTES * BLOCK_BYTES
+            low = start if self._is_absent(number - 1, start) else -(-start // PAGE_BYTES) * PAGE_BYTES
+            high = end if self._is_absent(number + 1, end) else end // PAGE_BYTES * PAGE_BYTES
             offset, length = self._pages(low, high) if low < high else (low, 0)
             found += [(offset, length)] if length else []
         return found
@@ -144,16 +144,16 @@ class Mixture:
         if not 0 <= number < len(self.layout.starts):
             return False
         start, size = self.layout.starts[number], self.layout.sizes[number]
-        return size >= BLOCK_BYTES and edge in (start, start + size) and self.states[self.layout.expert_of[number]] == ABSENT
+        return size >= PAGE_BYTES and edge in (start, start + size) and self.states[self.layout.expert_of[number]] == ABSENT
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
         size, base = self.group.extent_bytes, self.member.base
-        start = start // BLOCK_BYTES * BLOCK_BYTES
+        start = start // PAGE_BYTES * PAGE_BYTES
         if self.group.state(base + start // size) != SINGLE:
             start = (start // size + 1) * size
         if end % size and self.group.state(base + end // size) != SINGLE:
             end = end // size * size
-        return start, max(0, -(-end // BLOCK_BYTES) * BLOCK_BYTES - start)
+        return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
         """The number of the slice that a byte is in; None for one that is no expert's, or in the loop."""
@@ -199,8 +199,8 @@ class Mixture:
         one may be in use.
         """
         start = self.layout.starts[number]
-        low = -(-max(first, start) // BLOCK_BYTES) * BLOCK_BYTES
-        high = min(end, start + self.layout.sizes[number]) // BLOCK_BYTES * BLOCK_BYTES
+        low = -(-max(first, start) // PAGE_BYTES) * PAGE_BYTES
+        high = min(end, start + self.layout.sizes[number]) // PAGE_BYTES * PAGE_BYTES
         offset, length = self._pages(low, high) if low < high else (low, 0)
         return [(offset, length)] if length else []
 

@@ -35,6 +35,7 @@ from llmcache.kv.policies.baselines import all_products, softmax
 from llmcache.kv.tasks.english import Document
 from llmcache.kv.tasks.recall import VOCABULARY, Chain, Probe, Questions, probe_of
 from llmcache.kv.tiers import Selection, Traffic
+from llmcache.kv.transformers import cache_argument
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
 from llmcache.kv.transformers.conversation import Call, Conversation, Output, no_attention
@@ -140,7 +141,8 @@ def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
     """Gives the model the tokens `ids` [batch, tokens]; returns the logits [batch, vocabulary] of the next ones."""
     tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        said = model(input_ids=tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
+    found: torch.Tensor = said.logits[:, -1]
     return found
 
 

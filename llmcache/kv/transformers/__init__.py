@@ -1,4 +1,4 @@
-"""The cache of transformers' models, spilled: `enable(model)`, then a `SpillCache` as `past_key_values`.
+"""The cache of transformers' models, spilled: `enable(model)`, then a `SpillCache` as its cache.
 
 Needs the [transformers] extra, of a supported version; nothing of it is imported before it is asked for.
 """
@@ -22,12 +22,15 @@ OLDEST = (4, 56)
 FIRST_UNKNOWN = (6, 0)
 """Nobody can have tried it: a new major version removes what an old one only deprecates."""
 
+CACHE_ARGUMENT_SINCE = (5, 24)
+"""The first transformers whose models take a cache as `cache`, and where `past_key_values` is deprecated."""
+
 _WHERE = {"SpillCache": "cache", "disable": "attention", "enable": "attention"}
 _HINT = "pip install 'llmcache-toolkit[transformers]' (torch for processors alone: from download.pytorch.org/whl/cpu)"
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version: "5.23.0.dev0" gives (5, 23)."""
+    """Returns the first two numbers of a version: "5.24.0.dev0" gives (5, 24)."""
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
         raise EnvironmentProblem(f"transformers: cannot read its version '{text}'", _HINT)
@@ -49,6 +52,14 @@ def check_transformers(version: str) -> None:
     if not OLDEST <= version_of(version) < FIRST_UNKNOWN:
         needed = f"{OLDEST[0]}.{OLDEST[1]} or later and before {FIRST_UNKNOWN[0]} is needed"
         raise EnvironmentProblem(f"transformers: version {version}, {needed}", _HINT)
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """Return the keyword argument by which models of the installed transformers take `cache`, None included."""
+    import transformers
+
+    name = "cache" if version_of(transformers.__version__) >= CACHE_ARGUMENT_SINCE else "past_key_values"
+    return {name: cache}
 
 
 def __getattr__(name: str) -> Any:

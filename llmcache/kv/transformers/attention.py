@@ -120,10 +120,15 @@ def disable(model: Any) -> Any:
     return model
 
 
+def _passed_cache(options: dict[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward pass: transformers 5.24 renamed it."""
+    return options["cache"] if options.get("cache") is not None else options.get("past_key_values")
+
+
 @_interruptible
 def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Before a forward pass: checks that the cache is whole, tells it which tokens come, and where they are."""
-    cache = options.get("past_key_values")
+    cache = _passed_cache(options)
     if not isinstance(cache, SpillCache):
         return
     cache.check()
@@ -142,7 +147,7 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     """After a forward pass: UsageError if not every layer was in it, as the cache would keep nothing of the step then."""
-    cache = options.get("past_key_values")
+    cache = _passed_cache(options)
     if isinstance(cache, SpillCache):
         cache.conversation.check_step()
 
@@ -155,7 +160,7 @@ def look_ahead(behind: Any) -> Hook:
 
     @_interruptible
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        layers, index = getattr(options.get("past_key_values"), "layers", []), behind.self_attn.layer_idx
+        layers, index = getattr(_passed_cache(options), "layers", []), behind.self_attn.layer_idx
         spilled = layers[index] if index < len(layers) else None
         if not isinstance(spilled, SpillLayer):
             return

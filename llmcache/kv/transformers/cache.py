@@ -40,11 +40,11 @@ _REFUSED = {
 
 
 class SpillCache(Cache):
-    """A cache for a model that `enable` was called for: pass it as `past_key_values`. A context manager.
+    """A cache for a model that `enable` was called for: pass it as `cache`. A context manager.
 
         enable(model)
         with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
     Contexts of up to `full_tokens` are attended to fully, as fast as with transformers' own cache (None: as far as that is
     faster than choosing, which is *measured*, and fits the memory below; then runs that shall be the same must name it).

@@ -1,0 +1,89 @@
+"""Which touches of files the kernel reports to a mount in place: `llmcache.fs.backends.touches` alone, without a mount."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmcache.bpf.libbpf import has_tracepoint
+from llmcache.cache.steering import HUGE_BYTES
+from llmcache.fs.backends import touches as touches_module
+from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
+from tests.mount.live import MIB, random_file
+
+pytestmark = [pytest.mark.mount, pytest.mark.bpf]
+
+
+@pytest.fixture(autouse=True)
+def works_here(tmp_path: Path) -> None:
+    if reason := why_not(str(tmp_path)):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("faults", ["tracepoint", "function", "nothing"])
+def test_mappings_by_huge_pages_are_touches(
+    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the kernel has no tracepoint at page faults (arm64), the function behind shows them; else nothing does."""
+    if faults != "tracepoint":
+        monkeypatch.setattr(
+            touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)
+        )
+    if faults == "nothing":
+        monkeypatch.setattr(touches_module, "_FAULTS", ((), ()))
+    path = random_file(tmp_path / "file", 16 * MIB)
+    begin = (
+        "import mmap, re, sys\n"
+        "file = open(sys.argv[1], 'rb'); data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "data.madvise(mmap.MADV_HUGEPAGE)\n"
+    )
+    touch = "for at in range(0, len(data), 4096): data[at]\n"
+    subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
+    # The faults of programs that are not known as readers are not looked at.
+    become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"
+    report = "print(sum(map(int, re.findall(r'FilePmdMapped: *(\\d+)', open('/proc/self/smaps').read()))), flush=True)\n"
+    code = begin + become_known + touch + report
+    # Children of this process are its own: the client is a grandchild.
+    command = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, code, str(path)]
+    caplog.set_level(logging.WARNING)
+    touches = Touches()
+    try:
+        if "not observed" in caplog.text and faults == "function":
+            pytest.skip("the kernel allows no programs at functions")
+        touches.watch(7, path.stat(), 0, 8, HUGE_BYTES)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as client:
+            assert client.stdin is not None and client.stdout is not None
+            client.stdout.readline()
+            assert {touch.extent for touch in touches.wait(1)} == {0}
+            client.stdin.write("\n")
+            huge_kib = int(client.stdout.readline())
+        if huge_kib << 10 < 16 * MIB:
+            pytest.skip("this file system has no folios as large as a huge page")
+        found = {touch.extent for touch in touches.wait(0)}
+        assert found >= set(range(1, 8)) if faults != "nothing" else "not observed" in caplog.text
+    finally:
+        touches.close()
+
+
+def test_touches_are_few(tmp_path: Path) -> None:
+    """A program that reads what is cached at full speed costs a touch for each extent and quiet time, not for each read."""
+    path = random_file(tmp_path / "file", 64 * MIB)
+    touches = Touches()
+    try:
+        touches.watch(7, path.stat(), 0, 32, HUGE_BYTES)
+        began = time.monotonic_ns()
+        code = f"for _ in range(30):\n f = open({str(path)!r}, 'rb', buffering=0)\n while f.read(65536): pass"
+        subprocess.run(["sh", "-c", 'python3 -c "$0"; true', code], check=True)
+        quiet_times = (time.monotonic_ns() - began) // QUIET_NS + 1
+        told = touches.wait(0)
+        assert {touch.extent for touch in told} == set(range(32))
+        assert {touch.file for touch in told} == {7}
+        assert 32 <= len(told) <= 32 * quiet_times
+        assert touches.lost == 0
+    finally:
+        touches.close()
