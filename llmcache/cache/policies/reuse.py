@@ -77,13 +77,14 @@ class Reuse(Policy):
                     was read last, of HOT the one that was not read for longest
                 if that is b, stream it: it leaves as soon as a 128th of the cache has been streamed
 
-    The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one interval of
-    more than UNUSED_GAPS usual ones, does not change it. A block is overdue when its interval can no longer agree, unless
-    blocks a little before it in a REGULAR loop have come, and after GIVEN_UP usual intervals in any case. An overdue block is
-    expected as late as it is old.
+    The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one interval
+    of more than UNUSED_GAPS usual ones, does not change it. A block is overdue when its interval can no longer agree, unless
+    blocks a little before it in a REGULAR loop have come, and after GIVEN_UP usual intervals in any case. An overdue block
+    is expected as late as it is old.
 
-    This plan is kept as if it were the cache, and so is LRU. The cache evicts what the one in charge does not have. A `Guard`
-    compares their misses, and LRU is in charge while the plan misses more. `Guard` and UNUSED_GAPS are those of mounts.
+    This plan is kept as if it were the cache, and so is LRU. The cache evicts what the one in charge does not have. A
+    `Guard` compares their misses, and LRU is in charge while the plan misses more. `Guard` and UNUSED_GAPS are those of
+    mounts.
 
     49 bytes per block. Constant time per hit; a miss compares the groups that are not empty, mostly 10 to 30 of them.
     Source: io_caching section 4.1 (scans leave first, loops by period, hot set by LRU); two policies by their shadows:
