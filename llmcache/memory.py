@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,11 +63,39 @@ def machine_of(total_bytes: int, available_bytes: int, free_bytes: int = 0) -> M
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
     """Returns the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
-    found = (_limit_of(*group) for group in _groups(read(root / "proc/self/cgroup"), root))
+    return _limits(_groups(read(root / "proc/self/cgroup"), root))
+
+
+def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
+    """Return the memory limits that bind the cgroup with this inode but not this process; None if it is not visible here."""
+    base, files = root / "sys/fs/cgroup", _V2_FILES
+    if cgroup_version(root) == 1:
+        base, files = base / "memory", _V1_FILES
+    for directory, _, _ in os.walk(base):
+        if os.stat(directory).st_ino == inode:
+            group = Path(directory)
+            chain = [group, *(above for above in group.parents if above.is_relative_to(base))]
+            return _limits(_apart([(str(part), *files) for part in chain], root))
+    return None
+
+
+def limits_of_process_apart(pid: int, root: Path = Path("/")) -> list[Memory]:
+    """Return the memory limits that bind the cgroup of another process but not this one."""
+    return _limits(_apart(_groups(read(root / f"proc/{pid}/cgroup"), root), root))
+
+
+def _apart(groups: Iterable[tuple[str, ...]], root: Path) -> list[tuple[str, ...]]:
+    own = {group for group, *_ in _groups(read(root / "proc/self/cgroup"), root)}
+    return [group for group in groups if group[0] not in own]
+
+
+def _limits(groups: Iterable[tuple[str, ...]]) -> list[Memory]:
+    found = (_limit_of(*group) for group in groups)
     return [memory for memory in found if memory is not None]
 
 
-_V1_FILES = ("memory.usage_in_bytes", "memory.limit_in_bytes")
+_V1_FILES: tuple[str, ...] = ("memory.usage_in_bytes", "memory.limit_in_bytes")
+_V2_FILES: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
 
 
 @functools.lru_cache(maxsize=8)
@@ -80,7 +109,7 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-            files: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
+            files = _V2_FILES
         elif "memory" in controllers.split(","):
             bases = [root / "sys/fs/cgroup/memory"]
             files = _V1_FILES

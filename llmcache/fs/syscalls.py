@@ -143,6 +143,31 @@ def cached_pages(fd: int, offset: int, size: int) -> int:
     return int(found[0])
 
 
+def refusal() -> str | None:
+    """Return why steering in place cannot work here: the first system call that is refused, and its error; None if none is.
+
+    A seccomp filter, as containers have it, refuses calls that the kernel knows.
+    """
+    call, page, own, file = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1, -1
+    try:
+        own = os.pidfd_open(os.getpid())
+        call = "cachestat"
+        file = os.open("/proc/self/exe", os.O_RDONLY | os.O_CLOEXEC)
+        cached_pages(file, 0, page)
+        call = "process_madvise"
+        memory = ctypes.create_string_buffer(2 * page)
+        start = -(-ctypes.addressof(memory) // page) * page
+        for advice in (MADV_COLD, MADV_PAGEOUT):
+            process_madvise(own, [(start, page)], advice)
+    except OSError as error:
+        return f"the system call {call} is refused: {error.strerror}"
+    finally:
+        for fd in (own, file):
+            if fd >= 0:
+                os.close(fd)
+    return None
+
+
 def huge_bytes(address: int, size: int) -> int:
     """Bytes of a part of this process' memory that are mapped by huge pages (PAGEMAP_SCAN); of so many stretches at most."""
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()

@@ -95,10 +95,13 @@ class Passes:
         raise AssertionError("the reader has ended")
 
     def until_kept(self, mount: Live, least_bytes: int) -> None:
-        """Passes until so much of the file is pinned, and all of it right."""
+        """Passes until so much of the file is pinned, or the kernel, to which it is left, reads nothing; all of it right."""
         deadline = time.monotonic() + 120
         while mount.pinned_bytes(self.name) < least_bytes:
-            assert self.next()["wrong"] == 0 and time.monotonic() < deadline, mount.stats()
+            before = mount.stats()
+            assert self.next()["wrong"] == 0 and time.monotonic() < deadline, before
+            if is_left(before) and mount.stats()["backing_read_bytes"] == before["backing_read_bytes"]:
+                return
 
     def __enter__(self) -> Passes:
         return self
@@ -111,6 +114,11 @@ class Passes:
 def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[str]] = list) -> Passes:
     words = [sys.executable, str(LOOP_READER), str(path), "--passes", "1000", "--how", how, "--check", str(check)]
     return Passes(wrap(words), path.name)
+
+
+def is_left(stats: dict[str, Any]) -> bool:
+    """Whether the loop is left to the kernel, which would read less."""
+    return any(loop["left"] for file in stats["files"] for loop in file["loops"])
 
 
 def passes_of(stats: dict[str, Any]) -> int:
@@ -267,13 +275,43 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
         # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
         # Where the kernel would read less, the loop is left to it.
         least, deadline = 0 if daemons is None else CACHE // 3, time.monotonic() + 120
-
-        def is_left() -> bool:
-            return any(loop["left"] for file in mount.stats()["files"] for loop in file["loops"])
-
-        while mount.pinned_bytes("loop.bin") < least and not is_left():
+        while mount.pinned_bytes("loop.bin") < least and not is_left(mount.stats()):
             assert time.monotonic() < deadline and not passes.next()["wrong"]
         assert group.usage().oom_kills == other.usage().oom_kills == 0
+
+
+GROWING = """
+import mmap, sys, time
+with open(sys.argv[1], "rb") as file:
+    view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+own = []
+for number in range(5):
+    for offset in range(0, len(view), 4096):
+        view[offset]
+        if offset % (4 << 20) == 0 and number == 0:
+            time.sleep(0.1)  # until what has been read is locked
+            own.append(b"x" * (5 << 18))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["inplace", "steer"])
+def test_a_client_whose_cgroup_has_a_limit_of_its_own_is_not_killed(empty: Path, tmp_path: Path, mode: str) -> None:
+    """What is charged to it stays evictable while it needs more and more memory, and the loop is pinned nevertheless."""
+    shape = choose_shape(160 * MIB, BYTES_PER_VALUE["gguf"], None, False)
+    (model,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
+    forget(model)
+    with (
+        Cgroup("limited-client", directory=empty, memory_bytes=96 * MIB) as group,
+        live(empty, tmp_path / "mnt", str(250 * MIB), "--mode", mode) as mount,
+    ):
+        command = group.wrap([sys.executable, "-c", GROWING, str(mount.mountpoint / "model.gguf")])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+            said = [line.strip() for line in client.stdout or ()]
+            pinned = mount.pinned_bytes("model.gguf")
+        assert client.returncode == 0 and said == ["done"] and group.usage().oom_kills == 0
+        assert pinned >= 40 * MIB, mount.stats()
 
 
 @contextmanager
@@ -791,11 +829,13 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
         (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
         (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
         (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
 def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
         wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
+        assert (mount.mountpoint / CHECK).read_bytes() == (source / CHECK).read_bytes()
 
 
 def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:

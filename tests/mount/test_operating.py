@@ -180,6 +180,35 @@ def test_pinned_files_come_before_loops_and_stay(mount: Mounter, source: Path) -
     assert stats(mounted)["backing_read_bytes"] - before < MIB
 
 
+@pytest.mark.parametrize("mode", ["steer", "arena", "inplace"])
+def test_globs_match_the_names_of_links_to_a_file(mount: Mounter, mode: str) -> None:
+    """In a hub cache a model is a link to a file that is named by its checksum; a second one is downloaded later."""
+    mounted = mount.place()
+    hub = mounted.source / "models--x--y"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots/1").mkdir(parents=True)
+
+    def download(name: str, blob: str) -> None:
+        write_model(hub / "blobs" / blob, f"{name}.weight", 20 * MIB)
+        (hub / "snapshots/1" / name).symlink_to(f"../../blobs/{blob}")
+
+    def kept() -> list[int]:
+        return [file["loops"][0]["pinned_bytes"] for file in stats(mounted)["files"] if file["loops"]]
+
+    download("one.safetensors", "aaaa")
+    mounted = mount("--mode", mode, "--cache", "100Mi", "--pin", "*.safetensors")
+    wait_for(lambda: len(kept()) == 1 and min(kept()) >= 20 * MIB, "it is pinned under the name of the link")
+    download("two.safetensors", "bbbb")
+
+    def both_kept() -> bool:
+        by_read(mounted.point / "models--x--y/snapshots/1/two.safetensors")  # in place new files are looked for now and then
+        return len(kept()) == 2 and min(kept()) >= 19 * MIB
+
+    wait_for(both_kept, "so is a later one")
+    assert said("warmup", mounted.point, "two*")["warm_bytes"] > 19 * MIB
+    assert len(said("evict", mounted.point, "one.*")["pinned"]) == 1
+
+
 def test_evict_tells_how_far_it_is_and_refuses_what_names_no_file(mount: Mounter, source: Path) -> None:
     mounted = mount(source=source)
     said("warmup", mounted.point, "*.bin")

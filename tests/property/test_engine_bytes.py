@@ -7,16 +7,19 @@ The kernel is a model (tests/property/kernel.py); files, backing reads, threads 
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
@@ -52,6 +55,35 @@ def test_every_byte_is_right_and_memory_is_bounded(rig: Rig) -> None:
     wait_until(rig.settled, "memory is within the budget")
     rig.charges_add_up()
     assert rig.kernel.most_requests > 1, "the readers were meant to be concurrent"
+
+
+def test_an_unexpected_error_of_a_loader_costs_no_byte_and_no_reader(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service goes on; where it fails for good, steering ends and reads are answered from SOURCE."""
+    file, services = rig.file("loop", LOOP), rig.engine.state.services
+    rig.sweep(file, 2)
+    store, failing = FuseBackend.store, iter([True, False, True])
+
+    def fail(backend: FuseBackend, *arguments: Any) -> None:
+        if next(failing, False):
+            raise KeyError("a bug")
+        store(backend, *arguments)
+
+    def swept_until(done: Callable[[], bool], what: str) -> None:
+        def sweep_once() -> bool:
+            rig.sweep(file)
+            return done()
+
+        wait_until(sweep_once, what)
+
+    monkeypatch.setattr(FuseBackend, "store", fail)
+    swept_until(lambda: services.failures == 2, "both errors have been met")
+    assert services.facts()["ended"] == []
+    rig.sweep(file, 3)
+    failing = itertools.repeat(True)
+    file = rig.file("other", LOOP)
+    swept_until(lambda: not rig.engine.state.running, "steering has ended")
+    assert services.facts()["ended"]
+    rig.sweep(file)
 
 
 def test_a_loop_is_held_and_given_back(rig: Rig) -> None:

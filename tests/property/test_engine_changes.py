@@ -34,8 +34,11 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
 
 
 def fetch_around(rig: Rig, file: File) -> None:
-    """Two requests of which the second goes on where the first ended: the rest of the extent is fetched after its reply."""
-    for offset in (5 * MIB + (64 << 10), 5 * MIB + (68 << 10)):
+    """Two requests, with the kernel's read-ahead of 128 KiB, of which the second continues the first.
+
+    The rest of the extent is fetched after the reply to the second.
+    """
+    for offset in (5 * MIB + (64 << 10), 5 * MIB + (192 << 10)):
         rig.check(file, offset, 4096)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,16 @@ from llmcache.fs.engine.budget import (
     settle_budget,
     settle_mode,
 )
-from llmcache.memory import CAP_IPC_LOCK, GROUP_MARGIN_BYTES, MACHINE_MARGIN_BYTES, cgroup_memory, machine_memory, tightest
+from llmcache.memory import (
+    CAP_IPC_LOCK,
+    GROUP_MARGIN_BYTES,
+    MACHINE_MARGIN_BYTES,
+    cgroup_memory,
+    limits_apart,
+    limits_of_process_apart,
+    machine_memory,
+    tightest,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -128,6 +138,28 @@ def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
     assert {memory.total_bytes: memory.available_bytes for memory in found} == expected
     assert all(GROUP_MARGIN_BYTES <= memory.margin_bytes <= memory.total_bytes // 32 for memory in found)
     assert tightest(root) == min([*found, machine_memory(root)], key=lambda memory: memory.spare_bytes)
+
+
+@pytest.mark.parametrize(
+    ("own", "make", "top"), [("0::/unit\n", v2_group, ""), ("9:memory:/unit\n0::/\n", v1_group, "memory")]
+)
+def test_limits_that_bind_another_process_only(root: Path, own: str, make: Callable[..., None], top: str) -> None:
+    (root / "proc/self/cgroup").write_text(own)
+    free = {"inactive_file": 0, "total_inactive_file": 0}
+    for name, limit in (("unit", 4 * GIB), ("unit/below", 2 * GIB), ("box", 3 * GIB), ("box/leaf", GIB)):
+        make(root, name, limit if top else str(limit), 0, free)
+    if not top:
+        (root / "sys/fs/cgroup/cgroup.controllers").write_text("memory\n")
+
+    def totals(name: str) -> list[int] | None:
+        found = limits_apart((root / "sys/fs/cgroup" / top / name).stat().st_ino, root)
+        return None if found is None else [memory.total_bytes for memory in found]
+
+    assert [totals(name) for name in ("box/leaf", "box", "unit/below", "unit")] == [[GIB, 3 * GIB], [3 * GIB], [2 * GIB], []]
+    assert limits_apart((root / "proc").stat().st_ino, root) is None
+    (root / "proc/7").mkdir()
+    (root / "proc/7/cgroup").write_text(own.replace("/unit", "/box"))
+    assert [memory.total_bytes for memory in limits_of_process_apart(7, root)] == [3 * GIB]
 
 
 def test_a_budget_that_fits_is_taken_and_a_larger_one_is_reduced_and_said(

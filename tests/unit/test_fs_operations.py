@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from llmcache.fs.services import Services
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.callbacks import Callbacks
 from llmcache.fs.vfs.operations import LlmcacheOperations
@@ -25,7 +26,9 @@ from tests.unit.kv_parts import unmount
 
 @pytest.fixture
 def engine() -> Mock:
-    return Mock()
+    made = Mock()
+    made.state.services = Services()
+    return made
 
 
 @pytest.fixture

@@ -55,6 +55,24 @@ def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path:
         assert helper.stderr.read() == ""
 
 
+@pytest.mark.skipif(lockable_bytes() < UNLIMITED, reason="memory cannot be locked")
+def test_what_is_unlocked_without_a_request_is_reported(tmp_path: Path) -> None:
+    """As memory.high is exceeded: the latest locks first, with the next reply."""
+    (tmp_path / "file").write_bytes(bytes(8 * MIB))
+    helper = Helper(str(tmp_path))
+    helper.handle({"op": "attach", "path": "/file"})
+    before = told(os.getpid(), "VmLck")
+    for at in range(3):
+        reply = helper.handle({"op": "lock", "path": "/file", "offset": at * 2 * MIB, "length": 2 * MIB, "free": []})
+        assert "errno" not in reply and "given" not in reply
+    helper.give(3 * MIB)
+    assert told(os.getpid(), "VmLck") - before == 2 * MIB
+    given = [("/file", 4 * MIB, 2 * MIB), ("/file", 2 * MIB, 2 * MIB)]
+    assert helper.handle({"op": "check", "path": ""}) == {"given": given}
+    assert helper.handle({"op": "detach", "path": "/file"}) == {}
+    assert told(os.getpid(), "VmLck") == before
+
+
 FIRST_PROCESS = """
 import os, sys
 from llmcache.fs.backends.holders import PinService

@@ -150,6 +150,9 @@ class Backend(Protocol):
     def client_reads(self) -> ClientReads | None:
         """Return what was read from storage without a request to this process; None where that cannot be."""
 
+    def faults(self) -> dict[str, int]:
+        """Return counters of what steering has missed, for `llmcache stats`."""
+
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return those of `extents` that are not in the page cache. Lock held."""
 

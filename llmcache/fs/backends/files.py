@@ -31,6 +31,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
+from llmcache.fs.engine.state import LOADS_S
 from llmcache.fs.readahead import ReadAhead, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.source import LinkTarget
@@ -65,7 +66,7 @@ class Program:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.refused = 0  # errno of the last advice that was refused
+        self.refused = 0  # times that advice was refused
         self._fd = os.pidfd_open(pid)
         self._end = select.poll()
         self._end.register(self._fd, select.POLLIN)
@@ -146,7 +147,9 @@ class Program:
                 taken = syscalls.process_madvise(self._fd, parts, advice)
             except OSError as error:
                 if error.errno not in (errno.ENOMEM, errno.EFAULT, errno.EINVAL):
-                    self.refused = error.errno or errno.EIO
+                    if not self.refused:
+                        log.warning("process %d: advice on its memory is refused: %s", self.pid, error.strerror)
+                    self.refused += 1
                     return
                 self.look()  # it has changed its mappings
                 taken = parts[0][1]
@@ -267,9 +270,10 @@ class MappedFile:
         syscalls.madvise(self.address + offset, -(-length // BLOCK_BYTES) * BLOCK_BYTES, syscalls.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, unless a read may be under way for ever."""
         self.backing.close()
-        syscalls.munmap(self.address, self.length)
+        if not self.backing.kept:
+            syscalls.munmap(self.address, self.length)
 
 
 @dataclass(eq=False)
@@ -361,7 +365,13 @@ class Files:
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
         self._too_many = False  # files, which was said
+        self._refused = 0  # times that advice was refused, on the memory of programs that have ended
         self._unknown = False  # a reader without a number in this pid namespace, which was logged
+
+    @property
+    def refused(self) -> int:
+        """How often the kernel has refused advice on the memory of a program: what that has mapped cannot be dropped."""
+        return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:
         """The file that has this number in the kernel."""
@@ -710,6 +720,7 @@ class Files:
                 if pid in file.programs:
                     self._leave(file, pid)
             with self.lock:
+                self._refused += program.refused
                 program.close()
 
     def _check_use(self) -> None:
@@ -739,7 +750,8 @@ class Files:
             for group, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
                 group.lacks_extents = group.lacks_extents if group.paged else 0
             file.mapping, file.unplaced = None, False
-            self.engine.state.ended.wait_for(lambda: not mapping.reads)
+            if not self.engine.state.ended.wait_for(lambda: not mapping.reads, LOADS_S):
+                mapping.backing.keep_open(f"{mapping.reads} reads of it have not ended for {LOADS_S:.0f} s")
         mapping.close()
 
     def _check_changes(self) -> None:

@@ -161,6 +161,10 @@ class FuseBackend:
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
+    def faults(self) -> dict[str, int]:
+        """Return an empty mapping: no request is lost, and no program's memory is advised."""
+        return {}
+
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents of which nothing is charged."""
         return [extent for extent in extents if not group.charge[extent]]
@@ -245,11 +249,14 @@ class FuseBackend:
             trip = (
                 fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
             )
-        failed = 0
-        if usable:
+        failed = -errno.EIO
+        try:
             parts = [(BLOCK_BYTES, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
-            for start, end in parts:
-                failed = failed or self._put(member, fetch, start, end)
+            failed = next(filter(None, (self._put(member, fetch, *part) for part in parts if usable)), 0)
+        finally:
+            self._put_ended(group, member, fetch, trip, usable, failed)
+
+    def _put_ended(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, usable: bool, failed: int) -> None:
         with self.state.lock:
             self.state.store_ended(group, member)
             current = self._current(group, fetch)
@@ -393,8 +400,8 @@ class SliceReader:
         self._over.clear()
         self._samples = Samples(self.state, self._programs, logging.INFO)
         self._threads = [
-            threading.Thread(target=self._look, name="trips", daemon=True),
-            threading.Thread(target=self._samples.run, name="sample", daemon=True),
+            self.state.services.thread("trips", self._look),
+            self.state.services.thread("sample", self._samples.run),
         ]
         for thread in self._threads:
             thread.start()

@@ -9,6 +9,11 @@ kill the planner wants fewer of them by then.
 Each run of locked bytes splits the mapping of its file, and a process may have vm.max_map_count such parts: at the limit the
 kernel refuses locks, and unlocks within a run as well. So further helpers are started before one comes near the limit.
 
+A page is charged to the memory cgroup of the process for which it was first read. Where that is a client's, with a limit
+that does not bind the daemon, the page must not be locked: the kernel could not reclaim it any more, and would kill the
+client when that needs memory. The helper reports such pages (`pinhelper.py`), and they are unlocked at once, by whole blocks
+of LARGE_EXTENT.
+
 Arena: every pass copies pinned data into the page cache ahead of the reader and drops it behind the reader. That is slower
 than locking, but it needs no privilege, and the daemon sees every hit. The deterministic core (`llmcache.cache.steering`)
 decides which extents are pinned; `ArenaHolder` only keeps the memory.
@@ -35,7 +40,9 @@ from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
 from llmcache.fs.backends.base import Holder, MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.services import Services
 from llmcache.fs.vfs.source import LinkTarget
+from llmcache.memory import limits_apart
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +50,7 @@ RESTARTS_MAX = 20
 SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
 RETRY_S = 1.0  # from a refused unlock to the next try; also how often helpers are checked while no request is queued
+PAYERS_S = 5.0  # how often the limits of cgroups that are charged for locked pages are looked at
 BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 DEFAULT_MAP_COUNT = 65530
@@ -61,6 +69,7 @@ class PinHelper:
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
         self.target_of = target_of
         self.locked: dict[str, list[Run]] = {}
+        self.given: list[tuple[str, int, int]] = []  # runs that it has unlocked without a request: memory.high was exceeded
         self.nodes: dict[str, int | None] = {}
         self.count = self.locked_bytes = 0
         script = str(Path(__file__).with_name("pinhelper.py"))
@@ -77,7 +86,7 @@ class PinHelper:
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
-    def call(self, operation: str, path: str, **more: int | str) -> dict[str, Any]:
+    def call(self, operation: str, path: str, **more: int | str | list[int]) -> dict[str, Any]:
         """Return the helper's reply to a request. HelperLost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -90,13 +99,17 @@ class PinHelper:
             reply: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise HelperLost(self, str(error)) from error
+        for path, *run in reply.pop("given", ()):
+            if path in self.locked:
+                self._change(path, (run[0], run[1]), take_out)
+                self.given.append((path, run[0], run[1]))
         return reply
 
     def attach(self, path: str) -> int | None:
         """Open `path`, with nothing locked; returns the file's number in the kernel, None if it cannot be opened."""
         self._drop(path)
         target = self.target_of(path)
-        more: dict[str, int | str] = {}
+        more: dict[str, int | str | list[int]] = {}
         if target is not None:
             more = {"target": target.path, "dev": target.dev, "ino": target.ino}
         node = self.nodes[path] = self.call("attach", path, **more).get("node")
@@ -116,12 +129,17 @@ class PinHelper:
             self._drop(new)
             self.locked[new], self.nodes[new] = self.locked.pop(old), self.nodes.pop(old)
 
-    def lock(self, path: str, run: Run) -> int:
-        """Lock a run of an attached file; returns 0, or the errno with which it was refused."""
-        code = int(self.call("lock", path, offset=run[0], length=run[1]).get("errno", 0))
-        if not code:
-            self._change(path, run, add_run)
-        return code
+    def lock(self, path: str, run: Run, free: list[int]) -> tuple[int, list[tuple[int, int, int]] | None]:
+        """Lock a run of an attached file; returns 0 or the errno with which it was refused, and what others pay for.
+
+        That is (offset, bytes, inode of the memory cgroup) of pages that are charged to a cgroup not in `free`; None where
+        the kernel does not show it.
+        """
+        reply = self.call("lock", path, offset=run[0], length=run[1], free=free)
+        if code := int(reply.get("errno", 0)):
+            return code, []
+        self._change(path, run, add_run)
+        return 0, reply["charged"]
 
     def unlock(self, path: str, run: Run) -> int:
         """Unlock a run; returns 0, or the errno with which it was refused: it is locked as before then."""
@@ -152,6 +170,31 @@ class PinHelper:
         self._process.wait()
 
 
+class Payers:
+    """Which memory cgroups may be charged for locked pages: those with no limit but limits that bind this process too.
+
+    `free`: inodes of those that are known to be such.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+
+    def refuse(self, inode: int) -> int:
+        """Return 0 for a cgroup that may be charged; of others EDQUOT for one that is short of memory, else EAGAIN."""
+        if inode in self.free:
+            return 0
+        limits = limits_apart(inode)
+        if limits == []:
+            self.free.append(inode)
+            return 0
+        return errno.EDQUOT if limits and min(limit.slack_bytes for limit in limits) < 0 else errno.EAGAIN
+
+    def have_changed(self) -> bool:
+        """Return True if a cgroup has got a limit since, and may not be charged any more."""
+        before, self.free = self.free, []
+        return any([self.refuse(inode) for inode in before])
+
+
 class HelperLost(Exception):
     """A helper has ended, or does not answer."""
 
@@ -172,9 +215,15 @@ class PinService:
         on_failed: Callable[[str, int, int, int], None],
         on_lost: Callable[[bool], None],
         target_of: Callable[[str], LinkTarget | None] = lambda _path: None,
+        is_limited: Callable[[str], bool] = lambda _path: False,
+        services: Services | None = None,
     ) -> None:
-        """`target_of(path)`: the file that is attached in place of the link at `path`, if there is a link."""
-        self._target_of = target_of
+        """`target_of(path)`: the file that is attached in place of the link at `path`, if there is a link.
+
+        `is_limited(path)`: whether a client of the file is bound by a memory limit that does not bind this process.
+        """
+        self._target_of, self._is_limited, self._services = target_of, is_limited, services or Services()
+        self._payers, self._payers_at = Payers(), 0.0
         self.on_attached = on_attached
         self.on_failed = on_failed
         self.on_lost = on_lost
@@ -210,7 +259,7 @@ class PinService:
         self._refused.clear()
         self._most_runs, self._most_bytes = capacity()
         self._spawn()
-        self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
+        self._thread = self._services.thread("pins", self._run)
         self._thread.start()
 
     def stop(self) -> None:
@@ -232,7 +281,10 @@ class PinService:
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range; `on_failed(path, offset, length, errno)` follows if the kernel refuses."""
+        """Lock a range; `on_failed(path, offset, length, errno)` follows for what the kernel refuses.
+
+        And for what is charged to a cgroup with a limit of its own: EDQUOT where that is short of memory, otherwise EAGAIN.
+        """
         for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
@@ -260,6 +312,7 @@ class PinService:
             while True:
                 try:
                     self._serve(request)
+                    self._report_given()
                     break
                 except HelperLost as lost:
                     if self._stopping or not self._recovered(lost):
@@ -271,12 +324,18 @@ class PinService:
             retry = bool(self._refused) and time.monotonic() > self._retry_at
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(block=not (self._lost or retry), timeout=RETRY_S)
-            if not all(helper.is_running() for helper in self._helpers):
+            if not retry and not self._lost:
                 return {"op": "check", "path": ""}
             if (run := take_last(self._lost)) is not None:
                 return {"op": "lock", "path": run[0], "offset": run[1], "length": run[2]}
             if retry and (run := take_last(self._refused)) is not None:
                 return {"op": "unlock", "path": run[0], "offset": run[1], "length": run[2]}
+
+    def _report_given(self) -> None:
+        for helper in self._helpers:
+            given, helper.given = helper.given, []
+            for path, offset, length in given:
+                self.on_failed(path, offset, length, errno.ENOMEM)
 
     def _serve(self, request: dict[str, Any]) -> None:
         """Do a request; it may be served again from the start after HelperLost."""
@@ -300,9 +359,16 @@ class PinService:
             self._check()
 
     def _check(self) -> None:
+        """Notice helpers that have ended, and what they have unlocked; look at the limits of cgroups now and then."""
         for helper in self._helpers:
-            if not helper.is_running():
-                raise HelperLost(helper, "it ended")
+            helper.call("check", "")
+        if time.monotonic() > self._payers_at:
+            self._payers_at = time.monotonic() + PAYERS_S
+            if self._payers.have_changed():
+                for helper in self._helpers:
+                    for path, runs in helper.locked.items():
+                        for run in runs:
+                            add_run(self._lost.setdefault(path, []), *run)
 
     def _forget(self, path: str) -> None:
         self._lost.pop(path, None)
@@ -325,8 +391,27 @@ class PinService:
                 take_out(rest, *run)
         parts += [(self._helper_for(path, run), run) for run in rest]
         for helper, run in parts:
-            if code := helper.lock(path, run) if self._has(helper, path) else errno.ESTALE:
+            if not self._has(helper, path):
+                self.on_failed(path, *run, errno.ESTALE)
+                continue
+            code, charged = helper.lock(path, run, self._payers.free)
+            if code:
                 self.on_failed(path, *run, code)
+            elif charged or (charged is None and self._is_limited(path)):
+                self._give_up(path, run, charged)
+
+    def _give_up(self, path: str, run: Run, charged: list[tuple[int, int, int]] | None) -> None:
+        """Unlock what is charged to cgroups with a limit of their own; all of it where it is not known what is."""
+        refused: dict[int, list[Run]] = {errno.EAGAIN: [run]} if charged is None else {}
+        for offset, length, inode in charged or ():
+            if code := self._payers.refuse(inode):
+                start = offset - offset % LARGE_EXTENT
+                end = -(-(offset + length) // LARGE_EXTENT) * LARGE_EXTENT
+                add_run(refused.setdefault(code, []), start, end - start)
+        for code, blocks in refused.items():
+            for part in overlap(blocks, *run):
+                self._unlock(path, *part)
+                self.on_failed(path, *part, code)
 
     def _has(self, helper: PinHelper, path: str) -> bool:
         """Have `path` attached by a helper; False if another file than the first helper's has that path now."""
@@ -497,9 +582,10 @@ class SteerHolder(Holder):
 
     def pin_ready(self, group: Group) -> None:
         """Locks the wanted extents that are ready or touched."""
-        present = (READY, TOUCHED)
+        present, now_ns = (READY, TOUCHED), time.monotonic_ns()
         by_rank = zip(group.order.extent_at, group.status, strict=True)
-        self._pin(group, [extent for extent, state in by_rank if state in present and group.wanted[extent]])
+        wanted = [extent for extent, state in by_rank if state in present and group.wanted[extent]]
+        self._pin(group, [extent for extent in wanted if group.unlockable.get(extent, 0) <= now_ns])
 
     def _pin(self, group: Group, extents: list[int]) -> None:
         for extent in extents:

@@ -134,11 +134,12 @@ class InPlaceBackend:
         self.state = engine.state
         self.touches = Touches()
         self.files = Files(self.touches, engine)
-        self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
-        self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
-        self._renewing = threading.Thread(target=self._look_after, name="renew", daemon=True)
+        services = self.state.services
+        self._observing = services.thread("touches", self._observe)
+        self._tending = services.thread("files", self.files.run)
+        self._renewing = services.thread("renew", self._look_after)
         self.samples = Samples(self.state, self.files, logging.WARNING)
-        self._sampling = threading.Thread(target=self.samples.run, name="sample", daemon=True)
+        self._sampling = services.thread("sample", self.samples.run)
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -196,6 +197,10 @@ class InPlaceBackend:
     def client_reads(self) -> ClientReads:
         """Return what the kernel has read of the files of SOURCE, since they are watched."""
         return self.touches.all_reads()
+
+    def faults(self) -> dict[str, int]:
+        """Return how many touches were lost, and how often the kernel has refused advice on the memory of a program."""
+        return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents of which less than half is in the page cache."""

@@ -5,13 +5,23 @@ that serving threads need. It keeps an open handle on each file, so that the ker
 Standard library only; run as `python pinhelper.py MOUNT DAEMON_PID`, with one JSON request a line on stdin and one reply a
 line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel releases its locks.
 
-Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock" | "unlock", "path", "offset", "length"} ·
-{"op": "detach", "path"} · {"op": "rename", "path", "new"}. A request that fails has the reply {"errno"}.
+Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock", "path", "offset", "length", "free"} -> {"charged"} ·
+{"op": "unlock", "path", "offset", "length"} · {"op": "detach", "path"} · {"op": "rename", "path", "new"} · {"op": "check"}.
+A request that fails has the reply {"errno"}.
 To attach the file that a link leads to, its real path, device and inode come with the request ("target", "dev", "ino").
+
+"charged": [offset, bytes, inode of a memory cgroup] of the locked pages that are charged to other cgroups than those in
+"free" (a page is charged to the cgroup of the process for which it was first read); null where the kernel does not show it.
+Such a cgroup cannot reclaim them any more, so that a client may be killed for want of memory: the daemon decides.
+
+When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
+may be too late to unlock anything. This process, which hardly allocates, watches that limit too, and unlocks what exceeds
+it. The next reply reports that in "given": [path, offset, bytes].
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -19,7 +29,9 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable
+import threading
+import time
+from array import array
 from typing import Any
 
 OPEN_TREE, OPEN_TREE_CLONE = 428, 1  # on every architecture; Linux 5.2
@@ -29,6 +41,10 @@ PROT_READ = 1
 MAP_SHARED = 1
 MADV_DONTNEED = 4
 MAP_FAILED = ctypes.c_void_p(-1).value
+PAGE = os.sysconf("SC_PAGE_SIZE")
+FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
+PAUSE_S = 0.25  # between looks at memory.high
+GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -52,6 +68,7 @@ class Mapping:
         self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
+        self.locked: dict[int, int] = {}  # bytes by offset, as requested, the latest last
 
     def map(self) -> int:
         """Return the address of the mapping, made at first use."""
@@ -71,28 +88,69 @@ class Mapping:
 
 
 class Helper:
-    """The request loop's state: files by their path below the mount."""
+    """The request loop's state: files by their path below the mount. `lock`: for the thread that watches memory.high."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = mountpoint
         self.clone = clone_mount(mountpoint)
         self.files: dict[str, Mapping] = {}
+        self.lock = threading.Lock()
+        self.given: list[tuple[str, int, int]] = []  # unlocked without a request, not reported yet
+        self.charges = Charges()
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one request; an OSError becomes {"errno"}."""
         try:
-            operation = request["op"]
-            path = request["path"]
-            if operation == "attach":
-                return self.attach(path, request)
-            if operation == "detach":
-                return self.detach(path)
-            if operation == "rename":
-                return self.rename(path, request["new"])
-            call = libc.mlock if operation == "lock" else unlock
-            return self.change(call, path, request["offset"], request["length"])
+            operation, path = request["op"], request["path"]
+            if operation in ("lock", "unlock"):
+                reply = self.change(operation, path, request)
+            else:
+                with self.lock:
+                    reply = self.attach_or_detach(operation, path, request)
         except OSError as error:
-            return {"errno": error.errno or errno.EIO}
+            reply = {"errno": error.errno or errno.EIO}
+        with self.lock:
+            if self.given:
+                reply["given"], self.given = self.given, []
+        return reply
+
+    def attach_or_detach(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request that concerns a whole file. OSError."""
+        if operation == "attach":
+            return self.attach(path, request)
+        if operation == "detach":
+            return self.detach(path)
+        if operation == "rename":
+            return self.rename(path, request["new"])
+        return {}
+
+    def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Lock or unlock a range. Only this thread unmaps files, so it needs no lock for the calls, which may take long."""
+        mapping = self.files.get(path)
+        if mapping is None:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        offset, length = request["offset"], request["length"]
+        address = mapping.map() + offset
+        with self.lock:
+            mapping.locked.pop(offset, None)
+        if operation == "unlock":
+            succeed(unlock(address, length))
+            return {}
+        succeed(libc.mlock(address, length))
+        with self.lock:
+            mapping.locked[offset] = length
+        runs = self.charges.runs(address, length, {0, *request["free"]})
+        return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
+
+    def give(self, size_bytes: int) -> None:
+        """Unlock so many bytes, those that were locked last first."""
+        with self.lock:
+            for path, mapping in self.files.items():
+                while mapping.locked and size_bytes > 0:
+                    offset, length = mapping.locked.popitem()
+                    unlock(mapping.map() + offset, length)
+                    self.given.append((path, offset, length))
+                    size_bytes -= length
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Open `path` through the mount, or the target of the link that it is; again if it is attached already."""
@@ -118,15 +176,87 @@ class Helper:
             self.files[new] = self.files.pop(old)
         return {}
 
-    def change(self, call: Callable[[int, int], int], path: str, offset: int, length: int) -> dict[str, Any]:
-        """Lock or unlock a range. OSError."""
-        mapping = self.files.get(path)
-        if mapping is None:
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-        if call(mapping.map() + offset, length):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        return {}
+
+def succeed(code: int) -> None:
+    """Raise the OSError of a system call that has failed."""
+    if code:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class Charges:
+    """Which memory cgroups pages are charged to: /proc/self/pagemap and /proc/kpagecgroup, which need CAP_SYS_ADMIN."""
+
+    def __init__(self) -> None:
+        self.pagemap = self.payers = -1
+        with contextlib.suppress(OSError):  # no privilege, or a kernel without memory cgroups
+            self.pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self.payers = os.open("/proc/kpagecgroup", os.O_RDONLY | os.O_CLOEXEC)
+
+    def runs(self, address: int, length: int, free: set[int]) -> list[tuple[int, int, int]] | None:
+        """Return (address, bytes, cgroup inode) of mapped pages that are charged to cgroups not in `free`; None: unknown."""
+        if self.payers < 0:
+            return None if os.path.exists("/proc/kpagecgroup") else []
+        first = address // PAGE
+        count = -(-(address + length) // PAGE) - first
+        frames = array("Q", os.pread(self.pagemap, 8 * count, 8 * first))
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        while at < len(frames):
+            frame = frames[at] & FRAME_MASK
+            end = at + 1
+            while end < len(frames) and frames[end] & FRAME_MASK == frame + end - at:
+                end += 1
+            if not frame:
+                return None  # the kernel hides the numbers of page frames
+            payers = array("Q", os.pread(self.payers, 8 * (end - at), 8 * frame))
+            for page, inode in enumerate(payers if not free.issuperset(payers) else (), at):
+                if inode not in free:
+                    start = (first + page) * PAGE
+                    if found and found[-1][2] == inode and sum(found[-1][:2]) == start:
+                        start = found.pop()[0]
+                    found.append((start, (first + page + 1) * PAGE - start, inode))
+            at = end
+        return found
+
+
+class HighLimits:
+    """memory.high of this process's cgroup and of those above it (cgroup v2), through files that stay open."""
+
+    FILES = ("memory.high", "memory.current", "memory.stat")
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        with open("/proc/self/cgroup") as stream:
+            own = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
+        while own != "/":
+            directory = "/sys/fs/cgroup" + own
+            with contextlib.suppress(OSError):  # no memory controller there, or version 1, which has no such limit
+                self.groups.append([os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in self.FILES])
+            own = os.path.dirname(own)
+
+    def excess(self) -> int:
+        """Return by how many bytes that cannot be reclaimed the worst of the limits is exceeded; negative if by none."""
+        worst = -1
+        for high, current, stat_fd in self.groups:
+            try:
+                limit = os.pread(high, 64, 0).strip()
+                if limit == b"max":
+                    continue
+                fields = dict(line.split() for line in os.pread(stat_fd, 1 << 16, 0).splitlines())
+                cached = int(fields[b"inactive_file"]) + int(fields[b"active_file"])
+                worst = max(worst, int(os.pread(current, 64, 0)) - cached - int(limit))
+            except OSError:
+                continue  # the cgroup is gone
+        return worst
+
+
+def watch(helper: Helper, limits: HighLimits) -> None:
+    """Keep the locked memory within memory.high, for as long as this process lives."""
+    while True:
+        time.sleep(PAUSE_S)
+        if (excess := limits.excess()) > 0:
+            helper.give(excess + GIVEN_AHEAD_BYTES)
 
 
 def open_below(directory: str, path: str, clone: int | None = None) -> int:
@@ -180,6 +310,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a daemon that is killed closes its files before prctl's signal comes
     helper = Helper(sys.argv[1])
+    limits = HighLimits()
+    if limits.groups:
+        threading.Thread(target=watch, args=(helper, limits), daemon=True).start()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(helper.handle(json.loads(line))) + "\n")
         sys.stdout.flush()

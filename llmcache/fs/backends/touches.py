@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
+from llmcache.fs import syscalls
 from llmcache.fs.backends.base import ClientReads
 from llmcache.procfs import fstype_at
 from llmcache.units import PAGE_BYTES
@@ -61,6 +62,8 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
         return "mode inplace needs root"
     if directory is not None and (kind := fstype_at(directory)) not in _FILE_SYSTEMS:
         return f"{directory} is on {kind or 'unknown'}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
+    if reason := syscalls.refusal():
+        return reason
     try:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):

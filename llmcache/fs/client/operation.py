@@ -139,6 +139,12 @@ def _table(**columns: dict[str, Any]) -> Table:
     return table
 
 
+_SERVICES = {
+    "failures": "failures of services",
+    "ended": "services that have ended",
+    "lost_touches": "lost touches",
+    "refused_advice": "refused advice",
+}
 _NAME: dict[str, Any] = {"overflow": "ellipsis"}
 _NUMBER: dict[str, Any] = {"justify": "right"}
 
@@ -160,10 +166,10 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
     facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", format_percent(hit_ratio(stats)))
     facts.add_row("CPU", f"{stats['cpu_s']:.1f} s", "   prefetch in time", _in_time(stats))
+    for text, amount in _special(stats):
+        facts.add_row("", "", f"   {text}", printable(amount))
     if stats.get("beyond_bytes"):
         facts.add_row("beyond", size["beyond_bytes"], "", "")
-    if log := stats.get("access_log"):
-        facts.add_row("", "", "   logged references", printable(f"{log['rows']}, {log['lost_rows']} lost"))
     console.print(facts)
     if stats["files"]:
         console.print(_file_table(stats["files"]))
@@ -176,6 +182,15 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {said}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
+
+
+def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (text, amount) of what has gone wrong inside the daemon, and of its access log; most mounts have neither."""
+    for name, text in _SERVICES.items():
+        if found := stats.get("services", {}).get(name):
+            yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+    if log := stats.get("access_log"):
+        yield "logged references", f"{log['rows']}, {log['lost_rows']} lost"
 
 
 def judgement(loop: dict[str, Any]) -> str:

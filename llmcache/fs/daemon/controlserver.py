@@ -26,7 +26,6 @@ from llmcache.fs.client.control import ControlFiles
 from llmcache.fs.engine.budget import settle_mode
 from llmcache.fs.engine.report import heat_map
 from llmcache.fs.engine.warmup import TELL_S, Tell
-from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
@@ -304,7 +303,7 @@ class Requests:
             chosen = [
                 group
                 for group in state.groups.values()
-                if not globs or any(matches(member.path, globs) for member in group.members)
+                if not globs or any(self.engine.tree.matches(member.path, globs) for member in group.members)
             ]
             pinned = [member.path for group in chosen if group.first for member in group.members]
             for group in (group for group in chosen if not group.first):

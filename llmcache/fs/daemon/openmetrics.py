@@ -107,6 +107,12 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
         counter = metrics.CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         counter.add_metric([mount], value)
         yield counter
+    text = "Errors of service threads, and in place touches that were lost and advice on clients' memory that was refused."
+    faults = metrics.CounterMetricFamily("llmcache_faults", text, labels=["mount", "kind"])
+    for kind in ("failures", "lost_touches", "refused_advice"):
+        if kind in (told := stats.get("services", {})):
+            faults.add_metric([mount, kind], told[kind])
+    yield faults
     text = "Read by clients. In steer and in place the resident part of a loop counts once a pass."
     read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
     read.add_metric([mount, "memory"], stats["hit_bytes"])

@@ -6,6 +6,8 @@ changes of a file to everything that holds a copy of it, and keeps house several
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -32,7 +34,8 @@ from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
-from llmcache.fs.engine.state import WRITE, CacheState, References
+from llmcache.fs.engine.state import LOADS_S, WRITE, CacheState, References
+from llmcache.memory import limits_of_process_apart
 
 if TYPE_CHECKING:
     from llmcache.fs.vfs.backing import Backing
@@ -58,7 +61,14 @@ class Engine:
         experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
         pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
         self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
-        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost, lambda path: tree.targets.get(path))
+        self.pins = PinService(
+            self._attached,
+            self._lock_failed,
+            self._helper_lost,
+            lambda path: tree.targets.get(path),
+            self._is_limited,
+            self.state.services,
+        )
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
@@ -74,6 +84,7 @@ class Engine:
         self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
         self.judge = Judge(self.state, self.backend, self.holder, self.replan)
         self.gauge = PressureGauge(cache_bytes)
+        self.state.services.on_broken = self._broken
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
@@ -92,7 +103,7 @@ class Engine:
         self.loader = Loader(self.state, self.backend)
         self.loader.start()
         self.backend.start(notifier, mountpoint)
-        self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
+        self._house = self.state.services.thread("house", self._keep_house, mountpoint)
         self._house.start()
 
     def stop(self) -> None:
@@ -110,7 +121,13 @@ class Engine:
         self.pins.stop()
         self.loader.join()
         self.backend.stop()
-        self._house.join(timeout=10)
+        if self._house is not threading.current_thread():
+            self._house.join(timeout=10)
+
+    def _broken(self, service: str) -> None:
+        """A service has ended for good: what the others do without it cannot be relied on."""
+        log.error("service %s fails again and again: steering ends, and files are read from SOURCE", service)
+        threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
 
@@ -197,7 +214,8 @@ class Engine:
         self.state.owners.pop(backing, None)
         if member.backing is backing:
             member.backing = None
-        self.state.ended.wait_for(lambda: not member.loads)
+        if not self.state.ended.wait_for(lambda: not member.loads, LOADS_S):
+            backing.keep_open(f"{member.loads} reads of it have not ended for {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
@@ -264,7 +282,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        return snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        result["services"] |= self.backend.faults()
+        return result
 
     @property
     def _held_bytes(self) -> int:
@@ -319,13 +339,44 @@ class Engine:
         if not extents:
             return
         inode = member.identity.ino if member.identity is not None else 0
+        now_ns = time.monotonic_ns()
+        if code in (errno.EDQUOT, errno.EAGAIN):
+            self._refused_ns = self._refused_ns or now_ns
+            self._leave_to_client(group, member, extents, inode, code)
+            return
+        self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
             group.wanted[extent] = 0
         self.holder.release(group, extents)
         self.planner.pinnable_bytes = self.state.pinned_bytes()
-        self._refused_ns = time.monotonic_ns()
         self._plan_due = True
+
+    def _leave_to_client(self, group: Group, member: Member, extents: list[int], inode: int, code: int) -> None:
+        """Does not pin what is charged to a client's cgroup that has a limit of its own (EDQUOT: and is short of memory).
+
+        In the latter the kernel would evict it soon: it is dropped, and charged to this process when it is read again.
+        """
+        if not group.unlockable:
+            log.warning("inode %d: not pinned where it is charged to a cgroup of a client that has a memory limit", inode)
+        self.holder.release(group, extents)
+        now_ns = time.monotonic_ns()
+        for extent in extents:
+            is_new = group.unlockable.get(extent, 0) <= now_ns
+            group.unlockable[extent] = now_ns + RETRY_NS
+            if is_new and code == errno.EDQUOT and member.node is not None:
+                offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+                self.state.debts.append((member.node, offset, length, group.forget(extent)))
+        self.state.room.notify()
+
+    def _is_limited(self, path: str) -> bool:
+        """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
+        pids = {group.last_pid for group, _ in self.state.places.get(path, ()) if group.last_pid}
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                if limits_of_process_apart(pid):
+                    return True
+        return False
 
     def _helper_lost(self, for_good: bool) -> None:
         """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""

@@ -128,6 +128,7 @@ class Group:
         self.charge = array("L", bytes(array("L").itemsize * self.count))
         self.seen_ns = array("Q", bytes(8 * self.count))  # by extent: when a request for it came last; 0 for never
         self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
+        self.unlockable: dict[int, int] = {}  # extents charged to a client -> time until which they are not locked
         self.loading: dict[int, Fetch] = {}
         self.trips: dict[int, Tripwire] = {}
         self.ready: dict[int, int] = {}  # extent -> time it was stored ahead of its reader, oldest first

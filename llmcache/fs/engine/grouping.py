@@ -23,7 +23,6 @@ from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import SUFFIX
 from llmcache.fs.layout.tensors import MOST_SLICES, Anatomy, Experts, ModelLayout, Region, shard_name
-from llmcache.fs.vfs.source import matches
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ class Grouping:
         if paged and extent_bytes_for(total, EXTENTS_MAX, large) <= LARGEST_EXTENT:
             group.lacks_extents = full_count
             log.warning("no room for %d extents beside those of files in use: a file is not steered for now", full_count)
-        group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
+        group.first = not written and not paged and any(self.tree.matches(name, self.pinned) for name, _ in files)
         if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
             if not written and not paged:

@@ -6,15 +6,16 @@ claims when there is room, and makes none itself: it holds no claim while somebo
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
-import threading
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
-from llmcache.fs.engine.group import ABSENT, READY, Group
+from llmcache.fs.engine.group import ABSENT, READY, Fetch, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Loader:
     def __init__(self, state: CacheState, backend: Backend) -> None:
         self.state = state
         self.backend = backend
-        self._threads = [threading.Thread(target=self._load, name=f"load-{n}", daemon=True) for n in range(LOADERS)]
-        self._threads.append(threading.Thread(target=self._evict, name="evict", daemon=True))
+        self._threads = [state.services.thread(f"load-{number}", self._load) for number in range(LOADERS)]
+        self._threads.append(state.services.thread("evict", self._evict))
 
     def start(self) -> None:
         """Starts the threads."""
@@ -60,7 +61,23 @@ class Loader:
                 elif state.jobs or self._soonest() is not None:
                     state.work.notify()
             if job is not None:
-                job()
+                try:
+                    job()
+                except Exception:
+                    self._fail(job)
+                    raise
+
+    def _fail(self, job: Job) -> None:
+        """A job has failed unexpectedly: no reader may wait for what it was to fetch."""
+        arguments = getattr(job, "args", ())
+        for fetch in [each for each in arguments if isinstance(each, Fetch)]:
+            fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))
+            with self.state.lock:
+                for group in [each for each in arguments if isinstance(each, Group)]:
+                    if group.loading.get(fetch.extent) is fetch:
+                        group.cancel(fetch.extent)
+                        self.state.finish(fetch)
+            fetch.done.set()
 
     def _claim(self) -> Job | None:
         """Claims the extent that is wanted soonest. Lock held."""

@@ -61,6 +61,7 @@ def snapshot(state: CacheState, mode: str, helper_pids: Sequence[int], reads: Cl
             "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.slack_bytes else 0,
             "helper_pid": next(iter(helper_pids), 0),
             "arena": _arena(state.references),
+            "services": state.services.facts(),
             "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
             "files": _files(state),
         }

@@ -36,6 +36,7 @@ from llmcache.cache.steering import HIT, MISS, Steering
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.experts import MixtureCache
 from llmcache.fs.engine.group import Fetch, Group, Member
+from llmcache.fs.services import Services
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Counters:
     refault_bytes: int = 0
 
 
+LOADS_S = 30.0  # that the last close of a file waits for reads of it that are under way
 READ, WRITE = 0, 1  # as in llmcache.trace.record, which the daemon must not import
 
 
@@ -196,6 +198,7 @@ class CacheState:
     demand_waits: Waits = field(default_factory=Waits)  # for extents that nobody had fetched ahead
     began_ns: int = field(default_factory=time.monotonic_ns)
     references: References = field(default_factory=References)
+    services: Services = field(default_factory=Services)
     groups: dict[str, Group] = field(default_factory=dict)
     places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be known alone, too
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.state import READ
-from llmcache.fs.vfs.source import Caller, matches
+from llmcache.fs.vfs.source import Caller
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend, Holder
@@ -124,7 +124,9 @@ class Warmer:
 
     def named(self, globs: list[str], tell: Tell) -> list[str]:
         """Paths of the regular files that match `globs`, all without globs. UsageError: there are globs and no file."""
-        paths = [path for path in _while_telling(self._paths(), tell) if not globs or matches(path, globs)]
+        tree = self.engine.tree
+        paths = list(_while_telling(self._paths(), tell))  # all, before it is known where links lead
+        paths = [path for path in paths if not globs or tree.matches(path, globs)]
         if globs and not paths:
             shown, hint = " ".join(globs)[:_LONGEST_SHOWN], "write globs in quotes: '*.gguf', 'directory/*'"
             raise UsageError(f"GLOB: no file of the mount matches {shown}", hint)
@@ -137,9 +139,11 @@ class Warmer:
             for name in sorted(files):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     path = os.path.normpath(f"/{directory}/{name}")
-                    is_regular = stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
-                    if is_regular or path in self.engine.tree.targets:
+                    mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+                    if stat.S_ISREG(mode) or path in self.engine.tree.targets:
                         yield path
+                    elif stat.S_ISLNK(mode) and not self.engine.backend.in_place:
+                        self.engine.tree.note_link(path, os.readlink(name, dir_fd=fd))
 
     def _open(self, path: str, stack: ExitStack) -> bool:
         """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.source import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
 from llmcache.units import BLOCK_BYTES
+
+log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536
 # Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
@@ -73,6 +76,7 @@ class Backing:
         self.links = status.st_nlink
         self.hidden = False  # deleted through the mount while open
         self.deleted = False  # behind the mount; until another file takes its path
+        self.kept = False  # open for good: a read of it has not ended
         self._changed_behind = False
         self._changes = 0  # counted when one begins, and when it ends
         self._synced = 0  # changes that are on storage
@@ -246,8 +250,15 @@ class Backing:
                 os.dup2(fd, self.direct_fd, inheritable=False)
             self.direct_fd = fresh
 
+    def keep_open(self, reason: str) -> None:
+        """Never close the descriptors: a read that is still under way would read the file that got their numbers."""
+        log.error("inode %d stays open: %s", self.identity.ino, reason)
+        self.kept = True
+
     def close(self) -> None:
         """Close the descriptors; the Backing is not used after this."""
+        if self.kept:
+            return
         os.close(self.fd)
         if self.direct_fd is not None:
             os.close(self.direct_fd)
@@ -407,7 +418,8 @@ class BackingTable:
         for path in paths:
             if (backing := self.acquire(path)) is None:
                 continue
-            with backing.lock:  # some file systems tell of no links, ever
+            # Some file systems report no links at all; where SOURCE fails, the next look finds out.
+            with backing.lock, contextlib.suppress(OSError):
                 backing.deleted = backing.links > 0 and not os.fstat(backing.fd).st_nlink and not backing.hidden
             if backing.deleted:
                 found.append(backing)

@@ -193,6 +193,8 @@ class Session:
         self._over = threading.Event()
         self._alive, self._turn = True, threading.Lock()  # nobody uses `_fuse` once it is destroyed
         self._table = self._callbacks()
+        given = [word.partition("=")[2] for option in options for word in option.split(",") if word.startswith("max_read=")]
+        self._max_read = int(given[-1]) if given and given[-1].isdecimal() else 0
         self._fuse = self._create(options)
 
     def _callbacks(self) -> ctypes.Structure:
@@ -237,11 +239,11 @@ class Session:
             self._failure = error
             self._lib.fuse_exit(self._fuse)
 
-    @staticmethod
-    def _configure(conn: ctypes.Structure, config: ctypes.Structure) -> None:
+    def _configure(self, conn: ctypes.Structure, config: ctypes.Structure) -> None:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
         conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
         conn.max_background, conn.congestion_threshold = 64, 48
+        conn.max_read = self._max_read  # libfuse wants it here and as an option, or ends the session
         config.entry_timeout = 1.0
         # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that
         # was changed behind the mount is never opened with the old size. Reads and page faults do not ask.

@@ -157,7 +157,7 @@ class LlmcacheOperations:
         self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
         self._drops = threading.Condition()
         self._ended = False
-        self._dropper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
+        self._dropper = engine.state.services.thread("maintenance", self._maintain)
         self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
@@ -447,7 +447,9 @@ class LlmcacheOperations:
     def readlink(self, path: str) -> str:
         """A link as it is: the kernel resolves it, in the mount or outside of it."""
         with self._tree.parent(path) as (dir_fd, name):
-            return os.readlink(name, dir_fd=dir_fd)
+            text = os.readlink(name, dir_fd=dir_fd)
+        self._tree.note_link(path, text)
+        return text
 
     def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
         """Change permission bits."""

@@ -191,12 +191,26 @@ class SourceTree:
     """SOURCE by a directory descriptor opened before the mount may cover it.
 
     `targets`: by path, the symbolic links whose target stands for them. Over FUSE there are none.
+    `links`: over FUSE, by path of a file, the symbolic links below SOURCE that were found to lead to it. They are names of
+    it as well: the files of a Hugging Face hub cache are named by checksums.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.targets: dict[str, LinkTarget] = {}
+        self.links: dict[str, set[str]] = {}
         self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def note_link(self, path: str, text: str) -> None:
+        """Remember where a symbolic link at `path` leads, if it is relative and stays below SOURCE."""
+        target = os.path.normpath(os.path.join(relative(os.path.dirname(path)), text))
+        if not os.path.isabs(text) and target.split("/")[0] != "..":
+            self.links.setdefault("/" + target, set()).add(path)
+
+    def matches(self, path: str, globs: Iterable[str]) -> bool:
+        """Return True if a file, or a link that leads to it, matches one of `globs` by relative path or base name."""
+        names = list(self.links.get(path, ()))
+        return any(matches(name, globs) for name in [path, *names])
 
     @contextlib.contextmanager
     def parent(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[tuple[int, str]]:

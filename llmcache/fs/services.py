@@ -1,0 +1,61 @@
+"""The threads that run for as long as a mount does.
+
+A service that raises an exception that it does not expect must not just be missing from then on, while the mount goes on
+"serving": the exception is logged with its traceback, counted, and the service is run again. One that fails again and again
+ends for good, and `on_broken` decides what becomes of the mount.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FAILURES_MAX, WITHIN_S, PAUSE_S = 5, 60.0, 0.2
+
+
+class Services:
+    """The service threads of one mount. `on_broken(name)` is called on the thread of a service that has ended for good."""
+
+    def __init__(self) -> None:
+        self.on_broken: Callable[[str], None] = lambda _name: None
+        self.failures = 0
+        self.ended: list[str] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def thread(self, name: str, work: Callable[..., None], *arguments: object) -> threading.Thread:
+        """Return the thread of a service, to be started: it ends when `work` returns."""
+        thread = threading.Thread(target=self._run, args=(name, work, arguments), name=name, daemon=True)
+        with self._lock:
+            self._threads = [each for each in self._threads if each.is_alive() or each.ident is None] + [thread]
+        return thread
+
+    def _run(self, name: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        failed: list[float] = []
+        while True:
+            try:
+                work(*arguments)
+                return
+            except Exception:
+                now = time.monotonic()
+                failed = [when for when in failed if now - when < WITHIN_S] + [now]
+                with self._lock:
+                    self.failures += 1
+                log.exception("service %s: unexpected error, %d times in a minute", name, len(failed))
+            if len(failed) >= FAILURES_MAX:
+                with self._lock:
+                    self.ended.append(name)
+                self.on_broken(name)
+                return
+            time.sleep(PAUSE_S)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `llmcache stats` shows of the services: threads that run, failures, and names of those that ended."""
+        with self._lock:
+            running = sum(thread.is_alive() for thread in self._threads)
+            return {"running": running, "failures": self.failures, "ended": list(self.ended)}

@@ -1,0 +1,73 @@
+"""Service threads: what fails is logged, counted and run again, and what a mount cannot do is known when it starts."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from llmcache.fs import services
+from llmcache.fs.services import FAILURES_MAX, Services
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Services:
+    """Services that are run again at once."""
+    monkeypatch.setattr(services, "PAUSE_S", 0.0)
+    return Services()
+
+
+def test_a_service_that_fails_is_run_again(quick: Services, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([ValueError("one"), KeyError("two"), None])
+
+    def work() -> None:
+        if (outcome := next(outcomes)) is not None:
+            raise outcome
+
+    with caplog.at_level(logging.ERROR):
+        thread = quick.thread("loader", work)
+        thread.start()
+        thread.join(60)
+    assert quick.facts() == {"running": 0, "failures": 2, "ended": []}
+    assert "service loader" in caplog.text and "ValueError: one" in caplog.text and "Traceback" in caplog.text
+
+
+def test_one_that_fails_again_and_again_ends(quick: Services) -> None:
+    broken = threading.Event()
+    names: list[str] = []
+
+    def on_broken(name: str) -> None:
+        names.append(name)
+        broken.set()
+
+    quick.on_broken = on_broken
+    thread = quick.thread("files", lambda: 1 // 0)  # type: ignore[arg-type]
+    thread.start()
+    assert broken.wait(60)
+    thread.join(60)
+    assert names == ["files"] and quick.facts() == {"running": 0, "failures": FAILURES_MAX, "ended": ["files"]}
+
+
+REFUSING = """
+import ctypes, struct, sys
+from llmcache.fs import syscalls
+libc = ctypes.CDLL(None, use_errno=True)
+# load the number of the call; refuse one with EPERM, allow all others
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+filters = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in code))
+program = struct.pack("<H6xQ", len(code), ctypes.addressof(filters))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+print(syscalls.refusal())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(434, "pidfd_open"), (451, "cachestat"), (440, "process_madvise"), (9999, None)]
+)
+def test_a_system_call_that_a_container_refuses_is_known_at_start(number: int, name: str | None) -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSING, str(number)], capture_output=True, text=True, check=True)
+    expected = "None" if name is None else f"the system call {name} is refused: Operation not permitted"
+    assert done.stdout.strip() == expected
