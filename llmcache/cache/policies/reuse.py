@@ -41,9 +41,9 @@ GROUPS = FIRST_RUN + RUNS
 HELD, PLANNED, RECENT = 1, 2, 4  # in the cache; the plan would have it; LRU would have it
 NEVER = -1
 
-# Places in the numbers: references so far, the block of the last one, blocks in the cache, in the plan and in LRU, blocks
-# that left the cache, groups that are not empty, runs begun, and misses of the plan and of LRU in this window.
-STEP, PREVIOUS, IN_CACHE, IN_PLAN, IN_LRU, EVICTED, ACTIVE, BEGUN, PLAN_MISSES, LRU_MISSES = range(10)
+# Places in the numbers: references so far, the block of the last one, blocks in the cache, in the plan and in LRU, groups
+# that are not empty, runs begun, and misses of the plan and of LRU in this window.
+STEP, PREVIOUS, IN_CACHE, IN_PLAN, IN_LRU, ACTIVE, BEGUN, PLAN_MISSES, LRU_MISSES = range(9)
 
 
 class ReuseState(NamedTuple):
@@ -106,7 +106,7 @@ class Reuse(Policy):
             flags=np.zeros(blocks, np.uint8),
             active=np.zeros(GROUPS, np.int64),
             place=np.zeros(GROUPS, np.int64),
-            numbers=np.zeros(10, np.int64),
+            numbers=np.zeros(9, np.int64),
         )
         self._state.numbers[PREVIOUS] = NEVER
         self._guard = Guard(max(1, capacity // GUARD_SHARE) * BLOCK_BYTES)
@@ -131,11 +131,6 @@ class Reuse(Policy):
 
     def _resident(self) -> Flags:
         return (self._state.flags & HELD) != 0
-
-    @property
-    def evictions(self) -> int:
-        """Blocks that have left; what was streamed never came in."""
-        return int(self._state.numbers[EVICTED])
 
 
 @lean_kernel
@@ -210,7 +205,6 @@ def _evict(state: ReuseState, steering: bool) -> None:
         remove(state.recent, block)
     flags[block] &= ~HELD & 0xFF
     state.numbers[IN_CACHE] -= 1
-    state.numbers[EVICTED] += 1
 
 
 # LRU
