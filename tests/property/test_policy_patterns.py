@@ -12,7 +12,7 @@ from llmcache.cache.policies import policy_class
 from tests.conftest import examples
 from tools.bench.patterns import PAGE, WARMUP, Pass, Pattern, Stage, generate
 
-PATTERNS = 3000
+PATTERNS = 4000
 MOST_BYTES = 4_000_000  # of all files of a pattern
 SHARES = (0.3, 0.6, 0.9, 1.1)
 """Sizes of the cache, of what the pattern uses."""
