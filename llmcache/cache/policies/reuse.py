@@ -29,6 +29,7 @@ NEAR_SHIFT = 4  # a loop that has come within a sixteenth of its length before a
 STREAM_SHIFT = 7  # a 128th of the cache is for what is streamed
 GIVEN_UP = 4  # usual intervals, after which a block is no longer expected
 GUARD_SHARE = 8  # of the capacity, inverted: the excess of misses that changes what is in charge
+LEAST_EXCESS = 256  # blocks; less is noise
 WINDOW_SHARE, LEAST_WINDOW = 16, 64  # references between two judgements: a part of the capacity, inverted, and the least
 
 # Groups: for each kind of block one per half octave of the usual interval; then runs of blocks that were seen once.
@@ -109,7 +110,7 @@ class Reuse(Policy):
             numbers=np.zeros(9, np.int64),
         )
         self._state.numbers[PREVIOUS] = NEVER
-        self._guard = Guard(max(1, capacity // GUARD_SHARE) * BLOCK_BYTES)
+        self._guard = Guard(max(LEAST_EXCESS, capacity // GUARD_SHARE) * BLOCK_BYTES)
         self._window = max(LEAST_WINDOW, capacity // WINDOW_SHARE)
         self._window_ends = self._window
 
