@@ -1,11 +1,8 @@
-"""What every policy keeps to, as functions that raise AssertionError: `test_policies.py` runs them on the whole table.
-
-The clauses that a policy does not keep are in `DIFFERENT`, each with the reason; its docstring has to say "Differs" too.
-"""
+"""What every policy keeps to, as functions that raise AssertionError: `test_policies.py` runs them on the whole table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,21 +147,7 @@ ALWAYS: tuple[Clause, ...] = (
 ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_end)
 """What can be asked only of a policy that does not need the whole trace at once."""
 
-_EXTENTS = "a wanted block comes with its whole extent"
-_BYPASS = "a block that the plan does not want is not inserted, and windows beside the capacity hold what is being read"
-DIFFERENT: Mapping[str, Mapping[str, str]] = {
-    "llmcache": {
-        "holds_only_what_was_referenced": _EXTENTS,
-        "sees_blocks_and_not_runs": "a run is a request, which is served as a whole",
-        "misses_only_first_uses_when_all_fits": f"{_EXTENTS}, or not at all when the extent is larger than the cache",
-        "is_not_better_than_belady": f"{_BYPASS}; {_EXTENTS}",
-        "hits_what_is_resident": _BYPASS,
-    },
-}
-"""Policy name: {name of a clause it does not keep: why}. A test fails when a clause here is kept after all."""
 
-
-def clauses(name: str) -> list[Clause]:
-    """Returns the clauses that the policy called `name` has to keep."""
-    wanted = ALWAYS if policy_class(name).offline else ALWAYS + ONLINE
-    return [clause for clause in wanted if clause.__name__ not in DIFFERENT.get(name, {})]
+def clauses(name: str) -> tuple[Clause, ...]:
+    """Return the clauses that the policy called `name` has to keep."""
+    return ALWAYS if policy_class(name).offline else ALWAYS + ONLINE

@@ -200,7 +200,7 @@ for path in sys.argv[1:]:
 
 
 def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
-    """It is plain Python: what is allocated after a first part of random reads, and after three times as many."""
+    """What is allocated after a first part of random reads, and after four times as many, which have 72 kB of numbers."""
     random = np.random.default_rng(1)
     kept_bytes: list[int] = []
     policy = policy_class("llmcache")(2000, 100_000)
@@ -211,4 +211,4 @@ def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
             kept_bytes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert kept_bytes[1] < 1.1 * kept_bytes[0]
+    assert kept_bytes[1] < kept_bytes[0] + 20_000

@@ -136,7 +136,7 @@ def speeds() -> list[Throughput]:
     """Return what is measured; caches hold half of the blocks."""
     return [
         Throughput("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
-        Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),  # by the mount's own code, which is plain Python
+        Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),
         Throughput("loop in runs", None, 1),
         Throughput("random blocks", "lru", RANDOM_BLOCKS // 2, 10e6),
         Throughput("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0.2e6),

@@ -1,8 +1,8 @@
-"""What a mount keeps, decided by the very code that decides in it: `steering` for loops, `hotset` for experts.
+"""What a mount keeps: its access log replayed by `steering`, and any other trace by `reuse` and, for experts, `hotset`.
 
 `Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
-provenance, and verdicts are those of the mount. `Cut` is what a mount would make of any other trace. Both map runs of dense
-block ids to files through a `BlockSpace`; per reference they are plain Python.
+provenance, and verdicts are those of the mount; per reference it is plain Python. `Cut` replays all other traces, block by
+block. Both map runs of dense block ids to files through a `BlockSpace`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ from __future__ import annotations
 import json
 import reprlib
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from llmcache.arrays import Flags, Int64s
-from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.hotset import HotSet
-from llmcache.cache.models import UNKNOWN, ExpertSlices, Models, first_guess
+from llmcache.cache.models import UNKNOWN, ExpertSlices, ModelHeader, Models
 from llmcache.cache.policies.base import Policy
-from llmcache.cache.steering import (
-    HIT,
-    LARGE_EXTENT,
-    LARGEST_EXTENT,
-    LEAST_LOOP_BYTES,
-    SMALL_EXTENT,
-    Space,
-    Steering,
-    extent_bytes_for,
-)
+from llmcache.cache.policies.reuse import Reuse
+from llmcache.cache.steering import HIT, Steering
 from llmcache.errors import DataError
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
@@ -39,16 +29,14 @@ from llmcache.units import BLOCK_BYTES
 SCHEME, SCHEME_1_0 = "llmcache.mount/2", "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to
-WINDOW_SHARE = 8  # of the capacity, inverted: what is read of an extent within the last so many blocks is one visit
 
 
 class LLMCache(Policy):
-    """What llmcachefs keeps: loops by their periods, experts by popularity and recency, the rest as the page cache does.
+    """What llmcachefs keeps: loops by their periods, experts by popularity and recency, and never much worse than LRU.
 
     On the access log of an arena mount, with its budget as the capacity: the mount's own hits, misses and evictions.
-    Differs from the other policies: a block of a loop that the plan does not want is not inserted, one that it wants comes
-    with its whole extent (1 MiB; 128 KiB of files below 32 MiB), an expert with all its slices, and windows beside the
-    budget hold what is being read. Without `describe` all ids are one file.
+    On any other trace blocks are kept as `Reuse` does, and experts of an MoE model whose file is still there are kept
+    whole, by `HotSet`. Without `describe` nothing is known of files.
     Source: io_caching section 4.1 (classes, loops by period); `hotset` for experts.
     """
 
@@ -68,7 +56,6 @@ class LLMCache(Policy):
             self._source = Cut(space, files, self.capacity, models)
 
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
-        """A few microseconds for each extent, or page of what does not loop."""
         hits[:] = self._source.replay(first, count)
 
     def _resident(self) -> Flags:
@@ -167,16 +154,6 @@ class Recorded:
         return _sorted(_resident_ids(self.core, self._places, files))
 
 
-class _Latest(NamedTuple):
-    """The latest visit: of the extent with the blocks first .. end - 1 of a file."""
-
-    space: Space
-    file: int
-    first: int
-    end: int
-    visit: list[int]
-
-
 @dataclass
 class _Use:
     """The latest use of an expert: whether it was there, and how far its slices have been read since, by their number."""
@@ -199,225 +176,120 @@ class _FileExperts:
 
 
 class Cut:
-    """Runs of any trace, cut as a mount would.
+    """Runs of any trace: blocks as `Reuse` keeps them, experts of MoE models whose file is still there as mounts do.
 
-    The first run that touches an extent is the reference; runs that follow soon belong to the same visit: a mount then
-    has the extent in its window. New blocks of a visit share its verdict, blocks of it that come again are hits. An expert
-    comes in whole where its first block is missed: what is read of it for the same use came from storage too.
-
-    All else is kept as the page cache keeps it, in what loops and experts leave free, least recently used first out: small
-    files, single rows of tables, files that do not loop.
+    An expert is loaded whole where its first block is missed: what is read of it for the same use came from storage too.
+    Experts have what the dense tensors of their models leave of the capacity, at most.
     """
 
     def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
         self._places = places
         self._capacity = capacity
-        self._known = {file.id: file for file in files}
-        self._models = models
-        self.core = Steering(capacity * BLOCK_BYTES, on_plan=self._planned)
-        self._spaces: dict[int, Space] = {}
-        self._visits: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # -> first, end, hit
-        self._visited = 0  # blocks
-        self._latest = _Latest(Space("", BLOCK_BYTES, (), single=False), -1, 0, 0, [0, 0, 0])
-        self._window = min(MIN_WINDOW_BYTES // BLOCK_BYTES, capacity // WINDOW_SHARE)
-        self._rest: OrderedDict[int, None] = OrderedDict()
+        self._reuse = Reuse(capacity, places.blocks)
         self._mixtures: dict[int, _FileExperts] = {}
         self._hot = HotSet()
-        self._expert_blocks, self._expert_room = 0, capacity
-        self._evictions = 0  # of experts, and of the rest
+        self._expert_blocks, self._expert_room = 0, capacity - 1
+        self._evictions = 0  # of experts
+        for file in files:
+            if (found := models.experts(file)) is not None:
+                self._add(file, found[1], models.header(file))
+
+    def _add(self, file: TraceFile, experts: ExpertSlices, header: ModelHeader | None) -> None:
+        first = sum(mixture.experts.count for mixture in self._mixtures.values())
+        self._mixtures[file.id] = _FileExperts(file.id, experts, first)
+        self._hot.token_uses += experts.token_uses
+        regions = header.regions() if header is not None else ()
+        dense = sum(region.end - region.first_byte for region in regions if region.role == "loop" and not region.sparse)
+        self._expert_room = max(0, self._expert_room - -(-dense // BLOCK_BYTES))
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
-        """Returns the hit blocks of each run."""
+        """Return the hit blocks of each run."""
+        if not self._mixtures:
+            return self._reuse.replay(first, count)
         files, blocks = self._places.locate(first)
-        hits: list[int] = []
-        space, latest, low, high, visit = self._latest
-        for start, file, block, length in zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True):
+        hits = np.zeros(len(first), np.int64)
+        pending: list[tuple[int, int, int]] = []  # row, first id and length of what is in no expert
+        runs = zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True)
+        for row, (start, file, block, length) in enumerate(runs):
+            mixture = self._mixtures.get(file)
+            if mixture is None:
+                pending.append((row, start, length))
+                continue
             end = block + length
-            # Most runs go on in the extent of the one before, which either was there or comes from storage.
-            if file == latest and low <= block and end <= high:
-                lowest, highest, known = visit
-                again, looping = lowest <= block and end <= highest, space.learner.looping
-                if known or again or (looping and block >= highest and not self._rest):
-                    if known:
-                        hits.append(length)
-                    elif looping:
-                        hits.append(self._found(start, length, length * again))
-                    else:
-                        hits.append(self._keep(start, length))
-                    if end > highest:
-                        self._visited += end - highest
-                        visit[1] = end
-                        if self._visited > self._window:
-                            self._shrink()
-                    continue
-            hits.append(self._run(self._spaces.get(file) or self._begin(file), file, start, block, end))
-            space, latest, low, high, visit = self._latest
-        return np.array(hits, np.int64)
-
-    def _begin(self, file: int) -> Space:
-        """Takes a file in."""
-        known = self._known.get(file)
-        size = max(known.size_bytes if known else 0, self._places.end_of(file) * BLOCK_BYTES)
-        header = None if known is None else self._models.header(known)
-        experts = None if known is None else self._models.experts(known)
-        extent_bytes = extent_bytes_for(size, large=SMALL_EXTENT if experts else LARGE_EXTENT)
-        kind = "loop" if known is None or size > LEAST_LOOP_BYTES else "hot"
-        kind = "paged" if extent_bytes > LARGEST_EXTENT else kind
-        count = -(-size // extent_bytes)
-        self.core.space(str(file), extent_bytes, [(size, 0, count)], kind)
-        space = self._spaces[file] = self.core.spaces[str(file)]
-        if kind != "loop" or known is None:
-            return space
-        if header is not None:
-            guess = first_guess(header.regions(), header.header_bytes, extent_bytes, count, experts is not None)
-            self.core.guess(str(file), *([(extent, extent + 1) for extent in part] for part in guess))
-        if experts is not None:
-            first = max((mixture.first + mixture.experts.count for mixture in self._mixtures.values()), default=0)
-            self._mixtures[file] = _FileExperts(file, experts[1], first)
-            self._hot.token_uses += experts[1].token_uses
-        return space
-
-    def _run(self, space: Space, file: int, start: int, block: int, end: int) -> int:
-        """The hits of one run, whose first block has the id `start`."""
-        hits, size = 0, space.extent_bytes // BLOCK_BYTES
-        while block < end:
-            extent = block // size
-            until = min(end, (extent + 1) * size)
-            if not space.single[extent]:
-                hits += self._visit(file, space, extent, start, block, until)
-            elif file in self._mixtures:
-                until, found = self._slice(self._mixtures[file], space, extent, start, block, until)
-                hits += found
-            else:
-                hits += self._page(space, extent, start, until - block)
-            start += until - block
-            block = until
+            while block < end:
+                number, until = _slice_at(mixture.experts, block, end)
+                if number is None:
+                    pending.append((row, start, until - block))
+                else:
+                    if not (hit := self._used(mixture, number, block, until)):
+                        self._flush(pending, hits)
+                        self._fit()
+                    hits[row] += (until - block) * hit
+                start += until - block
+                block = until
+        self._flush(pending, hits)
         return hits
 
-    def _visit(self, file: int, space: Space, extent: int, start: int, first: int, end: int) -> int:
-        """The hits among the blocks first .. end - 1, all of one extent of what loops, or may be found to loop."""
-        key, size = (file, extent), space.extent_bytes // BLOCK_BYTES
-        visit = self._visits.get(key)
-        if visit is None:
-            visit = self._visits[key] = [first, end, self.core.reference(space.key, extent) == HIT]
-            self._visited += end - first
-            self._shrink()
-            again = 0
-        else:
-            self._visits.move_to_end(key)
-            again = max(0, min(end, visit[1]) - max(first, visit[0]))
-            before = visit[1] - visit[0]
-            visit[0], visit[1] = min(first, visit[0]), max(end, visit[1])
-            self._visited += visit[1] - visit[0] - before
-        if self._latest.visit is not visit:
-            self._latest = _Latest(space, file, extent * size, (extent + 1) * size, visit)
-        if visit[2]:
-            return end - first
-        if not space.learner.looping:
-            return self._keep(start, end - first)
-        return self._found(start, end - first, again)
+    def _flush(self, pending: list[tuple[int, int, int]], hits: Int64s) -> None:
+        """Replay the runs that are `pending`, before the room for them changes."""
+        if pending:
+            rows, first, count = np.array(pending, np.int64).T.copy()
+            np.add.at(hits, rows, self._reuse.replay(first, count))
+            pending.clear()
 
-    def _found(self, start: int, length: int, again: int) -> int:
-        """The hits among blocks of a loop: `again` of them were read in this visit, others before it was known to loop."""
-        rest = self._rest
-        if rest:
-            for page in range(start, start + length):
-                again += rest.pop(page, page) is None
-        return min(again, length)
+    def _used(self, mixture: _FileExperts, number: int, block: int, until: int) -> bool:
+        """Return whether the expert of a slice, of which blocks up to `until` are read, was there when its use began.
 
-    def _shrink(self) -> None:
-        while self._visited > self._window and len(self._visits) > 1:
-            _, (first, end, _) = self._visits.popitem(last=False)
-            self._visited -= end - first
-
-    def _page(self, space: Space, extent: int, start: int, length: int) -> int:
-        hits = self._keep(start, length)
-        if hits < length:
-            self.core.page(space.key, extent, length - hits)
-        return hits
-
-    def _keep(self, start: int, length: int) -> int:
-        """The hits among pages that nobody steers; they are kept as those used last."""
-        rest, hits = self._rest, 0
-        for page in range(start, start + length):
-            if page in rest:
-                hits += 1
-                rest.move_to_end(page)
-            else:
-                rest[page] = None
-        if hits < length:
-            self._trim()
-        return hits
-
-    def _trim(self) -> None:
-        room = max(0, self._capacity - self.core.held_blocks - self._expert_blocks)
-        while len(self._rest) > room:
-            self._rest.popitem(last=False)
-            self._evictions += 1
-
-    # Experts
-
-    def _slice(
-        self, mixture: _FileExperts, space: Space, extent: int, start: int, block: int, until: int
-    ) -> tuple[int, int]:
-        """Where the part of a slice, or of what is none, that begins at `block` ends, at most at `until`; and its hits."""
-        experts, offset = mixture.experts, block * BLOCK_BYTES
-        number = bisect_right(experts.starts, offset) - 1
-        if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:
-            if number + 1 < len(experts.starts):
-                until = min(until, max(block + 1, experts.starts[number + 1] // BLOCK_BYTES))
-            return until, self._page(space, extent, start, until - block)
-        until = min(until, max(block + 1, (experts.starts[number] + experts.sizes[number]) // BLOCK_BYTES))
-        expert = experts.expert_of[number]
+        It is there from then on.
+        """
+        expert = mixture.experts.expert_of[number]
         use = mixture.uses.get(expert)
         if use is None or block < use.ends.get(number, 0):
-            use = mixture.uses[expert] = _Use(self._used(mixture, expert))
+            key = mixture.first + expert
+            use = mixture.uses[expert] = _Use(key in self._hot)
+            self._hot.use(key)
+            if not use.hit:
+                self._hot.keep(key)
+                self._expert_blocks += mixture.blocks(expert)
         use.ends[number] = until
-        return until, (until - block) * use.hit
+        return use.hit
 
-    def _used(self, mixture: _FileExperts, expert: int) -> bool:
-        """Whether an expert that is used is there; it is from then on."""
-        key = mixture.first + expert
-        hit = key in self._hot
-        self._hot.use(key)
-        if not hit:
-            self._hot.keep(key)
-            self._expert_blocks += mixture.blocks(expert)
-            self._trim_experts()
-        return hit
-
-    def _trim_experts(self) -> None:
+    def _fit(self) -> None:
+        """Evict the experts that no longer fit; the other blocks have what experts do not take."""
         while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
             mixture = next(one for one in self._mixtures.values() if one.first <= key < one.first + one.experts.count)
             self._hot.drop(key)
             blocks = mixture.blocks(key - mixture.first)
             self._expert_blocks -= blocks
             self._evictions += blocks
-        self._trim()
-
-    def _planned(self) -> None:
-        """Experts have what loops leave."""
-        shares = [space.share for space in self.core.spaces.values()]
-        taken = sum(share.pinned_bytes + share.window_bytes for share in shares) // BLOCK_BYTES
-        self._expert_room = max(0, self._capacity - taken)
-        self._trim_experts()
+        self._reuse.resize(self._capacity - self._expert_blocks)
 
     @property
     def evictions(self) -> int:
         """Blocks that have left."""
-        return self.core.evicted_blocks + self._evictions
+        return self._reuse.evictions + self._evictions
 
     def resident(self) -> Int64s:
-        """Returns the ids of the blocks that are held, ascending."""
-        self._trim()
-        held = _resident_ids(self.core, self._places, {(str(file), 0): file for file in self._spaces})
+        """Return the ids of the blocks that are held, ascending."""
+        held = [self._reuse.resident()]
         for mixture in self._mixtures.values():
             for expert in range(mixture.experts.count):
                 if mixture.first + expert in self._hot:
                     for offset, size in mixture.experts.ranges(expert):
                         ends = offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)
                         held.append(self._places.within(mixture.file, *ends))
-        return _sorted([*held, np.fromiter(self._rest, np.int64)])
+        return _sorted(held)
+
+
+def _slice_at(experts: ExpertSlices, block: int, end: int) -> tuple[int | None, int]:
+    """Return the number of the slice that `block` is in, None for none, and where that part ends, `end` at most."""
+    offset = block * BLOCK_BYTES
+    number = bisect_right(experts.starts, offset) - 1
+    if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:
+        if number + 1 < len(experts.starts):
+            end = min(end, max(block + 1, experts.starts[number + 1] // BLOCK_BYTES))
+        return None, end
+    return number, min(end, max(block + 1, (experts.starts[number] + experts.sizes[number]) // BLOCK_BYTES))
 
 
 def _resident_ids(core: Steering, places: BlockSpace, files: dict[tuple[str, int], int]) -> list[Int64s]:

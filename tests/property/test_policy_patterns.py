@@ -1,0 +1,101 @@
+"""Simulated llmcache reads hardly more than LRU of the same size, whatever the access pattern and however much fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
+
+import numpy as np
+
+from llmcache.arrays import Int64s
+from llmcache.cache.policies import policy_class
+from tests.conftest import examples
+from tools.bench.patterns import PAGE, WARMUP, Pass, Pattern, Stage, generate
+
+PATTERNS = 4000
+MOST_BYTES = 4_000_000  # of all files of a pattern
+SHARES = (0.3, 0.6, 0.9, 1.1)
+"""Sizes of the cache, of what the pattern uses."""
+TURN = 32  # blocks that a reader touches before the next one of its stage continues
+RATIO, OF_A_PASS = 1.05, 0.01
+
+Runs = tuple[Int64s, Int64s]
+"""First block and number of blocks of each run."""
+Replay = Callable[[Int64s, Int64s], Int64s]
+MakeCache = Callable[[int, int], Replay]
+"""A cache of so many blocks, over so many ids; it returns the hits of each run."""
+
+
+def passes_of(pattern: Pattern) -> tuple[list[Runs], int]:
+    """Return the runs of each pass, with the files of the pattern one behind another, and the number of ids."""
+    ends = [0] * len(pattern.files)
+    for touch in chain.from_iterable(one for stage in pattern.stages for reader in stage.readers for one in reader.passes):
+        ends[touch.file] = max(ends[touch.file], (touch.first_byte + touch.size_bytes) // PAGE)
+    bases = np.cumsum([0, *ends])
+    return [runs for stage in pattern.stages for runs in stage_runs(stage, bases)], int(bases[-1])
+
+
+def stage_runs(stage: Stage, bases: Int64s) -> Iterator[Runs]:
+    """Yield the runs of each pass; the readers take turns."""
+    for passes in zip_longest(*(reader.passes for reader in stage.readers), fillvalue=()):
+        turns = zip_longest(*(pass_runs(one, bases) for one in passes))
+        runs = [run for turn in turns for run in turn if run is not None]
+        first, count = np.array(runs, np.int64).reshape(-1, 2).T.copy()
+        yield first, count
+
+
+def pass_runs(one: Pass, bases: Int64s) -> Iterator[tuple[int, int]]:
+    for touch in one:
+        first = int(bases[touch.file]) + touch.first_byte // PAGE
+        end = first + touch.size_bytes // PAGE
+        yield from ((at, min(TURN, end - at)) for at in range(first, end, TURN))
+
+
+def excesses(make: MakeCache, seeds: range) -> list[tuple[int, float, int, int]]:
+    """Return seed, share, misses and those allowed by LRU where `make` exceeds these, of all patterns and sizes."""
+    found = []
+    for seed in seeds:
+        pattern = generate(seed, MOST_BYTES)
+        passes, blocks = passes_of(pattern)
+        for share in SHARES:
+            capacity = max(1, int(share * pattern.used_bytes) // PAGE)
+            ours, lru = (judged_misses(one(capacity, blocks), passes) for one in (make, policy("lru")))
+            allowed = int(RATIO * lru + OF_A_PASS * pattern.loop_bytes / PAGE * (len(passes) - WARMUP))
+            if ours > allowed:
+                found.append((seed, share, ours, allowed))
+    return found
+
+
+def judged_misses(replay: Replay, passes: list[Runs]) -> int:
+    """Return the misses after the first WARMUP passes."""
+    misses = [int(count.sum() - replay(first, count).sum()) for first, count in passes]
+    return sum(misses[WARMUP:])
+
+
+def policy(name: str) -> MakeCache:
+    return lambda capacity, blocks: policy_class(name)(capacity, blocks).replay
+
+
+def pinned_for_ever(capacity: int, blocks: int) -> Replay:
+    """Return a cache that keeps the first blocks that it sees, and streams all others."""
+    pinned = np.zeros(blocks, bool)
+
+    def replay(first: Int64s, count: Int64s) -> Int64s:
+        hits = np.zeros(len(first), np.int64)
+        for run, (begin, length) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
+            range_ = slice(begin, begin + length)
+            hits[run] = pinned[range_].sum()
+            missed = begin + np.flatnonzero(~pinned[range_])
+            pinned[missed[: capacity - int(pinned.sum())]] = True
+        return hits
+
+    return replay
+
+
+def test_llmcache_misses_hardly_more_than_lru_after_the_first_passes() -> None:
+    assert excesses(policy("llmcache"), range(examples(PATTERNS))) == []
+
+
+def test_pins_that_are_never_released_miss_more() -> None:
+    found = excesses(pinned_for_ever, range(40))
+    assert {0.6, 1.1} <= {share for _, share, _, _ in found}
