@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,25 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
+
+
+class MountChanges:
+    """Whether anything was mounted or unmounted since the last look, as the kernel reports it: cheaper than to parse a table."""
+
+    def __init__(self) -> None:
+        self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - for as long as this object lives
+        self._poll = select.poll()
+        self._poll.register(self._table, select.POLLPRI)
+        self._first = True
+
+    def seen(self) -> bool:
+        """Return True at first, and whenever there was a change since the last call."""
+        first, self._first = self._first, False
+        return bool(self._poll.poll(0)) or first
+
+    def close(self) -> None:
+        """Look no more."""
+        self._table.close()
 
 
 IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))

@@ -172,7 +172,7 @@ class Pins:
     def __init__(self, kernels: list[Kernel], on_attached: Callable[[str, int], None]) -> None:
         self._kernels = kernels
         self.on_attached = on_attached
-        self.pid, self.locked_bytes = HELPER_PID, 0
+        self.pid, self.locked_bytes, self.again_bytes = HELPER_PID, 0, 0
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
 

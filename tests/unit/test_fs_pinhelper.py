@@ -68,9 +68,29 @@ def test_what_is_unlocked_without_a_request_is_reported(tmp_path: Path) -> None:
     helper.give(3 * MIB)
     assert told(os.getpid(), "VmLck") - before == 2 * MIB
     given = [("/file", 4 * MIB, 2 * MIB), ("/file", 2 * MIB, 2 * MIB)]
-    assert helper.handle({"op": "check", "path": ""}) == {"given": given}
+    assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0, "given": given}
     assert helper.handle({"op": "detach", "path": "/file"}) == {}
     assert told(os.getpid(), "VmLck") == before
+
+
+MADV_DONTNEED_LOCKED = 24
+
+
+@pytest.mark.skipif(lockable_bytes() < UNLIMITED, reason="memory cannot be locked")
+def test_what_is_not_mapped_any_more_is_locked_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(40 * MIB))
+    helper = Helper(str(tmp_path))
+    helper.handle({"op": "attach", "path": "/file"})
+    for at in range(0, 40, 4):
+        helper.handle({"op": "lock", "path": "/file", "offset": at * MIB, "length": 4 * MIB, "free": []})
+    for at in (9, 21):
+        assert pinhelper.libc.madvise(helper.files["/file"].address + at * MIB, MIB, MADV_DONTNEED_LOCKED) == 0
+    assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0}
+    found = [helper.handle({"op": "check", "path": "", "look": 1})["again"] for _ in range(10)]
+    assert sum(found) == 8 * MIB and max(found) <= 8 * MIB and 0 in found
+    assert told(os.getpid(), "VmLck") >= 40 * MIB
+    assert helper.charges.all_mapped(helper.files["/file"].address, 40 * MIB)
+    helper.handle({"op": "detach", "path": "/file"})
 
 
 FIRST_PROCESS = """

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from llmcache.fs import services
 from llmcache.fs.services import FAILURES_MAX, Services
+from llmcache.procfs import MountChanges
 
 
 @pytest.fixture
@@ -71,3 +74,16 @@ def test_a_system_call_that_a_container_refuses_is_known_at_start(number: int, n
     done = subprocess.run([sys.executable, "-c", REFUSING, str(number)], capture_output=True, text=True, check=True)
     expected = "None" if name is None else f"the system call {name} is refused: Operation not permitted"
     assert done.stdout.strip() == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")
+def test_the_mount_table_is_read_again_only_after_a_change(tmp_path: Path) -> None:
+    changes = MountChanges()
+    assert [changes.seen(), changes.seen()] == [True, False]
+    subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path], check=True)
+    try:
+        assert [changes.seen(), changes.seen()] == [True, False]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert [changes.seen(), changes.seen()] == [True, False]
+    changes.close()

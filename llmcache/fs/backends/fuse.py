@@ -47,6 +47,7 @@ from llmcache.fs.engine.group import (
     Tripwire,
 )
 from llmcache.fs.engine.state import READ
+from llmcache.procfs import Mount, MountChanges
 from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.engine.state import CacheState, Job
     from llmcache.fs.vfs.backing import Backing
-    from llmcache.procfs import Mount
 
 
 FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
@@ -74,6 +74,8 @@ class FuseBackend:
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
+        self._changes: MountChanges | None = None
+        self._entry: Mount | None = None
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Before the first request: whoever sends one may hang if this process is killed."""
@@ -88,14 +90,28 @@ class FuseBackend:
 
     def close(self) -> None:
         """Ends the process that watches this one."""
+        self._forget_changes()
         if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
             self._sentinel = None
 
+    def _forget_changes(self) -> None:
+        if self._changes is not None:
+            self._changes.close()
+            self._changes = None
+
     def guards(self, mountpoint: str) -> bool:
         """Has a sentinel abort the connection of `mountpoint` when this process is killed; False if there is no mount."""
-        return self._guards(find(mountpoint))
+        if self._changes is None:
+            self._changes = MountChanges()
+        if self._changes.seen():
+            try:
+                self._entry = find(mountpoint)
+            except OSError:  # the change is still to be looked at
+                self._forget_changes()
+                raise
+        return self._guards(self._entry)
 
     def _guards(self, entry: Mount | None) -> bool:
         if entry is None:

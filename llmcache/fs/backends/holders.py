@@ -227,6 +227,8 @@ class PinService:
         self.on_attached = on_attached
         self.on_failed = on_failed
         self.on_lost = on_lost
+        self.may_look: Callable[[], bool] = lambda: True  # False while pages of locked ranges are dropped on purpose
+        self.again_bytes = 0  # that had to be locked again, as the kernel had dropped them
         self.pids: tuple[int, ...] = ()  # of the helpers, the first one's first
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
@@ -361,7 +363,10 @@ class PinService:
     def _check(self) -> None:
         """Notice helpers that have ended, and what they have unlocked; look at the limits of cgroups now and then."""
         for helper in self._helpers:
-            helper.call("check", "")
+            again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
+            if again and not self.again_bytes:
+                log.warning("%d bytes of what is pinned were not in memory any more, and are locked again", again)
+            self.again_bytes += again
         if time.monotonic() > self._payers_at:
             self._payers_at = time.monotonic() + PAYERS_S
             if self._payers.have_changed():

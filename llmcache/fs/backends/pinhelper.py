@@ -6,7 +6,8 @@ Standard library only; run as `python pinhelper.py MOUNT DAEMON_PID`, with one J
 line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel releases its locks.
 
 Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock", "path", "offset", "length", "free"} -> {"charged"} ·
-{"op": "unlock", "path", "offset", "length"} · {"op": "detach", "path"} · {"op": "rename", "path", "new"} · {"op": "check"}.
+{"op": "unlock", "path", "offset", "length"} · {"op": "detach", "path"} · {"op": "rename", "path", "new"} ·
+{"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if the daemon wants a look at what is locked.
 A request that fails has the reply {"errno"}.
 To attach the file that a link leads to, its real path, device and inode come with the request ("target", "dev", "ino").
 
@@ -43,6 +44,8 @@ MADV_DONTNEED = 4
 MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
+MAPPED = 1 << 63
+LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
 PAUSE_S = 0.25  # between looks at memory.high
 GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
 
@@ -97,6 +100,7 @@ class Helper:
         self.lock = threading.Lock()
         self.given: list[tuple[str, int, int]] = []  # unlocked without a request, not reported yet
         self.charges = Charges()
+        self.runs: list[tuple[Mapping, int, int]] = []  # that are still to be looked at in this round
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one request; an OSError becomes {"errno"}."""
@@ -122,7 +126,27 @@ class Helper:
             return self.detach(path)
         if operation == "rename":
             return self.rename(path, request["new"])
-        return {}
+        return {"again": self.lock_again() if request["look"] else 0}
+
+    def lock_again(self) -> int:
+        """Look at a part of what is locked, the next one each time, and lock again what is not mapped; returns its bytes.
+
+        A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
+        """
+        left = LOOK_BYTES + sum(sum(each.locked.values()) for each in self.files.values()) // LOOKS
+        found = 0
+        for _ in range(len(self.runs) + 1):
+            if not self.runs:
+                self.runs = [(each, *run) for each in self.files.values() for run in each.locked.items()]
+            if not self.runs or left <= 0:
+                break
+            mapping, offset, length = self.runs.pop()
+            if mapping in self.files.values() and mapping.locked.get(offset) == length:
+                left -= length
+                if not self.charges.all_mapped(mapping.address + offset, length):
+                    libc.mlock(mapping.address + offset, length)
+                    found += length
+        return found
 
     def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Lock or unlock a range. Only this thread unmaps files, so it needs no lock for the calls, which may take long."""
@@ -192,6 +216,13 @@ class Charges:
         with contextlib.suppress(OSError):  # no privilege, or a kernel without memory cgroups
             self.pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
             self.payers = os.open("/proc/kpagecgroup", os.O_RDONLY | os.O_CLOEXEC)
+
+    def all_mapped(self, address: int, length: int) -> bool:
+        """Return True if all pages of a range are in this process's page tables, which locked pages are."""
+        first = address // PAGE
+        count = -(-(address + length) // PAGE) - first
+        entries = array("Q", os.pread(self.pagemap, 8 * count, 8 * first)) if self.pagemap >= 0 else array("Q")
+        return not entries or min(entries) >= MAPPED
 
     def runs(self, address: int, length: int, free: set[int]) -> list[tuple[int, int, int]] | None:
         """Return (address, bytes, cgroup inode) of mapped pages that are charged to cgroups not in `free`; None: unknown."""

@@ -69,6 +69,7 @@ class Engine:
             self._is_limited,
             self.state.services,
         )
+        self.pins.may_look = lambda: self.backend.in_place or not self.judge.is_exposing
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
@@ -283,7 +284,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
         result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
-        result["services"] |= self.backend.faults()
+        result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
         return result
 
     @property

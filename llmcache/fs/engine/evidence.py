@@ -58,6 +58,11 @@ class Judge:
         self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
         self._rest_until = 0.0
 
+    @property
+    def is_exposing(self) -> bool:
+        """True while the next touch of some resident extents is made visible, over FUSE by a page that was dropped."""
+        return any(group.evidence.exposed for group in list(self.state.groups.values()))
+
     def touched(self, group: Group, extent: int) -> None:
         """Record a touch of an extent, for the shadow."""
         step = -(-group.count // SHADOW_EXTENTS)

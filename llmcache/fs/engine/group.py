@@ -10,8 +10,10 @@ Every method expects the engine's lock to be held.
 
 from __future__ import annotations
 
+import operator
 import threading
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -189,10 +191,9 @@ class Group:
 
     def member_of(self, extent: int) -> Member:
         """Returns the file that `extent` belongs to."""
-        for member in self.members:
-            if extent < member.base + member.count:
-                return member
-        raise ValueError(f"extent {extent} is outside the group")
+        if extent >= self.count:
+            raise ValueError(f"extent {extent} is outside the group")
+        return self.members[bisect_right(self.members, extent, key=operator.attrgetter("base")) - 1]
 
     def offset_of(self, member: Member, extent: int) -> int:
         """Returns the byte offset of `extent` in its file."""
