@@ -75,7 +75,7 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
 
 
 class MountChanges:
-    """Whether anything was mounted or unmounted since the last look, as the kernel reports it: cheaper than to parse a table."""
+    """Whether anything was mounted or unmounted since the last look, as the kernel reports it."""
 
     def __init__(self) -> None:
         self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - for as long as this object lives
