@@ -1,6 +1,6 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, and the names of a model (gemma)
+Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model (gemma)
 and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
@@ -75,6 +75,12 @@ def _bpf_problem() -> str | None:
     return FilemapSource.probe()
 
 
+def _fexit_problem() -> str | None:
+    from llmcache.trace.kernel import FexitSource
+
+    return FexitSource.probe()
+
+
 def _lacking(
     *modules: str, programs: Sequence[str] = (), libraries: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> Callable[[], str | None]:
@@ -111,6 +117,7 @@ TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
     "transformers": (_lacking(*TORCH), INSTALLED),
     "cgroup": (functools.cache(_cgroup_problem), "run as root, where /sys/fs/cgroup can be written"),
     "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.12 or later"),
+    "fexit": (functools.cache(_fexit_problem), "a kernel that allows BPF programs at functions, as those of Debian do"),
     "clang": (
         _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
         "apt-get install clang llvm libbpf-dev",

@@ -117,10 +117,9 @@ def test_evictions_are_told_of_files_that_were_accessed(record: Record, file: Pa
     assert found.blocks(EVICT) == TOUCHED[1:], found
 
 
+@pytest.mark.fexit
 @pytest.mark.parametrize("way", ["read", "pread", "readv", "uring", "mmap"])
 def test_the_fexit_tier_tells_hits_from_misses(way: str, record: Record, file: Path) -> None:
-    if reason := FexitSource.probe():
-        pytest.skip(reason)
     found = record(way, kind=FexitSource)
     assert TOUCHED[0] in found.blocks(miss=MISS), found
     assert set(TOUCHED) <= set(found.blocks())

@@ -699,6 +699,7 @@ class Reader:
             if rest.by_client:
                 group.last_pid = pid
                 self._note(group, extent, state)
+                state = group.state(extent)  # where a pass has ended, it may be another one
             if state == READY:
                 trip = group.trips.get(extent)
                 self._arrived(group, member, extent, trip)
@@ -706,7 +707,7 @@ class Reader:
                 fetch = self.backend.under_way(group, extent)
                 fetch.users += 1
                 fetch.joined = fetch.joined or rest.by_client
-            elif state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_fetched_whole(rest, state):
+            elif state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(rest, state):
                 fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
                 self._refault(group, extent, length)
@@ -733,13 +734,11 @@ class Reader:
         self.state.work.notify()
 
     @staticmethod
-    def _is_fetched_whole(rest: Rest, state: int) -> bool:
+    def _is_sequential(rest: Rest, state: int) -> bool:
         """Return True if an absent extent is worth fetching whole: part of a loop, or the next one of a reader.
 
-        Anything else may be a row of a table: it is read as requested, and so is what is left to the kernel.
+        Anything else may be a row of a table: it is read as requested.
         """
-        if rest.group.left:
-            return False
         goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
         if goes_on:
             rest.group.sequential_ns = time.monotonic_ns()

@@ -330,7 +330,8 @@ class Judge:
         is_stable, evidence.unused = unused == evidence.unused, unused
         is_estimated = unused > 0 or 1 in group.thin or SINGLE in group.status
         return (
-            not group.left
+            self.backend.in_place  # over FUSE the mount drops what exceeds its budget, in the order of touches that it sees
+            and not group.left
             and is_stable
             and is_estimated
             and group.use.passes >= evidence.trial_pass
@@ -383,21 +384,18 @@ class Judge:
                 self.state.mixtures.turn(member.mixture, is_left)
                 if not is_left:
                     self.state.jobs.append(functools.partial(self.backend.find_experts, member.mixture))
-        if is_left:
+        if is_left and self.backend.in_place:
             for extent in list(group.loading):
                 group.cancel(extent)
             self.holder.release(group, self.holder.pinned(group))
-            for extent in range(group.count):  # the kernel alone decides about what is resident, which is counted no more
+            for extent in range(group.count):
                 group.wanted[extent] = 0
-                if group.charge[extent] and not (self.backend.in_place and group.state(extent) == SINGLE):
+                if group.charge[extent] and group.state(extent) != SINGLE:
                     self.state.resident_bytes -= group.forget(extent)
         else:
             for extent in range(group.count):
                 if group.state(extent) in (ABSENT, SPARSE):
                     group.set_state(extent, SPARSE if group.use.unused[extent] else ABSENT)
-            if not self.backend.in_place:  # what is resident is not known there
-                self.state.debts += [(each.node, 0, each.size_bytes, 0) for each in group.members if each.node is not None]
-                self.state.room.notify()
         self._replan()
 
     @staticmethod

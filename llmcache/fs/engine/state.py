@@ -288,7 +288,7 @@ class CacheState:
 
     def charge(self, group: Group, extent: int, length: int) -> None:
         """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
-        if not group.alive or group.left or group.member_of(extent).node is None:
+        if not group.alive or group.member_of(extent).node is None:
             return  # what comes in before the node is known is dropped when it is
         before = group.charge[extent]
         after = min(group.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
