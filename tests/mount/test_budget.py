@@ -146,7 +146,11 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> N
             assert squeezed < 0.75 * pinned
             hog.stdin.close()
             assert hog.wait(120) == 0
-            wait_for(lambda: mount.stats()["pinned_bytes"] > 0.9 * pinned, "pins are retaken")
+            wait_for(
+                lambda: mount.stats()["pinned_bytes"] > 0.9 * pinned,
+                "pins are retaken",
+                lambda: mount.log.read_text()[-4000:],
+            )
             assert reader.poll() is None and mount.daemon.poll() is None
             assert group.usage().oom_kills == 0
         finally:
