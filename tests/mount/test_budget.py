@@ -149,7 +149,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> N
             wait_for(
                 lambda: mount.stats()["pinned_bytes"] > 0.9 * pinned,
                 "pins are retaken",
-                lambda: mount.log.read_text()[-4000:],
+                state=lambda: mount.log.read_text()[-4000:],
             )
             assert reader.poll() is None and mount.daemon.poll() is None
             assert group.usage().oom_kills == 0

@@ -314,6 +314,33 @@ def test_what_the_user_has_pinned_is_never_left(clock: Clock) -> None:
         assert not mount.is_left() and mount.pinned
 
 
+def test_of_a_space_that_is_pinned_whole_only_what_clients_use_stays(clock: Clock) -> None:
+    """No event shows a touch of it, so it is exposed from time to time; a client that rests loses nothing."""
+    mount = Mount(clock, 64, 40)
+    mount.read(WHOLE, 3)
+    assert mount.pinned == set(WHOLE)
+
+    def look(seconds: int) -> None:
+        clock.now_ns += seconds * 1_000_000_000
+        with mount.state.lock:
+            mount.judge.look(mount.group, clock.now_ns)
+        while mount.state.jobs:
+            mount.state.jobs.popleft()()
+
+    for _ in range(100):
+        look(60)
+    assert mount.pinned == set(WHOLE) and len(mount.storage.exposures) == 1, "the client rests"
+    for _ in range(500):
+        mount.read(WHOLE)
+        look(6)
+    assert mount.pinned == set(WHOLE) and 10 < len(mount.storage.exposures) < 40, "ever more rarely"
+    for _ in range(200):
+        mount.read(LAST_HALF)
+        look(6)
+    assert mount.pinned == set(LAST_HALF) == set(WHOLE) - mount.unused
+    assert mount.read_in(LAST_HALF, 10) == 0 and not mount.is_left()
+
+
 def test_a_space_that_is_pinned_whole_is_judged_by_what_is_read_without_a_pass(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)

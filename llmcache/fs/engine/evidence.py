@@ -46,6 +46,7 @@ TINY_BYTES = 64 << 10  # norms and biases
 TRIAL_FIT = 0.75  # of a loop, which takes that much memory in any case: all of it may fit
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
+PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # of exposures of a loop that is pinned whole
 EXPOSURE_REST = 25  # times as long as an exposure took, until the next one
 _VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is observed
 
@@ -212,6 +213,8 @@ class Judge:
     def look(self, group: Group, now_ns: int) -> None:
         """Judge a space that is read though no pass ends, as what loops is pinned whole: several times a second."""
         evidence = group.evidence
+        if self.backend.in_place and group.looping and not (group.left or group.first):
+            self._look_at_pins(group, now_ns)
         if group.left or not evidence.ended_ns or group.last_ns < evidence.ended_ns or group.learner.period is None:
             return
         read_bytes = self.backend.read_bytes(group) - evidence.seen_read_bytes
@@ -278,6 +281,53 @@ class Judge:
             group.evidence.exposed.clear()
             if group.use.changed:
                 group.use.changed = False
+                self._replan()
+
+    def _look_at_pins(self, group: Group, now_ns: int) -> None:
+        """Have a loop that is pinned whole exposed now and then: no touch of it causes an event, so no pass ends.
+
+        A model that an engine has copied would stay pinned for ever otherwise.
+        """
+        evidence = group.evidence
+        if now_ns < evidence.pins_due_ns or group.status.count(PINNED) * group.extent_bytes < group.loop_bytes:
+            return
+        period_ns = PINS_PERIODS * (group.learner.period or 0)
+        evidence.pins_due_ns = now_ns + max(PINS_NS, period_ns)
+        if evidence.exposed:
+            self.state.jobs.append(functools.partial(self._examine_pins, group))
+        else:
+            pinned = self.holder.pinned(group)
+            evidence.exposed, evidence.exposed_pass = set(pinned), group.use.passes
+            if not evidence.pins_doubted:
+                group.use.excuse(pinned)
+            self.state.jobs.append(functools.partial(self._begin, group, pinned))
+        self.state.work.notify()
+
+    def _examine_pins(self, group: Group) -> None:
+        """Count the time since an exposure as a pass, unless the client has rested."""
+        with self.state.lock:
+            exposed = [extent for extent in group.evidence.exposed if group.state(extent) == PINNED]
+        touched = set(self.backend.conclude(group, exposed))
+        with self.state.lock:
+            evidence, use = group.evidence, group.use
+            if not touched or not group.alive or group.left:
+                return
+            for extent in touched:
+                use.touch(extent)
+            use.end_pass()
+            untouched = [extent for extent in exposed if extent not in touched]
+            found = use.judge(untouched)
+            evidence.exposed.clear()
+            if found:
+                self._weigh(group, all_seen=True)
+            evidence.pins_doubted = bool(untouched)
+            if untouched:  # exposed again at once, until it is known whether they are in use
+                evidence.pins_due_ns = 0
+            else:
+                evidence.pins_gap_ns = min(PINS_MAX_NS, 2 * evidence.pins_gap_ns)
+                evidence.pins_due_ns = time.monotonic_ns() + evidence.pins_gap_ns
+            if use.changed:
+                use.changed = False
                 self._replan()
 
     # The guard
