@@ -33,6 +33,8 @@ import sys
 import threading
 import time
 from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 OPEN_TREE, OPEN_TREE_CLONE = 428, 1  # on every architecture; Linux 5.2
@@ -64,6 +66,47 @@ def unlock(address: int, length: int) -> int:
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
 
+class Runs:
+    """Stretches of a file that do not overlap, by first byte and end, in order."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+
+    def take_out(self, offset: int, length: int) -> None:
+        """Take a range out."""
+        end = offset + length
+        first, last = bisect_right(self.ends, offset), bisect_left(self.starts, end)
+        if first < last:
+            parts = [(self.starts[first], offset), (end, self.ends[last - 1])]
+            rest = [(start, stop) for start, stop in parts if start < stop]
+            self.starts[first:last] = [start for start, _ in rest]
+            self.ends[first:last] = [stop for _, stop in rest]
+
+    def add(self, offset: int, length: int) -> None:
+        """Add a range; it stays a run of its own."""
+        self.take_out(offset, length)
+        at = bisect_left(self.starts, offset)
+        self.starts.insert(at, offset)
+        self.ends.insert(at, offset + length)
+
+    def pop(self) -> tuple[int, int]:
+        """Take the last run out; returns (offset, bytes)."""
+        start, end = self.starts.pop(), self.ends.pop()
+        return start, end - start
+
+    def within(self, offset: int, length: int) -> bool:
+        """Return True if one run has all of a range."""
+        at = bisect_right(self.starts, offset) - 1
+        return at >= 0 and self.ends[at] >= offset + length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((start, end - start) for start, end in zip(self.starts, self.ends, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
 class Mapping:
     """One attached file: open handle and a read-only shared mapping of it."""
 
@@ -71,7 +114,7 @@ class Mapping:
         self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
-        self.locked: dict[int, int] = {}  # bytes by offset, as requested, the latest last
+        self.locked = Runs()
 
     def map(self) -> int:
         """Return the address of the mapping, made at first use."""
@@ -133,15 +176,15 @@ class Helper:
 
         A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
         """
-        left = LOOK_BYTES + sum(sum(each.locked.values()) for each in self.files.values()) // LOOKS
+        left = LOOK_BYTES + sum(length for each in self.files.values() for _, length in each.locked) // LOOKS
         found = 0
         for _ in range(len(self.runs) + 1):
             if not self.runs:
-                self.runs = [(each, *run) for each in self.files.values() for run in each.locked.items()]
+                self.runs = [(each, *run) for each in self.files.values() for run in each.locked]
             if not self.runs or left <= 0:
                 break
             mapping, offset, length = self.runs.pop()
-            if mapping in self.files.values() and mapping.locked.get(offset) == length:
+            if mapping in self.files.values() and mapping.locked.within(offset, length):
                 left -= length
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
@@ -156,22 +199,22 @@ class Helper:
         offset, length = request["offset"], request["length"]
         address = mapping.map() + offset
         with self.lock:
-            mapping.locked.pop(offset, None)
+            mapping.locked.take_out(offset, length)
         if operation == "unlock":
             succeed(unlock(address, length))
             return {}
         succeed(libc.mlock(address, length))
         with self.lock:
-            mapping.locked[offset] = length
+            mapping.locked.add(offset, length)
         runs = self.charges.runs(address, length, {0, *request["free"]})
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock so many bytes, those that were locked last first."""
+        """Unlock so many bytes, from the ends of the files."""
         with self.lock:
             for path, mapping in self.files.items():
                 while mapping.locked and size_bytes > 0:
-                    offset, length = mapping.locked.popitem()
+                    offset, length = mapping.locked.pop()
                     unlock(mapping.map() + offset, length)
                     self.given.append((path, offset, length))
                     size_bytes -= length
