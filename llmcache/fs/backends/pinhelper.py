@@ -16,8 +16,9 @@ To attach the file that a link leads to, its real path, device and inode come wi
 Such a cgroup cannot reclaim them any more, so that a client may be killed for want of memory: the daemon decides.
 
 When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
-may be too late to unlock anything. This process, which hardly allocates, watches that limit too, and unlocks what exceeds
-it. The next reply reports that in "given": [path, offset, bytes].
+may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. It may be suspended
+as well, after any system call that allocates; an unlock that splits a locked range does. So it unlocks what it has to in one
+call for each file. The next reply reports that in "given": [path, offset, bytes].
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ import sys
 import threading
 import time
 from array import array
-from typing import Any
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OPEN_TREE, OPEN_TREE_CLONE = 428, 1  # on every architecture; Linux 5.2
 AT_FDCWD = -100
@@ -45,9 +50,13 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
 MAPPED = 1 << 63
+BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
 PAUSE_S = 0.25  # between looks at memory.high
 GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
+
+Run = tuple[int, int]
+"""A stretch of a file, (offset, bytes)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -64,6 +73,48 @@ def unlock(address: int, length: int) -> int:
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
 
+def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
+    """Return the parts of `runs` that lie in a range."""
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    return [(max(start, offset), min(start + size, end) - max(start, offset)) for start, size in runs[first:last]]
+
+
+def add_run(runs: list[Run], offset: int, length: int) -> int:
+    """Add a range to `runs`, merged with those that it overlaps or touches; returns how many bytes are new."""
+    added = length + take_out(runs, offset, length)
+    at, end = bisect_left(runs, (offset,)), offset + length
+    if at < len(runs) and runs[at][0] == end:
+        end = sum(runs.pop(at))
+    if at and sum(runs[at - 1]) == offset:
+        at -= 1
+        offset = runs.pop(at)[0]
+    runs.insert(at, (offset, end - offset))
+    return added
+
+
+def take_out(runs: list[Run], offset: int, length: int) -> int:
+    """Take a range out of `runs`; returns how many bytes are new, so minus those of it that were in there."""
+    found = overlap(runs, offset, length)
+    if not found:
+        return 0
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    low, high = runs[first][0], sum(runs[last - 1])
+    rest = [(low, offset - low)] if low < offset else []
+    rest += [(end, high - end)] if high > end else []
+    runs[first:last] = rest
+    return -sum(size for _, size in found)
+
+
+def pieces(offset: int, length: int) -> Iterator[Run]:
+    """Yield a range in runs of BATCH_BYTES at most."""
+    for start in range(offset, offset + length, BATCH_BYTES):
+        yield start, min(BATCH_BYTES, offset + length - start)
+
+
 class Mapping:
     """One attached file: open handle and a read-only shared mapping of it."""
 
@@ -71,7 +122,7 @@ class Mapping:
         self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
-        self.locked: dict[int, int] = {}  # bytes by offset, as requested, the latest last
+        self.locked: list[Run] = []  # in order; they neither overlap nor touch
 
     def map(self) -> int:
         """Return the address of the mapping, made at first use."""
@@ -85,6 +136,7 @@ class Mapping:
 
     def close(self) -> None:
         """Unmap (which unlocks) and close."""
+        self.locked.clear()
         if self.address:
             libc.munmap(self.address, self.size)
         os.close(self.fd)
@@ -133,16 +185,14 @@ class Helper:
 
         A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
         """
-        left = LOOK_BYTES + sum(sum(each.locked.values()) for each in self.files.values()) // LOOKS
+        left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
+        if not self.runs:
+            self.runs = [(each, *part) for each in self.files.values() for run in each.locked for part in pieces(*run)]
         found = 0
-        for _ in range(len(self.runs) + 1):
-            if not self.runs:
-                self.runs = [(each, *run) for each in self.files.values() for run in each.locked.items()]
-            if not self.runs or left <= 0:
-                break
-            mapping, offset, length = self.runs.pop()
-            if mapping in self.files.values() and mapping.locked.get(offset) == length:
-                left -= length
+        while self.runs and left > 0:
+            mapping, start, size = self.runs.pop()
+            left -= size
+            for offset, length in overlap(mapping.locked, start, size):  # what is locked of it by now
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
                     found += length
@@ -155,26 +205,36 @@ class Helper:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         offset, length = request["offset"], request["length"]
         address = mapping.map() + offset
-        with self.lock:
-            mapping.locked.pop(offset, None)
         if operation == "unlock":
             succeed(unlock(address, length))
+            with self.lock:
+                take_out(mapping.locked, offset, length)
             return {}
         succeed(libc.mlock(address, length))
         with self.lock:
-            mapping.locked[offset] = length
+            add_run(mapping.locked, offset, length)
         runs = self.charges.runs(address, length, {0, *request["free"]})
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock so many bytes, those that were locked last first."""
+        """Unlock at least so many bytes, from the end of each file."""
         with self.lock:
             for path, mapping in self.files.items():
-                while mapping.locked and size_bytes > 0:
-                    offset, length = mapping.locked.popitem()
-                    unlock(mapping.map() + offset, length)
-                    self.given.append((path, offset, length))
-                    size_bytes -= length
+                if size_bytes <= 0 or not mapping.locked:
+                    continue
+                start = end = sum(mapping.locked[-1])
+                left = size_bytes
+                for offset, length in reversed(mapping.locked):
+                    start = max(offset, (offset + length - left) // PAGE * PAGE)
+                    left -= offset + length - start
+                    if left <= 0:
+                        break
+                if unlock(mapping.address + start, end - start):
+                    start = 0  # the kernel may refuse to split a range
+                    if unlock(mapping.address, end):
+                        continue
+                self.given.append((path, start, end - start))
+                size_bytes += take_out(mapping.locked, start, end - start)
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Open `path` through the mount, or the target of the link that it is; again if it is attached already."""
@@ -272,11 +332,10 @@ class HighLimits:
         for high, current, stat_fd in self.groups:
             try:
                 limit = os.pread(high, 64, 0).strip()
-                if limit == b"max":
+                if limit == b"max" or (beyond := int(os.pread(current, 64, 0)) - int(limit)) <= worst:
                     continue
-                fields = dict(line.split() for line in os.pread(stat_fd, 1 << 16, 0).splitlines())
-                cached = int(fields[b"inactive_file"]) + int(fields[b"active_file"])
-                worst = max(worst, int(os.pread(current, 64, 0)) - cached - int(limit))
+                fields = dict(line.split() for line in os.pread(stat_fd, 1 << 14, 0).splitlines())
+                worst = max(worst, beyond - int(fields[b"inactive_file"]) - int(fields[b"active_file"]))
             except OSError:
                 continue  # the cgroup is gone
         return worst
