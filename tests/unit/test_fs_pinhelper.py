@@ -96,9 +96,9 @@ def test_memory_is_unlocked_in_one_call(helper: Helper, monkeypatch: pytest.Monk
     change(helper, "unlock", 36, 3)
     calls: list[tuple[int, int]] = []
 
-    def unlock(*what: int) -> int:
-        calls.append(what)
-        return actual(*what)
+    def unlock(address: int, length: int) -> int:
+        calls.append((address, length))
+        return actual(address, length)
 
     actual = pinhelper.unlock
     monkeypatch.setattr(pinhelper, "unlock", unlock)
