@@ -65,9 +65,9 @@ class PinHelper:
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
         self.target_of = target_of
         self.locked: dict[str, list[Run]] = {}
-        self.given: list[tuple[str, int, int]] = []  # runs that it has unlocked without a request: memory.high was exceeded
+        self.given: list[tuple[str, int, int]] = []  # where it has unlocked without a request: memory.high was exceeded
         self.nodes: dict[str, int | None] = {}
-        self.count = self.locked_bytes = 0
+        self.count = self.locked_bytes = self.given_bytes = 0
         script = str(Path(__file__).with_name("pinhelper.py"))
         # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
         self._process = subprocess.Popen(
@@ -95,10 +95,12 @@ class PinHelper:
             reply: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise HelperLost(self, str(error)) from error
+        before = self.locked_bytes
         for path, *run in reply.pop("given", ()):
             if path in self.locked:
                 self._change(path, (run[0], run[1]), take_out)
                 self.given.append((path, run[0], run[1]))
+        self.given_bytes = before - self.locked_bytes or self.given_bytes
         return reply
 
     def attach(self, path: str) -> int | None:
@@ -333,7 +335,7 @@ class PinService:
         for helper in self._helpers:
             given, helper.given = helper.given, []
             if given:
-                log.warning("memory.high is exceeded: %d bytes are unlocked", sum(size for *_, size in given))
+                log.warning("memory.high is exceeded: the pin helper has unlocked %d bytes", helper.given_bytes)
             for path, offset, length in given:
                 self.on_failed(path, offset, length, errno.ENOMEM)
 

@@ -16,9 +16,9 @@ To attach the file that a link leads to, its real path, device and inode come wi
 Such a cgroup cannot reclaim them any more, so that a client may be killed for want of memory: the daemon decides.
 
 When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
-may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. It may be suspended
-as well, after any system call that allocates; an unlock that splits a locked range does. So it unlocks what it has to in one
-call for each file. The next reply reports that in "given": [path, offset, bytes].
+may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. The next reply reports
+that in "given": [path, offset, bytes]. It may be suspended as well, after any page fault or system call that allocates memory.
+So it keeps its own program in memory, tries what it will have to do beforehand, and unlocks by one call for each file.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ PR_SET_PDEATHSIG = 1
 PROT_READ = 1
 MAP_SHARED = 1
 MADV_DONTNEED = 4
+MCL_CURRENT = 1
 MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
@@ -53,6 +54,7 @@ MAPPED = 1 << 63
 BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
 PAUSE_S = 0.25  # between looks at memory.high
+STAT_BYTES = 1 << 14  # more than a memory.stat has
 GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
 
 Run = tuple[int, int]
@@ -330,19 +332,25 @@ class HighLimits:
         """Return by how many bytes that cannot be reclaimed the worst of the limits is exceeded; negative if by none."""
         worst = -1
         for high, current, stat_fd in self.groups:
-            try:
+            with contextlib.suppress(OSError):  # the cgroup is gone
                 limit = os.pread(high, 64, 0).strip()
-                if limit == b"max" or (beyond := int(os.pread(current, 64, 0)) - int(limit)) <= worst:
-                    continue
-                fields = dict(line.split() for line in os.pread(stat_fd, 1 << 14, 0).splitlines())
-                worst = max(worst, beyond - int(fields[b"inactive_file"]) - int(fields[b"active_file"]))
-            except OSError:
-                continue  # the cgroup is gone
+                if limit != b"max":
+                    worst = max(worst, self.used(current, stat_fd) - int(limit))
         return worst
+
+    def used(self, current: int, stat_fd: int) -> int:
+        """Return the bytes of a cgroup that cannot be reclaimed. OSError."""
+        fields = dict(line.split() for line in os.pread(stat_fd, STAT_BYTES, 0).splitlines())
+        return int(os.pread(current, 64, 0)) - int(fields[b"inactive_file"]) - int(fields[b"active_file"])
 
 
 def watch(helper: Helper, limits: HighLimits) -> None:
     """Keep the locked memory within memory.high, for as long as this process lives."""
+    # All of it once now, so that the memory that it takes, in the kernel too, is there when the limit is exceeded.
+    for _, current, stat_fd in limits.groups:
+        with contextlib.suppress(OSError):
+            limits.used(current, stat_fd)
+    unlock(0, 0)
     while True:
         time.sleep(PAUSE_S)
         if (excess := limits.excess()) > 0:
@@ -402,6 +410,8 @@ def main() -> int:
     helper = Helper(sys.argv[1])
     limits = HighLimits()
     if limits.groups:
+        if os.geteuid() == 0:  # else it would count towards RLIMIT_MEMLOCK
+            libc.mlockall(MCL_CURRENT)
         threading.Thread(target=watch, args=(helper, limits), daemon=True).start()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(helper.handle(json.loads(line))) + "\n")
