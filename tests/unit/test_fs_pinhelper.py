@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 
@@ -55,46 +56,101 @@ def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path:
         assert helper.stderr.read() == ""
 
 
-@pytest.mark.skipif(lockable_bytes() < UNLIMITED, reason="memory cannot be locked")
-def test_what_is_unlocked_without_a_request_is_reported(tmp_path: Path) -> None:
-    """As memory.high is exceeded: the latest locks first, with the next reply."""
-    (tmp_path / "file").write_bytes(bytes(8 * MIB))
+@pytest.fixture
+def helper(tmp_path: Path) -> Iterator[Helper]:
+    """A helper with an attached file of 40 MiB."""
+    if lockable_bytes() < UNLIMITED:
+        pytest.skip("memory cannot be locked")
+    (tmp_path / "file").write_bytes(bytes(40 * MIB))
     helper = Helper(str(tmp_path))
     helper.handle({"op": "attach", "path": "/file"})
+    yield helper
+    helper.handle({"op": "detach", "path": "/file"})
+
+
+def change(helper: Helper, operation: str, offset_mib: int, length_mib: int) -> dict[str, Any]:
+    """Lock or unlock a part of the file; returns the reply."""
+    return helper.handle(
+        {"op": operation, "path": "/file", "offset": offset_mib * MIB, "length": length_mib * MIB, "free": []}
+    )
+
+
+def test_what_is_unlocked_without_a_request_is_reported(helper: Helper) -> None:
+    """As memory.high is exceeded: with the next reply."""
     before = told(os.getpid(), "VmLck")
     for at in range(3):
-        reply = helper.handle({"op": "lock", "path": "/file", "offset": at * 2 * MIB, "length": 2 * MIB, "free": []})
+        reply = change(helper, "lock", at * 2, 2)
         assert "errno" not in reply and "given" not in reply
     helper.give(3 * MIB)
-    assert told(os.getpid(), "VmLck") - before == 2 * MIB
-    given = [("/file", 4 * MIB, 2 * MIB), ("/file", 2 * MIB, 2 * MIB)]
-    assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0, "given": given}
+    assert told(os.getpid(), "VmLck") - before == 3 * MIB
+    assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0, "given": [("/file", 3 * MIB, 3 * MIB)]}
     assert helper.handle({"op": "detach", "path": "/file"}) == {}
     assert told(os.getpid(), "VmLck") == before
+
+
+def test_memory_is_unlocked_in_one_call(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above memory.high the kernel may suspend the helper for seconds after each call."""
+    before = told(os.getpid(), "VmLck")
+    for at in range(19, -1, -1):  # not in order, and with gaps
+        change(helper, "lock", 2 * at, 1)
+    change(helper, "unlock", 36, 3)
+    calls: list[tuple[int, int]] = []
+
+    def unlock(address: int, length: int) -> int:
+        calls.append((address, length))
+        return actual(address, length)
+
+    actual = pinhelper.unlock
+    monkeypatch.setattr(pinhelper, "unlock", unlock)
+    helper.give(5 * MIB + 1)
+    assert len(calls) == 1
+    assert told(os.getpid(), "VmLck") - before == 13 * MIB - 4096
+    assert helper.given == [("/file", 25 * MIB - 4096, 10 * MIB + 4096)]
+    helper.give(100 * MIB)
+    assert len(calls) == 2
+    assert told(os.getpid(), "VmLck") == before
+
+
+def test_what_is_given_is_not_what_was_refused(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses to split a range where a process has as many of them as it may have."""
+    change(helper, "lock", 0, 10)
+    refused = [-1, 0]
+    monkeypatch.setattr(pinhelper, "unlock", lambda *_: refused.pop(0))
+    helper.give(MIB)
+    assert helper.given == [("/file", 0, 10 * MIB)]
+    change(helper, "lock", 0, 10)
+    refused[:] = [-1, -1]
+    helper.given.clear()
+    helper.give(MIB)
+    assert not helper.given and helper.files["/file"].locked == [(0, 10 * MIB)]
 
 
 MADV_DONTNEED_LOCKED = 24
 
 
-@pytest.mark.skipif(lockable_bytes() < UNLIMITED, reason="memory cannot be locked")
-def test_what_is_not_mapped_any_more_is_locked_again(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(40 * MIB))
-    helper = Helper(str(tmp_path))
-    helper.handle({"op": "attach", "path": "/file"})
+def test_what_is_not_mapped_any_more_is_locked_again(helper: Helper) -> None:
     for at in range(0, 40, 4):
-        helper.handle({"op": "lock", "path": "/file", "offset": at * MIB, "length": 4 * MIB, "free": []})
-    for at in (9, 21):
+        change(helper, "lock", at, 4)
+    for at in (9, 37):
         assert pinhelper.libc.madvise(helper.files["/file"].address + at * MIB, MIB, MADV_DONTNEED_LOCKED) == 0
     assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0}
-    helper.handle({"op": "unlock", "path": "/file", "offset": 33 * MIB, "length": 2 * MIB})  # not what is given up
     found = [helper.handle({"op": "check", "path": "", "look": 1})["again"] for _ in range(10)]
-    assert sum(found) == 8 * MIB and max(found) <= 8 * MIB and 0 in found
-    assert told(os.getpid(), "VmLck") == 38 * MIB
-    mapping = helper.files["/file"]
-    assert [length for _, length in mapping.locked] == [4 * MIB] * 8 + [MIB] * 2 + [4 * MIB]
-    assert helper.charges.all_mapped(mapping.address, 33 * MIB)
-    assert not helper.charges.all_mapped(mapping.address + 33 * MIB, 2 * MIB)
-    helper.handle({"op": "detach", "path": "/file"})
+    assert sum(found) == 24 * MIB and 0 in found  # in pieces of 16 MiB
+    assert told(os.getpid(), "VmLck") >= 40 * MIB
+    assert helper.charges.all_mapped(helper.files["/file"].address, 40 * MIB)
+
+
+def test_what_was_unlocked_is_not_locked_again(helper: Helper) -> None:
+    """Unlocks begin and end elsewhere than the locks did."""
+    before = told(os.getpid(), "VmLck")
+    change(helper, "lock", 0, 16)
+    change(helper, "lock", 16, 8)
+    change(helper, "unlock", 4, 2)
+    change(helper, "unlock", 12, 6)
+    change(helper, "unlock", 23, 1)
+    for _ in range(10):
+        assert helper.handle({"op": "check", "path": "", "look": 1}) == {"again": 0}
+    assert told(os.getpid(), "VmLck") - before == 15 * MIB
 
 
 FIRST_PROCESS = """

@@ -31,13 +31,13 @@ import subprocess
 import sys
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
 from llmcache.fs.backends.base import Holder, MemoryRegion
+from llmcache.fs.backends.pinhelper import BATCH_BYTES, Run, add_run, overlap, pieces, take_out
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.services import Services
@@ -51,12 +51,8 @@ SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
 RETRY_S = 1.0  # from a refused unlock to the next try; also how often helpers are checked while no request is queued
 PAYERS_S = 5.0  # how often the limits of cgroups that are charged for locked pages are looked at
-BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 DEFAULT_MAP_COUNT = 65530
-
-Run = tuple[int, int]
-"""A stretch of a file, (offset, bytes)."""
 
 
 class PinHelper:
@@ -69,9 +65,9 @@ class PinHelper:
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
         self.target_of = target_of
         self.locked: dict[str, list[Run]] = {}
-        self.given: list[tuple[str, int, int]] = []  # runs that it has unlocked without a request: memory.high was exceeded
+        self.given: list[tuple[str, int, int]] = []  # where it has unlocked without a request: memory.high was exceeded
         self.nodes: dict[str, int | None] = {}
-        self.count = self.locked_bytes = 0
+        self.count = self.locked_bytes = self.given_bytes = 0
         script = str(Path(__file__).with_name("pinhelper.py"))
         # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
         self._process = subprocess.Popen(
@@ -99,10 +95,12 @@ class PinHelper:
             reply: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise HelperLost(self, str(error)) from error
+        before = self.locked_bytes
         for path, *run in reply.pop("given", ()):
             if path in self.locked:
                 self._change(path, (run[0], run[1]), take_out)
                 self.given.append((path, run[0], run[1]))
+        self.given_bytes = before - self.locked_bytes or self.given_bytes
         return reply
 
     def attach(self, path: str) -> int | None:
@@ -336,6 +334,8 @@ class PinService:
     def _report_given(self) -> None:
         for helper in self._helpers:
             given, helper.given = helper.given, []
+            if given:
+                log.warning("memory.high is exceeded: the pin helper has unlocked %d bytes", helper.given_bytes)
             for path, offset, length in given:
                 self.on_failed(path, offset, length, errno.ENOMEM)
 
@@ -512,48 +512,6 @@ def capacity() -> tuple[int, int]:
         most = int(MAP_COUNT.read_text()) // 4
         return most, 2 * most * LARGE_EXTENT
     return DEFAULT_MAP_COUNT // 4, DEFAULT_MAP_COUNT // 2 * LARGE_EXTENT
-
-
-def pieces(offset: int, length: int) -> Iterator[Run]:
-    """Yield a range in runs of BATCH_BYTES at most."""
-    for start in range(offset, offset + length, BATCH_BYTES):
-        yield start, min(BATCH_BYTES, offset + length - start)
-
-
-def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
-    """Return the parts of `runs` that lie in a range."""
-    end = offset + length
-    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
-    first -= bool(first and sum(runs[first - 1]) > offset)
-    return [(max(start, offset), min(start + size, end) - max(start, offset)) for start, size in runs[first:last]]
-
-
-def add_run(runs: list[Run], offset: int, length: int) -> int:
-    """Add a range to `runs`, merged with those that it overlaps or touches; returns how many bytes are new."""
-    added = length + take_out(runs, offset, length)
-    at, end = bisect_left(runs, (offset,)), offset + length
-    if at < len(runs) and runs[at][0] == end:
-        end = sum(runs.pop(at))
-    if at and sum(runs[at - 1]) == offset:
-        at -= 1
-        offset = runs.pop(at)[0]
-    runs.insert(at, (offset, end - offset))
-    return added
-
-
-def take_out(runs: list[Run], offset: int, length: int) -> int:
-    """Take a range out of `runs`; returns how many bytes are new, so minus those of it that were in there."""
-    found = overlap(runs, offset, length)
-    if not found:
-        return 0
-    end = offset + length
-    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
-    first -= bool(first and sum(runs[first - 1]) > offset)
-    low, high = runs[first][0], sum(runs[last - 1])
-    rest = [(low, offset - low)] if low < offset else []
-    rest += [(end, high - end)] if high > end else []
-    runs[first:last] = rest
-    return -sum(size for _, size in found)
 
 
 def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None:

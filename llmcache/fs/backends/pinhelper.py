@@ -16,8 +16,9 @@ To attach the file that a link leads to, its real path, device and inode come wi
 Such a cgroup cannot reclaim them any more, so that a client may be killed for want of memory: the daemon decides.
 
 When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
-may be too late to unlock anything. This process, which hardly allocates, watches that limit too, and unlocks what exceeds
-it. The next reply reports that in "given": [path, offset, bytes].
+may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. The next reply reports
+that in "given": [path, offset, bytes]. It may be suspended as well, after any page fault or system call that allocates memory.
+So it keeps its own program in memory, tries what it will have to do beforehand, and unlocks by one call for each file.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ import sys
 import threading
 import time
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from typing import Any
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OPEN_TREE, OPEN_TREE_CLONE = 428, 1  # on every architecture; Linux 5.2
 AT_FDCWD = -100
@@ -43,13 +46,19 @@ PR_SET_PDEATHSIG = 1
 PROT_READ = 1
 MAP_SHARED = 1
 MADV_DONTNEED = 4
+MCL_CURRENT = 1
 MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
 MAPPED = 1 << 63
+BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
 PAUSE_S = 0.25  # between looks at memory.high
+STAT_BYTES = 1 << 14  # more than a memory.stat has
 GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
+
+Run = tuple[int, int]
+"""A stretch of a file, (offset, bytes)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -66,45 +75,46 @@ def unlock(address: int, length: int) -> int:
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
 
-class Runs:
-    """Stretches of a file that do not overlap, by first byte and end, in order."""
+def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
+    """Return the parts of `runs` that lie in a range."""
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    return [(max(start, offset), min(start + size, end) - max(start, offset)) for start, size in runs[first:last]]
 
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
 
-    def take_out(self, offset: int, length: int) -> None:
-        """Take a range out."""
-        end = offset + length
-        first, last = bisect_right(self.ends, offset), bisect_left(self.starts, end)
-        if first < last:
-            parts = [(self.starts[first], offset), (end, self.ends[last - 1])]
-            rest = [(start, stop) for start, stop in parts if start < stop]
-            self.starts[first:last] = [start for start, _ in rest]
-            self.ends[first:last] = [stop for _, stop in rest]
+def add_run(runs: list[Run], offset: int, length: int) -> int:
+    """Add a range to `runs`, merged with those that it overlaps or touches; returns how many bytes are new."""
+    added = length + take_out(runs, offset, length)
+    at, end = bisect_left(runs, (offset,)), offset + length
+    if at < len(runs) and runs[at][0] == end:
+        end = sum(runs.pop(at))
+    if at and sum(runs[at - 1]) == offset:
+        at -= 1
+        offset = runs.pop(at)[0]
+    runs.insert(at, (offset, end - offset))
+    return added
 
-    def add(self, offset: int, length: int) -> None:
-        """Add a range; it stays a run of its own."""
-        self.take_out(offset, length)
-        at = bisect_left(self.starts, offset)
-        self.starts.insert(at, offset)
-        self.ends.insert(at, offset + length)
 
-    def pop(self) -> tuple[int, int]:
-        """Take the last run out; returns (offset, bytes)."""
-        start, end = self.starts.pop(), self.ends.pop()
-        return start, end - start
+def take_out(runs: list[Run], offset: int, length: int) -> int:
+    """Take a range out of `runs`; returns how many bytes are new, so minus those of it that were in there."""
+    found = overlap(runs, offset, length)
+    if not found:
+        return 0
+    end = offset + length
+    first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
+    first -= bool(first and sum(runs[first - 1]) > offset)
+    low, high = runs[first][0], sum(runs[last - 1])
+    rest = [(low, offset - low)] if low < offset else []
+    rest += [(end, high - end)] if high > end else []
+    runs[first:last] = rest
+    return -sum(size for _, size in found)
 
-    def within(self, offset: int, length: int) -> bool:
-        """Return True if one run has all of a range."""
-        at = bisect_right(self.starts, offset) - 1
-        return at >= 0 and self.ends[at] >= offset + length
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((start, end - start) for start, end in zip(self.starts, self.ends, strict=True))
-
-    def __len__(self) -> int:
-        return len(self.starts)
+def pieces(offset: int, length: int) -> Iterator[Run]:
+    """Yield a range in runs of BATCH_BYTES at most."""
+    for start in range(offset, offset + length, BATCH_BYTES):
+        yield start, min(BATCH_BYTES, offset + length - start)
 
 
 class Mapping:
@@ -114,7 +124,7 @@ class Mapping:
         self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
-        self.locked = Runs()
+        self.locked: list[Run] = []  # in order; they neither overlap nor touch
 
     def map(self) -> int:
         """Return the address of the mapping, made at first use."""
@@ -128,6 +138,7 @@ class Mapping:
 
     def close(self) -> None:
         """Unmap (which unlocks) and close."""
+        self.locked.clear()
         if self.address:
             libc.munmap(self.address, self.size)
         os.close(self.fd)
@@ -176,16 +187,14 @@ class Helper:
 
         A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
         """
-        left = LOOK_BYTES + sum(length for each in self.files.values() for _, length in each.locked) // LOOKS
+        left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
+        if not self.runs:
+            self.runs = [(each, *part) for each in self.files.values() for run in each.locked for part in pieces(*run)]
         found = 0
-        for _ in range(len(self.runs) + 1):
-            if not self.runs:
-                self.runs = [(each, *run) for each in self.files.values() for run in each.locked]
-            if not self.runs or left <= 0:
-                break
-            mapping, offset, length = self.runs.pop()
-            if mapping in self.files.values() and mapping.locked.within(offset, length):
-                left -= length
+        while self.runs and left > 0:
+            mapping, start, size = self.runs.pop()
+            left -= size
+            for offset, length in overlap(mapping.locked, start, size):  # what is locked of it by now
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
                     found += length
@@ -198,26 +207,36 @@ class Helper:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         offset, length = request["offset"], request["length"]
         address = mapping.map() + offset
-        with self.lock:
-            mapping.locked.take_out(offset, length)
         if operation == "unlock":
             succeed(unlock(address, length))
+            with self.lock:
+                take_out(mapping.locked, offset, length)
             return {}
         succeed(libc.mlock(address, length))
         with self.lock:
-            mapping.locked.add(offset, length)
+            add_run(mapping.locked, offset, length)
         runs = self.charges.runs(address, length, {0, *request["free"]})
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock so many bytes, from the ends of the files."""
+        """Unlock at least so many bytes, from the end of each file."""
         with self.lock:
             for path, mapping in self.files.items():
-                while mapping.locked and size_bytes > 0:
-                    offset, length = mapping.locked.pop()
-                    unlock(mapping.map() + offset, length)
-                    self.given.append((path, offset, length))
-                    size_bytes -= length
+                if size_bytes <= 0 or not mapping.locked:
+                    continue
+                start = end = sum(mapping.locked[-1])
+                left = size_bytes
+                for offset, length in reversed(mapping.locked):
+                    start = max(offset, (offset + length - left) // PAGE * PAGE)
+                    left -= offset + length - start
+                    if left <= 0:
+                        break
+                if unlock(mapping.address + start, end - start):
+                    start = 0  # the kernel may refuse to split a range
+                    if unlock(mapping.address, end):
+                        continue
+                self.given.append((path, start, end - start))
+                size_bytes += take_out(mapping.locked, start, end - start)
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Open `path` through the mount, or the target of the link that it is; again if it is attached already."""
@@ -313,20 +332,25 @@ class HighLimits:
         """Return by how many bytes that cannot be reclaimed the worst of the limits is exceeded; negative if by none."""
         worst = -1
         for high, current, stat_fd in self.groups:
-            try:
+            with contextlib.suppress(OSError):  # the cgroup is gone
                 limit = os.pread(high, 64, 0).strip()
-                if limit == b"max":
-                    continue
-                fields = dict(line.split() for line in os.pread(stat_fd, 1 << 16, 0).splitlines())
-                cached = int(fields[b"inactive_file"]) + int(fields[b"active_file"])
-                worst = max(worst, int(os.pread(current, 64, 0)) - cached - int(limit))
-            except OSError:
-                continue  # the cgroup is gone
+                if limit != b"max":
+                    worst = max(worst, self.used(current, stat_fd) - int(limit))
         return worst
+
+    def used(self, current: int, stat_fd: int) -> int:
+        """Return the bytes of a cgroup that cannot be reclaimed. OSError."""
+        fields = dict(line.split() for line in os.pread(stat_fd, STAT_BYTES, 0).splitlines())
+        return int(os.pread(current, 64, 0)) - int(fields[b"inactive_file"]) - int(fields[b"active_file"])
 
 
 def watch(helper: Helper, limits: HighLimits) -> None:
     """Keep the locked memory within memory.high, for as long as this process lives."""
+    # All of it once now, so that the memory that it takes, in the kernel too, is there when the limit is exceeded.
+    for _, current, stat_fd in limits.groups:
+        with contextlib.suppress(OSError):
+            limits.used(current, stat_fd)
+    unlock(0, 0)
     while True:
         time.sleep(PAUSE_S)
         if (excess := limits.excess()) > 0:
@@ -386,6 +410,8 @@ def main() -> int:
     helper = Helper(sys.argv[1])
     limits = HighLimits()
     if limits.groups:
+        if os.geteuid() == 0:  # else it would count towards RLIMIT_MEMLOCK
+            libc.mlockall(MCL_CURRENT)
         threading.Thread(target=watch, args=(helper, limits), daemon=True).start()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(helper.handle(json.loads(line))) + "\n")

@@ -335,7 +335,7 @@ class Engine:
     def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
         """Lock held. A file that has changed meanwhile has nothing pinned there, and the refusal says nothing."""
         first = member.base + offset // group.extent_bytes
-        end = min(first - (-length // group.extent_bytes), member.base + member.count)
+        end = min(member.base - (-(offset + length) // group.extent_bytes), member.base + member.count)
         extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
         if not extents:
             return
