@@ -139,8 +139,9 @@ def test_what_exceeds_memory_high_is_what_cannot_be_reclaimed(tmp_path: Path) ->
     assert limits.excess() == 450 - 20 - 40 - 300
     (tmp_path / "c" / "memory.high").write_text("400\n")
     assert limits.excess() < 0
-    for fd in sum(limits.groups, []):
-        os.close(fd)
+    for fds in limits.groups:
+        for fd in fds:
+            os.close(fd)
 
 
 MADV_DONTNEED_LOCKED = 24
