@@ -17,8 +17,8 @@ Such a cgroup cannot reclaim them any more, so that a client may be killed for w
 
 When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
 may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. The next reply reports
-that in "given": [path, offset, bytes]. It may be suspended as well, after any page fault or system call that allocates
-memory. So it keeps its own program in memory, tries what it will have to do beforehand, and unlocks by one call for each file.
+that in "given": [path, offset, bytes]. A page fault or system call that allocates memory may get it suspended as well. So it
+keeps its own program in memory, tries what it will have to do beforehand, and unlocks by one call for each file.
 """
 
 from __future__ import annotations
