@@ -129,6 +129,11 @@ class PressureGauge:
         """True if little memory was left when the limit was asked for last, so that it is asked for sooner."""
         return self.pause_s < PAUSE_S
 
+    @property
+    def is_calm(self) -> bool:
+        """True if memory has not got shorter for a while."""
+        return time.monotonic() - self._calm_since > CALM_S
+
     def check(self, budget_bytes: int, held_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
         if budget_bytes < MIN_BUDGET_BYTES:
@@ -160,6 +165,9 @@ class PressureGauge:
         if missing > 0:
             # From what is held, not from the limit: what is already on its way out is not asked for twice.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
+        elif held_bytes - missing + AHEAD_BYTES < self._limit:
+            # Of a loop that was left to the kernel nothing is held: pins come back faster than pressure is noticed.
+            self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(self._limit - int(STEP_SHARE * self.budget_bytes), now, f"memory stalls {stalls:.0%} of the time")
         elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:

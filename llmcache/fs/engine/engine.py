@@ -434,6 +434,7 @@ class Engine:
             blind = False
             now_ns = time.monotonic_ns()
             with self.state.lock:
+                self.state.is_calm = self.gauge.is_calm
                 if self.backend.in_place:
                     self.state.set_slack(self.gauge.slack_bytes)
                     free_bytes = max(0, self.gauge.free_bytes)

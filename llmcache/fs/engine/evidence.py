@@ -19,7 +19,7 @@ import functools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
@@ -41,7 +41,6 @@ MOVED_SHARE = 4  # of what is pinned, inverted, that clients begin to use in one
 LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the loop was read (inverted)
 NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
-ENDS_SHARE = 8  # of the extents in use, inverted: so many ends of what is used make a difference
 TINY_BYTES = 64 << 10  # norms and biases
 TRIAL_FIT = 0.75  # of a loop, which takes that much memory in any case: all of it may fit
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
@@ -124,14 +123,11 @@ class Judge:
         used_bytes = group.evidence.used_bytes
         return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
 
-    def _weigh(self, group: Group, *, all_seen: bool = False) -> None:
+    def _weigh(self, group: Group) -> None:
         """Estimate what clients use of each extent, from which tensors are used; hardly used ones become single pages.
 
         A tensor is used where an extent that lies wholly in it is. One that is too small for that is used if all its extents
-        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is. Where what is
-        used ends inside of a tensor, or of a file without tensors, it ends somewhere in the last extent: many such ends are
-        read page by page too, or they would take much more memory than the kernel needs for them. They can be told once the
-        use of all extents is known (`all_seen`).
+        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
         """
         if 1 not in group.use.unused:
             group.evidence.used_bytes = None
@@ -141,13 +137,10 @@ class Judge:
             if member.tensors:
                 _weigh_member(group, member, used_bytes)
         group.evidence.used_bytes = used_bytes
-        ends = set[int]().union(*(_unexplained_ends(group, member) for member in group.members))
-        if not all_seen or len(ends) * ENDS_SHARE < group.count - group.use.unused.count(1):
-            ends.clear()
         thin = [
             extent
             for extent, state in zip(group.order.extent_at, group.status, strict=True)
-            if (0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes or extent in ends)
+            if 0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes
             and not group.use.unused[extent]
             and not group.thin[extent]
             and state != SINGLE
@@ -276,7 +269,7 @@ class Judge:
             found = group.use.judge(exposed) if group.alive else []
             if found:
                 self._drop_out(group, found)
-                self._weigh(group, all_seen=True)
+                self._weigh(group)
                 group.evidence.exposure_gap = EXPOSURE_PASSES
             group.evidence.exposed.clear()
             if group.use.changed:
@@ -319,7 +312,7 @@ class Judge:
             found = use.judge(untouched)
             evidence.exposed.clear()
             if found:
-                self._weigh(group, all_seen=True)
+                self._weigh(group)
             evidence.pins_doubted = bool(untouched)
             if untouched:  # exposed again at once, until it is known whether they are in use
                 evidence.pins_due_ns = 0
@@ -347,6 +340,8 @@ class Judge:
         now_read_bytes = evidence.seen_read_bytes
         read_bytes, lru_bytes = now_read_bytes - evidence.judged_read_bytes, evidence.lru_bytes - evidence.judged_lru_bytes
         evidence.judged_read_bytes, evidence.judged_lru_bytes = now_read_bytes, evidence.lru_bytes
+        if not self.state.is_calm:  # what is read while memory gets shorter says little, and pins would come back too early
+            return
         if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
         if group.left:
@@ -451,22 +446,6 @@ class Judge:
     @staticmethod
     def _inode(group: Group) -> int:
         return next((member.identity.ino for member in group.members if member.identity is not None), 0)
-
-
-def _unexplained_ends(group: Group, member: Member) -> Iterator[int]:
-    """Yield the extents of one file beside unused ones in which no tensor begins or ends."""
-    size, unused = group.extent_bytes, group.use.unused
-    bounds = {
-        at // size
-        for start, end in zip(member.tensors[::2], member.tensors[1::2], strict=True)
-        for at in (start, end - 1)
-        if end - start > TINY_BYTES
-    }
-    for index in range(member.count):
-        extent = member.base + index
-        beside = [extent + step for step in (-1, 1) if 0 <= index + step < member.count]
-        if not unused[extent] and index not in bounds and any(unused[other] for other in beside):
-            yield extent
 
 
 def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:

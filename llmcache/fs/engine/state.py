@@ -211,6 +211,7 @@ class CacheState:
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
     least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
     slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
+    is_calm: bool = True  # memory has not got shorter for a while
     crowded: bool = False  # somebody on `work` waits for room
     running: bool = True
 
