@@ -42,7 +42,7 @@ LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the l
 NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
 TINY_BYTES = 64 << 10  # norms and biases
-TRIAL_FIT = 0.75  # of a loop, which takes that much memory in any case: all of it may fit
+TRIAL_FIT = 0.85  # of what is estimated to be in use: where that much fits, all of it may
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
 PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # of exposures of a loop that is pinned whole
@@ -381,8 +381,13 @@ class Judge:
             and is_estimated
             and group.use.passes >= evidence.trial_pass
             and read_bytes > passes * group.loop_bytes // NOISE_SHARE
-            and group.loop_bytes * TRIAL_FIT < self.state.shadow.capacity_bytes
+            and self._in_use_bytes(group) * TRIAL_FIT < self.state.shadow.capacity_bytes
         )
+
+    def _in_use_bytes(self, group: Group) -> int:
+        """Estimate the bytes of a loop that clients use."""
+        unused = group.use.unused
+        return sum(self.used_bytes(group, extent) for extent in range(group.count) if not unused[extent])
 
     def _try(self, group: Group, steered_bytes: int) -> None:
         """Leave a space to the kernel for a few passes at least; steering has read so much in a pass."""
