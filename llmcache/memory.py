@@ -67,10 +67,15 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
 
 
 def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
-    """Return the memory limits that bind the cgroup with this inode but not this process; None if it is not visible here."""
+    """Return the memory limits that bind the cgroup with this inode but not this process; None if it is not visible here.
+
+    Where no cgroup is visible (in a chroot without /sys), there is no limit that could be known.
+    """
     base, files = root / "sys/fs/cgroup", _V2_FILES
     if cgroup_version(root) == 1:
         base, files = base / "memory", _V1_FILES
+    if not base.is_dir():
+        return []
     for directory, _, _ in os.walk(base):
         if os.stat(directory).st_ino == inode:
             group = Path(directory)

@@ -140,6 +140,12 @@ def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
     assert tightest(root) == min([*found, machine_memory(root)], key=lambda memory: memory.spare_bytes)
 
 
+@pytest.mark.parametrize("own", ["0::/unit\n", "9:memory:/unit\n0::/\n"])
+def test_where_no_cgroup_is_visible_no_limit_is_known(root: Path, own: str) -> None:
+    (root / "proc/self/cgroup").write_text(own)
+    assert limits_apart(7, root) == []
+
+
 @pytest.mark.parametrize(
     ("own", "make", "top"), [("0::/unit\n", v2_group, ""), ("9:memory:/unit\n0::/\n", v1_group, "memory")]
 )
