@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -152,8 +153,9 @@ def uses(mounted: Mounted, name: str) -> list[str]:
     for pid in [daemon.pid, *(child.pid for child in daemon.children())]:
         process = Path(f"/proc/{pid}")
         for descriptor in (process / "fd").iterdir():
-            if name in (link := os.readlink(descriptor)):
-                found.append(f"{pid} {link}")
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if name in (link := os.readlink(descriptor)):
+                    found.append(f"{pid} {link}")
         found += [f"{pid} {line}" for line in (process / "maps").read_text().splitlines() if name in line]
     return found
 

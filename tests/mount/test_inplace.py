@@ -563,7 +563,7 @@ def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
         assert dead.returncode == 4 and "has ended" in dead.stderr
         again = llmcache("mount", source, point, "--mode", "inplace", "--cache", "32Mi")
         assert again.returncode == 0, again.stderr
-        assert sum(found.point == str(point) for found in mounts().values()) == 1
+        wait_for(lambda: sum(found.point == str(point) for found in mounts().values()) == 1, "the dead mount has gone")
         assert llmcache("umount", point).returncode == 0
     assert mountpoint.find(str(point)) is None
 
