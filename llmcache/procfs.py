@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO, Generic, TypeVar
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -74,23 +75,35 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
         return {mount.id: mount for mount in found}
 
 
-class MountChanges:
-    """Whether anything was mounted or unmounted since the last look, as the kernel reports it."""
+_Found = TypeVar("_Found")
 
-    def __init__(self) -> None:
-        self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - for as long as this object lives
+
+class MountWatch(Generic[_Found]):
+    """A fact that `look` reads from the mount table: again only after the kernel has reported a change of the table."""
+
+    def __init__(self, look: Callable[[], _Found]) -> None:
+        self._look = look
+        self._table: BinaryIO | None = None
         self._poll = select.poll()
-        self._poll.register(self._table, select.POLLPRI)
-        self._first = True
+        self._found: list[_Found] = []  # one, or none while a look is due
 
-    def seen(self) -> bool:
-        """Return True at first, and whenever there was a change since the last call."""
-        first, self._first = self._first, False
-        return bool(self._poll.poll(0)) or first
+    def current(self) -> _Found:
+        """Return the fact. OSError: no file can be opened for now; the next call looks again."""
+        if self._table is None:
+            self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - stays open, because only an open table reports
+            self._poll.register(self._table, select.POLLPRI)
+        if self._poll.poll(0):
+            self._found = []
+        if not self._found:
+            self._found = [self._look()]
+        return self._found[0]
 
     def close(self) -> None:
-        """Look no more."""
-        self._table.close()
+        """Close the table; `current` opens it again."""
+        if self._table is not None:
+            self._poll.unregister(self._table)
+            self._table.close()
+            self._table, self._found = None, []
 
 
 IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))

@@ -47,7 +47,7 @@ from llmcache.fs.engine.group import (
     Tripwire,
 )
 from llmcache.fs.engine.state import READ
-from llmcache.procfs import Mount, MountChanges
+from llmcache.procfs import Mount, MountWatch
 from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class FuseBackend:
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
-        self._changes: MountChanges | None = None
-        self._entry: Mount | None = None
+        self._entry: MountWatch[Mount | None] | None = None  # of this mount
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Before the first request: whoever sends one may hang if this process is killed."""
         self.notifier = notifier
-        entry = find(mountpoint)
-        self._guards(entry)
+        self._entry = MountWatch(lambda: find(mountpoint))
+        entry = self._entry.current()
+        self._guard(entry)
         self.slices.start(entry.dev if entry is not None else 0)
 
     def stop(self) -> None:
@@ -90,30 +90,19 @@ class FuseBackend:
 
     def close(self) -> None:
         """Ends the process that watches this one."""
-        self._forget_changes()
+        if self._entry is not None:
+            self._entry.close()
         if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
             self._sentinel = None
 
-    def _forget_changes(self) -> None:
-        if self._changes is not None:
-            self._changes.close()
-            self._changes = None
-
     def guards(self, mountpoint: str) -> bool:
         """Has a sentinel abort the connection of `mountpoint` when this process is killed; False if there is no mount."""
-        if self._changes is None:
-            self._changes = MountChanges()
-        if self._changes.seen():
-            try:
-                self._entry = find(mountpoint)
-            except OSError:  # the change is still to be looked at
-                self._forget_changes()
-                raise
-        return self._guards(self._entry)
+        assert self._entry is not None
+        return self._guard(self._entry.current())
 
-    def _guards(self, entry: Mount | None) -> bool:
+    def _guard(self, entry: Mount | None) -> bool:
         if entry is None:
             return False
         if self._sentinel is None or self._sentinel.poll() is not None:

@@ -42,7 +42,7 @@ from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.samples import Samples
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
-from llmcache.procfs import MountChanges, mounts
+from llmcache.procfs import MountWatch, mounts
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class BindMount:
         self._source, self._point, self._flags, self._files = source, point, flags, files
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
-        self._changes: MountChanges | None = None
-        self._mounted = True
+        self._there = MountWatch(self._is_in_table)
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -110,6 +109,7 @@ class BindMount:
         finally:
             if self._is_mounted() and self.mount_id is not None:
                 syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
+            self._there.close()
             self._on_end()
 
     def _is_mounted(self) -> bool:
@@ -117,14 +117,12 @@ class BindMount:
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
-            if self._changes is None:
-                self._changes = MountChanges()
-            if self._changes.seen():
-                self._mounted = any(each.id == self.mount_id and each.point == self._point for each in mounts().values())
-            return self._mounted
+            return self._there.current()
         except OSError:  # no more files can be opened for now
-            self._changes = None
             return True
+
+    def _is_in_table(self) -> bool:
+        return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
         """Ends `run` soon."""

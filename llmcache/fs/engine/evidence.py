@@ -42,6 +42,7 @@ LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the l
 NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
 TINY_BYTES = 64 << 10  # norms and biases
+TRIAL_PASSES = 8  # from the first trial to the next, and twice as many after each
 TRIAL_FIT = 0.85  # of what is estimated to be in use: where that much fits, all of it may
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
@@ -90,8 +91,7 @@ class Judge:
         pinned = self.holder.pinned(group)
         self.turn(group, True)
         if self.backend.in_place:
-            self.state.jobs.append(functools.partial(self._drop, group, pinned))
-            self.state.work.notify()
+            self._queue(self._drop, group, pinned)
 
     def _drop(self, group: Group, extents: list[int]) -> None:
         """Drops extents that are no longer pinned: to the kernel they look as if they had just been used."""
@@ -190,9 +190,7 @@ class Judge:
         else:  # the touch of what is resident may cause no event
             use.judge(self._silent(group, visible))
         self._guard(group)
-        if use.changed:
-            use.changed = False
-            self._replan()
+        self._replan_if_changed(group)
 
     def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
         """Return the extents without a touch for some passes. Touches of those that are resident may cause no event."""
@@ -236,17 +234,23 @@ class Judge:
         use, evidence = group.use, group.evidence
         if evidence.exposed:
             if use.passes - evidence.exposed_pass >= UNUSED_PASSES:
-                self.state.jobs.append(functools.partial(self._examine, group))
-                self.state.work.notify()
+                self._queue(self._examine, group)
             return
         gap = evidence.exposure_gap if is_suspicious else EXPOSURE_MAX_PASSES
         if use.passes < evidence.exposed_pass + gap or time.monotonic() < self._rest_until or not hidden:
             return
         evidence.exposure_gap = min(EXPOSURE_MAX_PASSES, 2 * evidence.exposure_gap)
-        evidence.exposed = set(hidden)
-        evidence.exposed_pass = use.passes
         use.excuse(hidden)
-        self.state.jobs.append(functools.partial(self._begin, group, list(hidden)))
+        self._start(group, hidden)
+
+    def _start(self, group: Group, extents: Sequence[int]) -> None:
+        evidence = group.evidence
+        evidence.exposed, evidence.exposed_pass = set(extents), group.use.passes
+        self._queue(self._begin, group, list(extents))
+
+    def _queue(self, job: Callable[..., None], *arguments: object) -> None:
+        """Leave a job to the loaders, which run it without the lock."""
+        self.state.jobs.append(functools.partial(job, *arguments))
         self.state.work.notify()
 
     def _begin(self, group: Group, hidden: list[int]) -> None:
@@ -268,13 +272,21 @@ class Judge:
                 group.use.touch(extent)
             found = group.use.judge(exposed) if group.alive else []
             if found:
-                self._drop_out(group, found)
-                self._weigh(group)
                 group.evidence.exposure_gap = EXPOSURE_PASSES
-            group.evidence.exposed.clear()
-            if group.use.changed:
-                group.use.changed = False
-                self._replan()
+            self._end_exposure(group, found)
+
+    def _end_exposure(self, group: Group, found: Sequence[int]) -> None:
+        """Act on what an exposure has shown; `found`: extents that are no longer used."""
+        group.evidence.exposed.clear()
+        if found:
+            self._drop_out(group, found)
+            self._weigh(group)
+        self._replan_if_changed(group)
+
+    def _replan_if_changed(self, group: Group) -> None:
+        if group.use.changed:
+            group.use.changed = False
+            self._replan()
 
     def _look_at_pins(self, group: Group, now_ns: int) -> None:
         """Have a loop that is pinned whole exposed now and then: no touch of it causes an event, so no pass ends.
@@ -287,14 +299,12 @@ class Judge:
         period_ns = PINS_PERIODS * (group.learner.period or 0)
         evidence.pins_due_ns = now_ns + max(PINS_NS, period_ns)
         if evidence.exposed:
-            self.state.jobs.append(functools.partial(self._examine_pins, group))
+            self._queue(self._examine_pins, group)
         else:
             pinned = self.holder.pinned(group)
-            evidence.exposed, evidence.exposed_pass = set(pinned), group.use.passes
             if not evidence.pins_doubted:
                 group.use.excuse(pinned)
-            self.state.jobs.append(functools.partial(self._begin, group, pinned))
-        self.state.work.notify()
+            self._start(group, pinned)
 
     def _examine_pins(self, group: Group) -> None:
         """Count the time since an exposure as a pass, unless the client has rested."""
@@ -309,19 +319,13 @@ class Judge:
                 use.touch(extent)
             use.end_pass()
             untouched = [extent for extent in exposed if extent not in touched]
-            found = use.judge(untouched)
-            evidence.exposed.clear()
-            if found:
-                self._weigh(group)
             evidence.pins_doubted = bool(untouched)
             if untouched:  # exposed again at once, until it is known whether they are in use
                 evidence.pins_due_ns = 0
             else:
-                evidence.pins_gap_ns = min(PINS_MAX_NS, 2 * evidence.pins_gap_ns)
+                evidence.pins_gap_ns = min(PINS_MAX_NS, max(PINS_NS, 2 * evidence.pins_gap_ns))
                 evidence.pins_due_ns = time.monotonic_ns() + evidence.pins_gap_ns
-            if use.changed:
-                use.changed = False
-                self._replan()
+            self._end_exposure(group, use.judge(untouched))
 
     # The guard
 
@@ -393,8 +397,8 @@ class Judge:
         """Leave a space to the kernel for a few passes at least; steering has read so much in a pass."""
         evidence = group.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
+        evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)
         evidence.trial_pass = group.use.passes + evidence.trial_gap
-        evidence.trial_gap *= 2
         self._guard_of(group).leave()
         log.info(
             "inode %d: left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
@@ -433,7 +437,7 @@ class Judge:
             if member.mixture is not None:
                 self.state.mixtures.turn(member.mixture, is_left)
                 if not is_left:
-                    self.state.jobs.append(functools.partial(self.backend.find_experts, member.mixture))
+                    self._queue(self.backend.find_experts, member.mixture)
         if is_left and self.backend.in_place:
             for extent in list(group.loading):
                 group.cancel(extent)

@@ -107,10 +107,10 @@ class PassEvidence:
     steered_bytes: int = 0  # that steering read in a pass, when the space was left to the kernel
     tried_bytes: int | None = None  # the same, while what the kernel reads is being tried
     trial_pass: int = 0  # before which there is no other trial
-    trial_gap: int = 8  # passes from one trial to the next
+    trial_gap: int = 0  # passes from one trial to the next
     unused: int = -1  # extents, when that was judged last
     pins_due_ns: int = 0  # when a loop that is pinned whole is exposed, or looked at, next
-    pins_gap_ns: int = 5_000_000_000  # from one look at it to the next, once it was seen to be in use
+    pins_gap_ns: int = 0  # from one look at it to the next, once it was seen to be in use
     pins_doubted: bool = False  # some were untouched at the last look
     exposed: set[int] = field(default_factory=set)  # resident extents whose next touch will be seen
     exposed_pass: int = 0
