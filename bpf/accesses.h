@@ -190,10 +190,10 @@ static __always_inline void narrow(struct inode *inode, u64 *first, u64 *last)
 		*last = end;
 }
 
-/* The first block that the current call asks for, `first` where that is not known.
+/* The first block that the current call requests, `first` where that is not known.
  *
- * When a batch of pages ends in one that is not there yet, filemap_get_pages returns without its event, so a read that
- * goes beyond what was read ahead is told of only from its next batch on. */
+ * When a batch of pages ends in one that is not cached yet, filemap_get_pages returns without its event. So the record of a
+ * read beyond the read-ahead begins with its next batch only. */
 static __always_inline u64 asked_from(struct inode *inode, u64 first)
 {
 	s64 position = read_position(inode, (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));

@@ -154,7 +154,7 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 	return 0;
 }
 
-/* The file pages that a process maps. Before 6.2 the kernel adds what a thread mapped page by page after 64 faults only. */
+/* The file pages that a process maps. Before 6.2 the kernel adds pages that a thread mapped one by one after 64 faults only. */
 static __always_inline s64 mapped_file_pages(struct mm_struct *mm)
 {
 	if (bpf_core_field_exists(((struct mm_struct___atomic *)0)->rss_stat.count[MM_FILEPAGES].counter))

@@ -245,7 +245,7 @@ class ModelBytes:
     `loop_bytes` once per token (of them `sparse_bytes` belong to experts, of which a token reads a part only),
     `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding).
     A token uses `used` of the `experts` of a layer; None: there are none, or nothing says how many. llama.cpp copies
-    `repacked_bytes` of the loop into its own memory, unless it is told not to.
+    `repacked_bytes` of the loop into its own memory, unless a flag forbids that.
     """
 
     path: str

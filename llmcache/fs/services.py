@@ -1,8 +1,8 @@
 """The threads that run for as long as a mount does.
 
-A service that raises an exception that it does not expect must not just be missing from then on, while the mount goes on
-"serving": the exception is logged with its traceback, counted, and the service is run again. One that fails again and again
-ends for good, and `on_broken` decides what becomes of the mount.
+An unexpected exception must not silently end a service of a mount that still serves. So the exception is logged with its
+traceback and counted, and the service is run again. After FAILURES_MAX failures within WITHIN_S it is not run again, and
+`on_broken` decides about the mount.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAILURES_MAX, WITHIN_S, PAUSE_S = 5, 60.0, 0.2
 
 
 class Services:
-    """The service threads of one mount. `on_broken(name)` is called on the thread of a service that has ended for good."""
+    """The service threads of one mount. `on_broken(name)` is called on the thread of a service that is not run again."""
 
     def __init__(self) -> None:
         self.on_broken: Callable[[str], None] = lambda _name: None

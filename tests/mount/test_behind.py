@@ -153,7 +153,7 @@ def uses(mounted: Mounted, name: str) -> list[str]:
     for pid in [daemon.pid, *(child.pid for child in daemon.children())]:
         process = Path(f"/proc/{pid}")
         for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it was closed
                 if name in (link := os.readlink(descriptor)):
                     found.append(f"{pid} {link}")
         found += [f"{pid} {line}" for line in (process / "maps").read_text().splitlines() if name in line]

@@ -95,7 +95,7 @@ class Passes:
         raise AssertionError("the reader has ended")
 
     def until_kept(self, mount: Live, least_bytes: int) -> None:
-        """Passes until so much of the file is pinned, or the kernel, to which it is left, reads nothing; all of it right."""
+        """Passes, all right, until `least_bytes` are pinned, or the file is left to the kernel and nothing is read."""
         deadline = time.monotonic() + 120
         while mount.pinned_bytes(self.name) < least_bytes:
             before = mount.stats()
@@ -298,7 +298,7 @@ print("done", flush=True)
 @pytest.mark.cgroup
 @pytest.mark.parametrize("mode", ["inplace", "steer"])
 def test_a_client_whose_cgroup_has_a_limit_of_its_own_is_not_killed(empty: Path, tmp_path: Path, mode: str) -> None:
-    """What is charged to it stays evictable while it needs more and more memory, and the loop is pinned nevertheless."""
+    """Its charged pages stay evictable while it needs more and more memory, and the loop is pinned nevertheless."""
     shape = choose_shape(160 * MIB, BYTES_PER_VALUE["gguf"], None, False)
     (model,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
     forget(model)

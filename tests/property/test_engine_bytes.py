@@ -58,7 +58,7 @@ def test_every_byte_is_right_and_memory_is_bounded(rig: Rig) -> None:
 
 
 def test_an_unexpected_error_of_a_loader_costs_no_byte_and_no_reader(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service goes on; where it fails for good, steering ends and reads are answered from SOURCE."""
+    """The service is run again; after repeated failures steering ends, and reads are answered from SOURCE."""
     file, services = rig.file("loop", LOOP), rig.engine.state.services
     rig.sweep(file, 2)
     store, failing = FuseBackend.store, iter([True, False, True])

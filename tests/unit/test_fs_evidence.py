@@ -143,7 +143,7 @@ class Mount:
     def _fetch(self, extent: int) -> None:
         group, state = self.group, self.state
         self.storage.read += group.extent_bytes
-        held = group.status.count(PINNED) + 1  # what is left to the kernel is resident, but not counted
+        held = group.status.count(PINNED) + 1  # extents left to the kernel are resident, but not counted
         while (len(group.touched) + held) * group.extent_bytes > state.limit_bytes and group.touched:
             unused = (each for each in group.touched if group.use.unused[each])
             state.resident_bytes -= group.forget(next(unused, next(iter(group.touched))))

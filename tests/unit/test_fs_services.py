@@ -1,4 +1,4 @@
-"""Service threads: what fails is logged, counted and run again, and what a mount cannot do is known when it starts."""
+"""Service threads are run again after failures, refused system calls are found at start, and the mount table is watched."""
 
 from __future__ import annotations
 

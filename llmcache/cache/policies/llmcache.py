@@ -1,4 +1,4 @@
-"""What a mount keeps: its access log replayed by `steering`, and any other trace by `reuse` and, for experts, `hotset`.
+"""The data that a mount keeps: `steering` replays its access log, `reuse` and, for experts, `hotset` any other trace.
 
 `Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
 provenance, and verdicts are those of the mount; per reference it is plain Python. `Cut` replays all other traces, block by
@@ -178,8 +178,8 @@ class _FileExperts:
 class Cut:
     """Runs of any trace: blocks as `Reuse` keeps them, experts of MoE models whose file is still there as mounts do.
 
-    An expert is loaded whole where its first block is missed: what is read of it for the same use came from storage too.
-    Experts have what the dense tensors of their models leave of the capacity, at most.
+    An expert is loaded whole when its first block is missed: its other blocks came from storage for the same use. Experts
+    take no more of the capacity than the dense tensors of their models leave.
     """
 
     def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
@@ -208,7 +208,7 @@ class Cut:
             return self._reuse.replay(first, count)
         files, blocks = self._places.locate(first)
         hits = np.zeros(len(first), np.int64)
-        pending: list[tuple[int, int, int]] = []  # row, first id and length of what is in no expert
+        pending: list[tuple[int, int, int]] = []  # row, first id and length of the parts outside experts
         runs = zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True)
         for row, (start, file, block, length) in enumerate(runs):
             mixture = self._mixtures.get(file)

@@ -24,11 +24,11 @@ from llmcache.cache.shadow import Guard
 from llmcache.units import BLOCK_BYTES
 
 AGREE_SHIFT, AGREE_STEPS = 3, 8  # intervals agree within an eighth and 8 steps
-STREAM_STEPS = 16  # a block that follows its predecessor within so many steps belongs to the same stream
-NEAR_SHIFT = 4  # a loop that has come within a sixteenth of its length before a block is about to come to the block
-STREAM_SHIFT = 7  # a 128th of the cache is for what is streamed
+STREAM_STEPS = 16  # a block that follows its predecessor within this number of steps belongs to the same stream
+NEAR_SHIFT = 4  # a loop that is less than a sixteenth of its length before a block is about to reach the block
+STREAM_SHIFT = 7  # a 128th of the cache is for streamed blocks
 GIVEN_UP = 4  # usual intervals, after which a block is no longer expected
-GUARD_SHARE = 8  # of the capacity, inverted: the excess of misses that changes what is in charge
+GUARD_SHARE = 8  # of the capacity, inverted: the excess of misses after which the other of the two decides
 LEAST_EXCESS = 256  # blocks; less is noise
 WINDOW_SHARE, LEAST_WINDOW = 16, 64  # references between two judgements: a part of the capacity, inverted, and the least
 
@@ -42,7 +42,7 @@ GROUPS = FIRST_RUN + RUNS
 HELD, PLANNED, RECENT = 1, 2, 4  # in the cache; the plan would have it; LRU would have it
 NEVER = -1
 
-# Places in the numbers: references so far, the block of the last one, blocks in the cache, in the plan and in LRU, groups
+# Places in the numbers: references until now, the block of the last one, blocks in the cache, in the plan and in LRU, groups
 # that are not empty, runs begun, and misses of the plan and of LRU in this window.
 STEP, PREVIOUS, IN_CACHE, IN_PLAN, IN_LRU, ACTIVE, BEGUN, PLAN_MISSES, LRU_MISSES = range(9)
 
@@ -80,11 +80,11 @@ class Reuse(Policy):
 
     The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one interval
     of more than UNUSED_GAPS usual ones, does not change it. A block is overdue when its interval can no longer agree, unless
-    blocks a little before it in a REGULAR loop have come, and after GIVEN_UP usual intervals in any case. An overdue block
+    blocks a little before it in a REGULAR loop were read, and after GIVEN_UP usual intervals in any case. An overdue block
     is expected as late as it is old.
 
-    This plan is kept as if it were the cache, and so is LRU. The cache evicts what the one in charge does not have. A
-    `Guard` compares their misses, and LRU is in charge while the plan misses more. `Guard` and UNUSED_GAPS are those of
+    This plan is kept as if it were the cache, and so is LRU. The cache evicts a block that the deciding one does not have. A
+    `Guard` compares their misses, and LRU decides while the plan misses more. `Guard` and UNUSED_GAPS are those of
     mounts.
 
     49 bytes per block. Constant time per hit; a miss compares the groups that are not empty, mostly 10 to 30 of them.
@@ -191,13 +191,13 @@ def _fit(state: ReuseState, capacity: int, steering: bool) -> None:
 
 @subroutine
 def _room(capacity: int) -> int:
-    """Returns how many blocks the plan may have: at least one place is for what is streamed."""
+    """Returns how many blocks the plan may have: at least one place is for streamed blocks."""
     return capacity - max(1, capacity >> STREAM_SHIFT)
 
 
 @subroutine
 def _evict(state: ReuseState, steering: bool) -> None:
-    """Evicts the block that the one in charge gave up first, of those still held. There is one where the cache is full."""
+    """Evicts the block that the deciding one dropped first, of those still held. There is one where the cache is full."""
     blocks, flags = len(state.flags), state.flags
     block = back(state.plan, blocks + GROUPS) if steering else back(state.recent, blocks + 1)
     if not flags[block] & PLANNED:
@@ -304,7 +304,7 @@ def _half_octave(interval: int) -> int:
 
 @subroutine
 def _victim(state: ReuseState, newcomer: int, group: int) -> int:
-    """Returns the block that the plan gives up for `newcomer`, of `group`; the newcomer itself if it is expected last."""
+    """Returns the block that the plan drops for `newcomer`, of `group`; the newcomer itself if it is expected last."""
     blocks, last, usual, step = len(state.flags), state.last, state.usual, state.numbers[STEP]
     best = run = stale = NEVER
     run_age = stale_age = 0
@@ -338,7 +338,7 @@ def _victim(state: ReuseState, newcomer: int, group: int) -> int:
 
 @subroutine
 def _is_overdue(state: ReuseState, group: int, block: int, age: int) -> bool:
-    """Returns whether `block`, the one of its group that was referenced longest ago, should have come by now."""
+    """Returns whether `block`, the one of its group that was referenced longest ago, should have been read by now."""
     last, usual = state.last, state.usual[block]
     if age > GIVEN_UP * usual + AGREE_STEPS:
         return True
@@ -347,7 +347,7 @@ def _is_overdue(state: ReuseState, group: int, block: int, age: int) -> bool:
     distance = 1
     while distance <= min(usual >> NEAR_SHIFT, block):
         if last[block - distance] > last[block]:
-            return False  # the loop takes longer this time, and has come close to the block
+            return False  # the loop takes longer this time, and is close to the block
         distance *= 2
     return True
 

@@ -372,7 +372,7 @@ class Files:
 
     @property
     def refused(self) -> int:
-        """How often the kernel has refused advice on the memory of a program: what that has mapped cannot be dropped."""
+        """How often the kernel has refused advice on the memory of a program: pages mapped there cannot be dropped."""
         return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:

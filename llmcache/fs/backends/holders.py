@@ -171,7 +171,7 @@ class PinHelper:
 class Payers:
     """Which memory cgroups may be charged for locked pages: those with no limit but limits that bind this process too.
 
-    `free`: inodes of those that are known to be such.
+    `free`: inodes of the cgroups that were found to be such.
     """
 
     def __init__(self) -> None:
@@ -281,9 +281,10 @@ class PinService:
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range; `on_failed(path, offset, length, errno)` follows for what the kernel refuses.
+        """Lock a range; `on_failed(path, offset, length, errno)` follows for each part that cannot stay locked.
 
-        And for what is charged to a cgroup with a limit of its own: EDQUOT where that is short of memory, otherwise EAGAIN.
+        The errno is the kernel's, or for pages charged to a cgroup with a limit of its own EDQUOT if that cgroup is short of
+        memory, otherwise EAGAIN.
         """
         for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
@@ -361,7 +362,7 @@ class PinService:
             self._check()
 
     def _check(self) -> None:
-        """Notice helpers that have ended, and what they have unlocked; look at the limits of cgroups now and then."""
+        """Notice helpers that have ended, and ranges that they have unlocked; look at the limits of cgroups now and then."""
         for helper in self._helpers:
             again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
             if again and not self.again_bytes:
@@ -406,7 +407,7 @@ class PinService:
                 self._give_up(path, run, charged)
 
     def _give_up(self, path: str, run: Run, charged: list[tuple[int, int, int]] | None) -> None:
-        """Unlock what is charged to cgroups with a limit of their own; all of it where it is not known what is."""
+        """Unlock pages that are charged to cgroups with a limit of their own; the whole run where charges are unknown."""
         refused: dict[int, list[Run]] = {errno.EAGAIN: [run]} if charged is None else {}
         for offset, length, inode in charged or ():
             if code := self._payers.refuse(inode):

@@ -7,7 +7,7 @@ line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel relea
 
 Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock", "path", "offset", "length", "free"} -> {"charged"} ·
 {"op": "unlock", "path", "offset", "length"} · {"op": "detach", "path"} · {"op": "rename", "path", "new"} ·
-{"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if the daemon wants a look at what is locked.
+{"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if "look" is true.
 A request that fails has the reply {"errno"}.
 To attach the file that a link leads to, its real path, device and inode come with the request ("target", "dev", "ino").
 
@@ -18,7 +18,7 @@ Such a cgroup cannot reclaim them any more, so that a client may be killed for w
 When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
 may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. The next reply reports
 that in "given": [path, offset, bytes]. A page fault or system call that allocates memory may get it suspended as well. So it
-keeps its own program in memory, tries what it will have to do beforehand, and unlocks by one call for each file.
+keeps its own program in memory, makes each call once at the start, and unlocks by one call for each file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gi
 LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
 PAUSE_S = 0.25  # between looks at memory.high
 STAT_BYTES = 1 << 14  # more than a memory.stat has
-GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond what is exceeded
+GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond the excess
 
 Run = tuple[int, int]
 """A stretch of a file, (offset, bytes)."""
@@ -183,7 +183,7 @@ class Helper:
         return {"again": self.lock_again() if request["look"] else 0}
 
     def lock_again(self) -> int:
-        """Look at a part of what is locked, the next one each time, and lock again what is not mapped; returns its bytes.
+        """Look at the next part of the locked ranges, and lock unmapped pages again; returns the bytes of those ranges.
 
         A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
         """
@@ -194,7 +194,7 @@ class Helper:
         while self.runs and left > 0:
             mapping, start, size = self.runs.pop()
             left -= size
-            for offset, length in overlap(mapping.locked, start, size):  # what is locked of it by now
+            for offset, length in overlap(mapping.locked, start, size):  # the part that is still locked
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
                     found += length
@@ -219,7 +219,7 @@ class Helper:
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock at least so many bytes, from the end of each file."""
+        """Unlock at least `size_bytes`, from the end of each file."""
         with self.lock:
             for path, mapping in self.files.items():
                 if size_bytes <= 0 or not mapping.locked:

@@ -92,7 +92,7 @@ class _Programs(NamedTuple):
     names: Sequence[str]
 
     def attach(self) -> None:
-        """From now on they tell what all processes do but this one. LoadFailure; nothing is loaded any more then."""
+        """Report the touches of all processes except this one from now on. LoadFailure; then the object is closed."""
         try:
             self.object.run("begin", _Nothing())
             for name in self.names:

@@ -208,7 +208,7 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
 
 
 def line(told: dict[str, Any]) -> str:
-    """Returns the document as one line: mode (and why not in place), budget and its origin, what may be written, by whom."""
+    """Returns the document as one line: mode (and why not in place), budget and its origin, write access, and its users."""
     origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
     why = "what memory can spare; --cache sets it" if origin == DEFAULT else origin
     budget = f"{format_size(told['budget_bytes'])} ({why})"

@@ -185,7 +185,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
 
 
 def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (text, amount) of what has gone wrong inside the daemon, and of its access log; most mounts have neither."""
+    """Yield (text, amount) for faults inside the daemon and for its access log; most mounts have neither."""
     for name, text in _SERVICES.items():
         if found := stats.get("services", {}).get(name):
             yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)

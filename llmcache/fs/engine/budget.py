@@ -166,7 +166,7 @@ class PressureGauge:
             # From what is held, not from the limit: what is already on its way out is not asked for twice.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
-            # Of a loop that was left to the kernel nothing is held: pins come back faster than pressure is noticed.
+            # A loop that was left to the kernel holds nothing, and its pins would return faster than pressure is noticed.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(self._limit - int(STEP_SHARE * self.budget_bytes), now, f"memory stalls {stalls:.0%} of the time")

@@ -126,7 +126,7 @@ class Engine:
             self._house.join(timeout=10)
 
     def _broken(self, service: str) -> None:
-        """A service has ended for good: what the others do without it cannot be relied on."""
+        """A service is not run again: the others cannot be relied on without it."""
         log.error("service %s fails again and again: steering ends, and files are read from SOURCE", service)
         threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
@@ -354,9 +354,10 @@ class Engine:
         self._plan_due = True
 
     def _leave_to_client(self, group: Group, member: Member, extents: list[int], inode: int, code: int) -> None:
-        """Does not pin what is charged to a client's cgroup that has a limit of its own (EDQUOT: and is short of memory).
+        """Does not pin extents that are charged to a client's cgroup with a memory limit of its own.
 
-        In the latter the kernel would evict it soon: it is dropped, and charged to this process when it is read again.
+        EDQUOT: that cgroup is short of memory, and the kernel would evict them soon. They are dropped, and charged to this
+        process when they are read again.
         """
         if not group.unlockable:
             log.warning("inode %d: not pinned where it is charged to a cgroup of a client that has a memory limit", inode)

@@ -43,7 +43,7 @@ NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
 THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
 TINY_BYTES = 64 << 10  # norms and biases
 TRIAL_PASSES = 8  # from the first trial to the next, and twice as many after each
-TRIAL_FIT = 0.85  # of what is estimated to be in use: where that much fits, all of it may
+TRIAL_FIT = 0.85  # of the bytes estimated to be in use: if this share fits, all may
 SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
 PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # of exposures of a loop that is pinned whole
@@ -344,7 +344,7 @@ class Judge:
         now_read_bytes = evidence.seen_read_bytes
         read_bytes, lru_bytes = now_read_bytes - evidence.judged_read_bytes, evidence.lru_bytes - evidence.judged_lru_bytes
         evidence.judged_read_bytes, evidence.judged_lru_bytes = now_read_bytes, evidence.lru_bytes
-        if not self.state.is_calm:  # what is read while memory gets shorter says little, and pins would come back too early
+        if not self.state.is_calm:  # reads under growing pressure are no evidence, and pins would return too early
             return
         if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
@@ -370,10 +370,10 @@ class Judge:
         self.turn(group, is_left)
 
     def _is_trial_due(self, group: Group, read_bytes: int, passes: int) -> bool:
-        """Return True if it is worth finding out what the kernel reads: nearly all may fit, by what is estimated.
+        """Return True if a trial of the kernel is worth its reads: by the estimate, the bytes in use nearly fit.
 
-        How much of an extent beside an unused one is in use is an estimate, and a small error decides whether LRU reads
-        nothing in a pass or everything. A trial costs what the page cache would have read.
+        The used part of an extent next to an unused one is an estimate, and a small error decides whether LRU reads nothing
+        in a pass or everything. A trial reads as much as the page cache would have read.
         """
         evidence, unused = group.evidence, group.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
@@ -394,7 +394,7 @@ class Judge:
         return sum(self.used_bytes(group, extent) for extent in range(group.count) if not unused[extent])
 
     def _try(self, group: Group, steered_bytes: int) -> None:
-        """Leave a space to the kernel for a few passes at least; steering has read so much in a pass."""
+        """Leave a space to the kernel for a few passes at least. `steered_bytes`: read in a pass by steering."""
         evidence = group.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
         evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)

@@ -105,7 +105,7 @@ class PassEvidence:
     judged_lru_bytes: int = 0  # the same, and what was read, at the end of the last pass
     judged_read_bytes: int = 0
     steered_bytes: int = 0  # that steering read in a pass, when the space was left to the kernel
-    tried_bytes: int | None = None  # the same, while what the kernel reads is being tried
+    tried_bytes: int | None = None  # the same, during a trial of the kernel
     trial_pass: int = 0  # before which there is no other trial
     trial_gap: int = 0  # passes from one trial to the next
     unused: int = -1  # extents, when that was judged last

@@ -68,7 +68,7 @@ class Loader:
                     raise
 
     def _fail(self, job: Job) -> None:
-        """A job has failed unexpectedly: no reader may wait for what it was to fetch."""
+        """A job has failed unexpectedly: no reader may wait for its fetch."""
         arguments = getattr(job, "args", ())
         for fetch in [each for each in arguments if isinstance(each, Fetch)]:
             fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))

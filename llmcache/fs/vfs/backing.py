@@ -76,7 +76,7 @@ class Backing:
         self.links = status.st_nlink
         self.hidden = False  # deleted through the mount while open
         self.deleted = False  # behind the mount; until another file takes its path
-        self.kept = False  # open for good: a read of it has not ended
+        self.kept = False  # never closed: a read of it has not ended
         self._changed_behind = False
         self._changes = 0  # counted when one begins, and when it ends
         self._synced = 0  # changes that are on storage
