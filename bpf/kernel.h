@@ -49,7 +49,7 @@ struct upid { int nr; struct pid_namespace *ns; };
 struct pid { unsigned int level; struct upid numbers[1]; };
 struct fdtable { unsigned int max_fds; struct file **fd; };
 struct files_struct { struct fdtable *fdt; };
-struct task_io_accounting { u64 syscr; };
+struct task_io_accounting { u64 syscr, read_bytes; };
 struct task_struct {
 	unsigned int flags;
 	int pid, tgid;
@@ -58,6 +58,7 @@ struct task_struct {
 	struct files_struct *files;
 	struct mm_struct *mm;
 	u64 start_time;
+	unsigned long maj_flt;
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };

@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 
 from llmcache.arrays import Records, Uint64s
+from llmcache.bpf.perf import Attributes, is_known_processor, open_event
 from llmcache.bpf.ring import Fence
 from llmcache.errors import EnvironmentProblem
 from llmcache.procfs import status_of
@@ -38,14 +39,12 @@ from llmcache.trace.records import ACCESS, RECORD, Key, Scope, Source, no_record
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 # Perf events: linux/perf_event.h.
-_NUMBERS = {"x86_64": 298, "aarch64": 241}
 _SOFTWARE, _PAGE_FAULTS = 1, 2
 _TID, _TIME, _ADDR = 1 << 1, 1 << 2, 1 << 3
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
 _USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
 # mmap, task, mmap_data, sample_id_all, mmap2
 _TELL_MAPPINGS = 1 << 8 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 23
-_CLOSE_ON_EXEC = 8
 _SET_OUTPUT, _DISABLE = 0x2405, 0x2401
 _HEAD, _TAIL = 128, 129  # words of the control page
 _HEADER = struct.Struct("<IHH")  # kind, -, size
@@ -66,33 +65,14 @@ _PIPE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("config", ctypes.c_uint64),
-        ("sample_period", ctypes.c_uint64),
-        ("sample_type", ctypes.c_uint64),
-        ("read_format", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("wakeup_watermark", ctypes.c_uint32),
-        ("bp_type", ctypes.c_uint32),
-        ("config1_to_sample_stack", ctypes.c_uint64 * 4),
-        ("sample_stack_user", ctypes.c_uint32),
-        ("clockid", ctypes.c_int32),
-        ("rest", ctypes.c_uint8 * 40),
-    )
-
-
 def _opened(tid: int, cpu: int, follow: bool) -> int:
     """Returns a descriptor of the page faults of thread `tid` on `cpu` and of all threads (`follow`: processes) it starts.
 
     Only those of the program, not those in the kernel's own code; new mappings and forks are told as well. OSError.
     """
     flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _TELL_MAPPINGS
-    attributes = _Attributes(
+    attributes = Attributes(
         type=_SOFTWARE,
-        size=ctypes.sizeof(_Attributes),
         config=_PAGE_FAULTS,
         sample_period=1,
         sample_type=_TID | _TIME | _ADDR,
@@ -100,11 +80,7 @@ def _opened(tid: int, cpu: int, follow: bool) -> int:
         wakeup_watermark=1 << 30,  # nobody waits for it: it is read at intervals
         clockid=time.CLOCK_MONOTONIC,
     )
-    arguments = (ctypes.byref(attributes), ctypes.c_int(tid), ctypes.c_int(cpu), ctypes.c_int(-1))
-    fd = int(_libc.syscall(ctypes.c_long(_NUMBERS[platform.machine()]), *arguments, ctypes.c_ulong(_CLOSE_ON_EXEC)))
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return fd
+    return open_event(attributes, tid, cpu)
 
 
 def _processors() -> list[int]:
@@ -432,7 +408,7 @@ class FaultSource(Source):
     @classmethod
     def probe(cls) -> str | None:
         """Why not here: perf events are forbidden, or there are none."""
-        if platform.machine() not in _NUMBERS:
+        if not is_known_processor():
             return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
         try:
             os.close(_opened(os.getpid(), 0, True))

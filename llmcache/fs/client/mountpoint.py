@@ -344,7 +344,7 @@ def locked_bytes(file: TraceFile) -> int:
     Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer,
     or nonsense.
     """
-    for mount, base in _steering(file):
+    for mount, base in steering(file.path, file.dev):
         stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
         with control.reply_errors(mount.point):
             if stats["mode"] == "arena":
@@ -354,13 +354,13 @@ def locked_bytes(file: TraceFile) -> int:
     return 0
 
 
-def _steering(file: TraceFile) -> Iterator[tuple[Mount, str]]:
-    """The mount that a file lies on, and the directory that paths are told from: in place also below SOURCE."""
+def steering(path: str, dev: int) -> Iterator[tuple[Mount, str]]:
+    """Yield the mount that serves the file at `path`, and the directory that its own paths start from: in place also SOURCE."""
     for mount in mounts().values():
-        if mount.fstype == FSTYPE and mount.dev == file.dev:
+        if mount.fstype == FSTYPE and mount.dev == dev:
             yield mount, mount.point
     for point, facts in control.root_points().items():
         for base in (point, str(facts.get("source"))):
-            mounted = find(point) if file.path.startswith(base + "/") else None
+            mounted = find(point) if path.startswith(base + "/") else None
             if mounted is not None and mounted.fstype == IN_PLACE:
                 yield mounted, base

@@ -1,0 +1,173 @@
+"""The model files that a process maps, and the processes that belong together; reads /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from llmcache.errors import DataError
+from llmcache.fs.layout import read_layout
+from llmcache.fs.layout.tensors import ModelLayout, shard_name
+from llmcache.tokens.clock import Key, Place
+from llmcache.trace.processes import FileMapping, descendants, mappings
+from llmcache.units import BLOCK_BYTES
+
+_LEAST_MAPPED_BYTES = 64 << 10
+_NUMBER_OF_SHARD = re.compile(r"-[0-9]{5,6}-of-[0-9]{5,6}\.")
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a process maps, in one file or several. `path`: of its first file; `size_bytes`: of all tensors."""
+
+    path: str
+    layouts: dict[Key, ModelLayout]
+    mappings: dict[Key, tuple[FileMapping, ...]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for layout in self.layouts.values() for tensor in layout.tensors)
+
+    def address_of(self, place: Place) -> int | None:
+        """Return where a place is mapped; None if that part of its file is not, or no more."""
+        for mapping in self.mappings.get(place.file, ()):
+            first_byte = mapping.block * BLOCK_BYTES
+            if first_byte <= place.offset < first_byte + mapping.high - mapping.low:
+                return mapping.low + place.offset - first_byte
+        return None
+
+
+@dataclass
+class ModelFinder:
+    """Finds the models that processes map. Headers are read once."""
+
+    _known: dict[tuple[Key, int], ModelLayout | None] = field(default_factory=dict)
+
+    def models(self, pid: int) -> list[Model]:
+        """Return the models that a process maps now, largest first."""
+        mapped: dict[Key, list[FileMapping]] = {}
+        for mapping in mappings(pid):
+            if mapping.inode and mapping.path.startswith("/") and ".so" not in os.path.basename(mapping.path):
+                mapped.setdefault((mapping.dev, mapping.inode), []).append(mapping)
+        groups: dict[str, list[tuple[str, Key, ModelLayout]]] = {}
+        for key, places in mapped.items():
+            if sum(place.high - place.low for place in places) >= _LEAST_MAPPED_BYTES:
+                layout = self._layout(pid, key, places[0])
+                if layout is not None and layout.tensors:
+                    path = places[0].path.removesuffix(" (deleted)")
+                    groups.setdefault(_name_of_all(path, layout), []).append((path, key, layout))
+        found = []
+        for files in groups.values():
+            files.sort(key=lambda file: file[0])
+            layouts = {key: layout for _, key, layout in files}
+            found.append(Model(files[0][0], layouts, {key: tuple(mapped[key]) for key in layouts}))
+        return sorted(found, key=lambda model: -model.size_bytes)
+
+    def _layout(self, pid: int, key: Key, mapping: FileMapping) -> ModelLayout | None:
+        """The header of a mapped file; None if it is no model, or cannot be read."""
+        try:
+            fd = _opened(pid, key, mapping)
+        except OSError:
+            return None
+        try:
+            size = os.fstat(fd).st_size
+            if (key, size) not in self._known:
+                found = None
+                with contextlib.suppress(DataError, OSError):
+                    name = os.path.basename(mapping.path)
+                    found = read_layout(lambda offset, count: os.pread(fd, count, offset), size, name)
+                self._known[key, size] = found
+            return self._known[key, size]
+        finally:
+            os.close(fd)
+
+
+def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
+    """A descriptor of a mapped file: through the mapping where that is allowed, or by its path as the process sees it."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}", flags)
+    fd = os.open(f"/proc/{pid}/root{mapping.path}", flags)
+    if os.fstat(fd).st_ino != key[1]:
+        os.close(fd)
+        raise FileNotFoundError(mapping.path)
+    return fd
+
+
+def _name_of_all(path: str, layout: ModelLayout) -> str:
+    """What the shards of one model share: their name without the number, or that their headers say they are shards."""
+    if shard_name(path) is not None:
+        return _NUMBER_OF_SHARD.sub("-*.", path)
+    return f"{os.path.dirname(path)}/{layout.shard[1]} shards" if layout.shard is not None else path
+
+
+class ProcessTree:
+    """A process and its children, and theirs: also those whose parent has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._pids = {pid}
+
+    def __call__(self) -> set[int]:
+        """Return the processes of the tree that run."""
+        alive = {pid for pid in self._pids if is_running(pid)}
+        self._pids = alive.union(*(descendants(pid) for pid in alive))
+        return set(self._pids)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What /proc counts of a process, without the right to observe it."""
+
+    cpu_ns: int = 0
+    read_bytes: int = 0
+    major_faults: int = 0
+
+
+class CountersOfAll:
+    """The growth of the counters of processes that come and go."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Counters] = {}
+
+    def growth(self, pids: Iterable[int]) -> Counters:
+        """Return what the processes did since the last call; those that are new count from now on."""
+        now = {pid: counters for pid in pids for counters in _counters(pid)}
+        grown = [(counters, self._last[pid]) for pid, counters in now.items() if pid in self._last]
+        self._last = now
+        return Counters(
+            sum(max(0, after.cpu_ns - before.cpu_ns) for after, before in grown),
+            sum(max(0, after.read_bytes - before.read_bytes) for after, before in grown),
+            sum(max(0, after.major_faults - before.major_faults) for after, before in grown),
+        )
+
+
+def _counters(pid: int) -> Iterator[Counters]:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        read = 0
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as lines:  # of another user
+            read = next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:"))
+        yield Counters((int(fields[11]) + int(fields[12])) * 10**9 // _CLOCK_TICKS, read, int(fields[9]))
+
+
+def pressure() -> dict[str, int]:
+    """Return for how many microseconds some task of this machine has waited for memory and for I/O; {} where not counted."""
+    found = {}
+    for name in ("io", "memory"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/pressure/{name}", encoding="ascii") as file:
+                found[name] = int(file.readline().rpartition("total=")[2])
+    return found

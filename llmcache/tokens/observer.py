@@ -1,0 +1,133 @@
+"""What the kernel reports of watched processes: bpf/tokens.bpf.c, and the hardware breakpoints that run it.
+
+A breakpoint is at 8 bytes of a tensor. It shows each read by the program, to the microsecond, whether the page is resident,
+pinned or neither, and costs nothing in between. Accessed bits in page tables would have to be cleared after each look, which
+the kernel refuses for pages that a second process maps, and the pages that a mount pins are such pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterator, Mapping
+
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
+from llmcache.bpf.perf import is_known_processor, open_breakpoint
+from llmcache.bpf.ring import BUSY, DISCARDED, Ring
+from llmcache.errors import EnvironmentProblem
+from llmcache.tokens.passes import Event, Role
+
+OBJECT = OBJECTS / "tokens.bpf.o"
+_RING_BYTES = 1 << 22
+_FRAME = struct.Struct("<IIQIIQQQ6Q")
+_HITS = {Role.FIRST: "hit_first", Role.LAST: "hit_last", Role.AFTER: "hit_after"}
+_ATTACHED = ("switched", "ended")
+_FILES = {"fault_page": "mm_filemap_fault", "read_pages": "mm_filemap_get_pages"}
+"""Programs that attribute waits to pages, and their tracepoints, which Linux has from 6.12 on."""
+_SCANS = 8  # of the threads of a process that starts new ones all the time
+
+
+class _Subject(ctypes.Structure):
+    """struct subject of bpf/tokens.bpf.c."""
+
+    _fields_ = (("pid", ctypes.c_uint32), ("found", ctypes.c_uint32))
+
+
+class Observer:
+    """The programs in the kernel, attached until `close`. EnvironmentProblem where the kernel refuses them."""
+
+    def __init__(self) -> None:
+        if os.geteuid() != 0:
+            raise EnvironmentProblem("single tokens can be observed by root only", "sudo llmcache tokens ...")
+        if not is_known_processor():
+            raise EnvironmentProblem("hardware breakpoints are used on x86-64 and arm64 only")
+        self._object = BpfObject(OBJECT)
+        files = [program for program, tracepoint in _FILES.items() if has_tracepoint(tracepoint)]
+        self.sees_files = len(files) == len(_FILES)
+        try:
+            self._object.load([*_ATTACHED, *files, *_HITS.values(), "watch"])
+            for program in (*_ATTACHED, *files):
+                self._object.attach(program)
+        except LoadFailure as failure:
+            self._object.close()
+            hint = "tokens needs Linux 6.1 or later with BTF, root, and no lockdown"
+            raise EnvironmentProblem(f"the kernel refuses to observe processes: {failure}", hint) from failure
+        self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
+        self._breakpoints: dict[int, list[int]] = {}
+
+    def look(self, pid: int) -> bool:
+        """Observe a process from now on, or report the sums of one that is observed; False if there is no such process."""
+        subject = _Subject(pid, 0)
+        self._object.run("watch", subject)
+        return bool(subject.found)
+
+    def set_clock(self, pid: int, addresses: Mapping[Role, int]) -> None:
+        """Report reads at these addresses of a process from now on, and at no others.
+
+        EnvironmentProblem: this machine has no hardware breakpoints, or a debugger uses them.
+        """
+        self.drop_clock(pid)
+        fds = self._breakpoints[pid] = []
+        known: set[int] = set()
+        for _ in range(_SCANS):
+            threads = _threads(pid) - known
+            if not threads:
+                break
+            known |= threads
+            for tid in threads:
+                for role, address in addresses.items():
+                    with _ending_ignored():
+                        fds.append(open_breakpoint(tid, address, self._object.program_fd(_HITS[role])))
+
+    def drop_clock(self, pid: int) -> None:
+        """Remove the breakpoints of a process."""
+        for fd in self._breakpoints.pop(pid, ()):
+            os.close(fd)
+
+    def events(self) -> list[Event]:
+        """Return what was reported since the last call, in the order of the reports."""
+        frames = bytes(self._ring.stretch())
+        done, found = 0, []
+        for length, _, *fields in _FRAME.iter_unpack(frames):
+            if length & BUSY:
+                break
+            done += 1
+            if not length & DISCARDED:
+                found.append(Event(*fields))
+        self._ring.free(done)
+        return found
+
+    @property
+    def lost(self) -> int:
+        """Reports for which there was no room."""
+        return int.from_bytes(self._object.read("lost", bytes(4), 8), "little")
+
+    def close(self) -> None:
+        """Detach and free everything."""
+        for pid in list(self._breakpoints):
+            self.drop_clock(pid)
+        self._object.close()
+
+
+def _threads(pid: int) -> set[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        return {int(name) for name in os.listdir(f"/proc/{pid}/task")}
+    return set()
+
+
+@contextlib.contextmanager
+def _ending_ignored() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ESRCH:
+            return
+        if error.errno == errno.ENOSPC:
+            said, hint = "all hardware breakpoints of the process are in use", "end the debugger that is attached to it"
+        else:
+            said = f"hardware breakpoints cannot be set: {error.strerror}"
+            hint = "some virtual machines have none; containers need CAP_PERFMON and a seccomp profile that allows perf events"
+        raise EnvironmentProblem(said, hint) from error

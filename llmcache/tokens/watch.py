@@ -1,0 +1,376 @@
+"""The thread that observes the tokens of processes: finds their models, sets clocks, joins passes with their causes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
+from llmcache.fs.client import control, mountpoint
+from llmcache.tokens.causes import Attribution, Causes
+from llmcache.tokens.clock import Clock, candidates
+from llmcache.tokens.models import CountersOfAll, Model, ModelFinder, ProcessTree, is_running, pressure
+from llmcache.tokens.observer import Observer
+from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role
+from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
+
+POLL_S = 0.1  # reports of the kernel are read so often,
+LOOK_S = 0.5  # sums requested,
+SCAN_S = 1.0  # processes and their mappings looked up,
+DAEMON_S = 1.0  # and the counters of the mounts read
+INTERVAL_S = 1.0  # of what is shown where tokens cannot be seen
+TRIAL_NS = 2_000_000_000  # of a busy process, after which another clock is tried; twice as long in each round
+MOST_TRIAL_NS = 64_000_000_000
+SILENCE_NS = 20_000_000_000  # of a busy process, after which its clock is doubted
+SILENT_PASSES = 10
+LONE_HITS = 64  # reads of the first layer alone, after which other tensors of later layers are tried
+
+Find = Callable[[], Iterable[int]]
+
+
+@dataclass
+class _Process:
+    """An observed process. `clocks`: candidates with their models; `at`: the one that is set."""
+
+    pid: int
+    passes: Passes = field(default_factory=Passes)
+    kinds: Kinds = field(default_factory=Kinds)
+    models: list[Model] = field(default_factory=list)
+    clocks: list[tuple[Model, Clock]] = field(default_factory=list)
+    at: int = -1
+    trial_ns: int = TRIAL_NS
+    lone: int | None = None  # a clock of which only the first layer was read
+    busy_ns: int = 0  # as of the last sums
+    busy_at_hit_ns: int = 0  # when the clock was set or read last
+    busy_unseen_ns: int = 0  # without any read
+    tried: int = 0
+    longest_ns: int = 0
+    attributions: dict[str, Attribution] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Model:
+        """The model whose clock is set."""
+        return self.clocks[self.at][0]
+
+
+class TokenWatch:
+    """Observes the tokens of a process and its children, or of the processes that `find` returns, until `stop`.
+
+    `on_token` and `on_interval` are called in the thread of the watch. Where tokens cannot be observed on this machine, the
+    counters of /proc are read at intervals instead, and `why_not` says why.
+    """
+
+    def __init__(
+        self,
+        processes: int | Find,
+        *,
+        on_token: Callable[[Token], None] = lambda _token: None,
+        on_interval: Callable[[Interval], None] = lambda _interval: None,
+        on_note: Callable[[str], None] = lambda _note: None,
+    ) -> None:
+        self._find = ProcessTree(processes) if isinstance(processes, int) else processes
+        self._on_token, self._on_interval, self._on_note = on_token, on_interval, on_note
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tokens", daemon=True)
+        self._observer: Observer | None = None
+        self._processes: dict[int, _Process] = {}
+        self._finder = ModelFinder()
+        self._totals = Totals()
+        self._daemons = _Daemons()
+        self._noted = False
+        self._lost = 0
+        self._cpu_s = 0.0
+        self._began_ns = self._ended_ns = time.monotonic_ns()
+        self._pressure = pressure()
+        self._failure: BaseException | None = None
+        self.has_processes = True
+        self.why_not: str | None = None
+
+    def start(self) -> None:
+        """Observe from now on; the kernel reports before this returns."""
+        try:
+            self._observer = Observer()
+            self._scan()
+        except EnvironmentProblem as problem:
+            self._give_up(problem)
+        self._began_ns = time.monotonic_ns()
+        self._thread.start()
+
+    def stop(self) -> TokenSummary:
+        """Observe no more; returns what was seen."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self.summary()
+
+    def summary(self) -> TokenSummary:
+        """Return what was seen so far."""
+        observed_ns = max(1, self._ended_ns - self._began_ns)
+        now = pressure()
+        shares = {name: min(1.0, (now[name] - us) * 1e3 / observed_ns) for name, us in self._pressure.items() if name in now}
+        return self._totals.summary(
+            observed_s=observed_ns / 1e9,
+            why_not=self.why_not or self._unseen(),
+            pressure=shares,
+            lost_events=self._lost,
+            overhead_s=self._cpu_s,
+        )
+
+    def _give_up(self, problem: LlmcacheError) -> None:
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
+        self.why_not = problem.message
+        self._on_note(f"cannot see tokens: {problem.message}")
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._observer is not None and not self._over.is_set():
+                self._observe(self._observer)
+            if self._observer is None:
+                self._count()
+        except BaseException as error:  # noqa: BLE001 - raised again by `stop`
+            self._failure = error
+        finally:
+            self._ended_ns = time.monotonic_ns()
+            self._cpu_s = time.thread_time()
+            if self._observer is not None:
+                self._observer.close()
+
+    def _observe(self, observer: Observer) -> None:
+        looked_s = scanned_s = 0.0
+        try:
+            while True:
+                is_last = self._over.wait(POLL_S)
+                now_s = time.monotonic()
+                if now_s - scanned_s >= SCAN_S:
+                    scanned_s = now_s
+                    self._scan()
+                if is_last or now_s - looked_s >= LOOK_S:
+                    looked_s = now_s
+                    self._look(observer)
+                self._take(observer.events())
+                self._lost = observer.lost
+                self._ended_ns, self._cpu_s = time.monotonic_ns(), time.thread_time()
+                if is_last:
+                    break
+            for process in self._processes.values():
+                self._report(process, process.passes.finish())
+        except EnvironmentProblem as problem:
+            self._give_up(problem)
+
+    def _count(self) -> None:
+        """Read the counters of /proc at intervals."""
+        counters = CountersOfAll()
+        counters.growth(self._find())
+        last_ns = time.monotonic_ns()
+        is_last = False
+        while not is_last:
+            is_last = self._over.wait(INTERVAL_S)
+            pids = set(self._find())
+            self.has_processes = bool(pids)
+            grown, now_ns = counters.growth(pids), time.monotonic_ns()
+            if not is_last or now_ns - last_ns >= INTERVAL_S * 5e8:
+                self._on_interval(
+                    Interval(last_ns, now_ns - last_ns, grown.cpu_ns, grown.read_bytes, grown.major_faults)
+                )
+            last_ns = now_ns
+            self._ended_ns, self._cpu_s = now_ns, time.thread_time()
+
+    # Processes and their clocks
+
+    def _scan(self) -> None:
+        observer = self._observer
+        if observer is None:
+            return
+        pids = set(self._find())
+        self.has_processes = bool(pids)
+        for pid in pids:
+            if pid not in self._processes and observer.look(pid):
+                self._processes[pid] = _Process(pid)
+        for pid, process in list(self._processes.items()):
+            if pid not in pids and not is_running(pid):
+                self._take(observer.events())
+                self._report(process, process.passes.finish())
+                observer.drop_clock(pid)
+                del self._processes[pid]
+                continue
+            self._find_models(observer, process)
+
+    def _find_models(self, observer: Observer, process: _Process) -> None:
+        found = self._finder.models(process.pid)
+        if [(model.path, model.mappings) for model in found] == [(model.path, model.mappings) for model in process.models]:
+            return
+        process.models = found
+        clocks = [[(model, clock) for clock in candidates(model.layouts)] for model in found]
+        in_turns = [each[0] for each in clocks if each] + [one for each in clocks for one in each[1:]]
+        process.clocks = [one for one in in_turns if one[0].address_of(one[1].places[Role.FIRST]) is not None]
+        process.attributions = {model.path: Attribution(model.layouts) for model in found}
+        process.tried, process.trial_ns, process.lone = 0, TRIAL_NS, None
+        self._daemons.set_files(
+            (key, model.path) for other in self._processes.values() for model in other.models for key in model.layouts
+        )
+        observer.drop_clock(process.pid)
+        process.at = -1
+        if process.clocks:
+            self._set_clock(observer, process, 0)
+
+    def _set_clock(self, observer: Observer, process: _Process, at: int) -> None:
+        self._take(observer.events())
+        self._report(process, process.passes.finish())
+        process.passes.restart()
+        process.at = at
+        process.busy_at_hit_ns = process.busy_ns
+        model, clock = process.clocks[at]
+        addresses = {role: model.address_of(place) for role, place in clock.places.items()}
+        observer.set_clock(process.pid, {role: address for role, address in addresses.items() if address is not None})
+
+    def _look(self, observer: Observer) -> None:
+        for pid, process in list(self._processes.items()):
+            if observer.look(pid):
+                self._review(observer, process)
+
+    def _review(self, observer: Observer, process: _Process) -> None:
+        """Try another clock if the one that is set shows nothing while the process works."""
+        if not process.clocks:
+            return
+        silent_ns = process.busy_ns - process.busy_at_hit_ns
+        if process.passes.hits:
+            is_lone = process.passes.hits >= LONE_HITS and not process.passes.later_hits
+            if is_lone and process.lone is None and process.tried < len(process.clocks) - 1:
+                process.lone = process.at
+                self._try_next(observer, process)
+            elif silent_ns > max(SILENCE_NS, SILENT_PASSES * process.longest_ns):
+                self._try_next(observer, process)
+        elif silent_ns > process.trial_ns:
+            self._try_next(observer, process)
+
+    def _try_next(self, observer: Observer, process: _Process) -> None:
+        process.tried += 1
+        if process.tried >= len(process.clocks):
+            process.tried = 0
+            process.trial_ns = min(2 * process.trial_ns, MOST_TRIAL_NS)
+            if process.lone is not None:
+                self._set_clock(observer, process, process.lone)
+                return
+            self._note()
+        self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
+
+    def _note(self) -> None:
+        if not self._noted and not self._totals.tokens and (why := self._unseen()):
+            self._noted = True
+            self._on_note(f"cannot see tokens so far: {why}")
+
+    def _unseen(self) -> str | None:
+        """Why no token was seen, as far as it is known."""
+        if self._totals.tokens or self._totals.prefill_passes or self._observer is None:
+            return None
+        busy = [process for process in self._processes.values() if process.busy_ns > TRIAL_NS]
+        if not busy:
+            return None
+        paths = sorted({os.path.basename(model.path) for process in busy for model in process.models})
+        if not paths:
+            return (
+                "the process maps no model file: it has read the weights into memory of its own "
+                "(llama.cpp: --no-mmap or direct I/O), or has not loaded a model yet"
+            )
+        return (
+            f"the process maps {', '.join(paths)} and reads none of the tensors that were watched: it has copied the weights "
+            "(to a GPU, or repacked), or has computed nothing yet"
+        )
+
+    # Events
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            process = self._processes.get(event.pid)
+            if process is None:
+                continue
+            if event.kind in (HIT, LOOK):
+                process.busy_ns = event.compute_ns + event.storage_ns
+            if event.kind == HIT:
+                process.busy_at_hit_ns = process.busy_ns
+            self._report(process, process.passes.take(event))
+
+    def _report(self, process: _Process, passes: Iterable[Pass]) -> None:
+        for found in passes:
+            process.longest_ns = max(process.longest_ns, found.time_ns)
+            token = self._token(process, found)
+            self._totals.add(token)
+            self._on_token(token)
+
+    def _token(self, process: _Process, found: Pass) -> Token:
+        model, clock = process.clocks[process.at]
+        kind = process.kinds.kind_of(found, are_rows_tokens=clock.are_rows_tokens)
+        attribution = process.attributions[model.path]
+        causes = Causes(None, None)
+        if self._observer is not None and self._observer.sees_files:
+            causes = attribution.causes(found.waits, found.storage_ns)
+        layer, layer_ns = causes.slowest or (None, 0)
+        return Token(
+            pid=process.pid,
+            model=model.path,
+            number=self._totals.tokens + 1 if kind == "decode" else 0,
+            kind=kind,
+            start_ns=found.start_ns,
+            compute_ns=found.compute_ns,
+            storage_ns=found.storage_ns,
+            other_ns=found.other_ns,
+            wait_ns=found.wait_ns,
+            read_bytes=found.read_bytes + self._daemons.read_bytes(found.time_ns),
+            major_faults=found.major_faults,
+            rows=found.rows if clock.are_rows_tokens else None,
+            experts_missed=causes.experts_missed,
+            experts_used=attribution.experts_used if causes.experts_missed is not None else None,
+            slowest_layer=layer,
+            slowest_layer_ns=layer_ns,
+        )
+
+
+class _Daemons:
+    """What the daemons of mounts have read for the observed files: clients do not count it as theirs."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, int] = {}  # mount point -> its owner
+        self._last: dict[str, int] = {}
+        self._looked_ns = 0
+        self._owed_bytes = 0  # that no token has been given yet
+
+    def set_files(self, files: Iterable[tuple[tuple[int, int], str]]) -> None:
+        """Count the mounts that serve these files: (device and inode, path)."""
+        found = {mount.point: mount.owner for (dev, _), path in files for mount, _ in mountpoint.steering(path, dev)}
+        self._last = {point: bytes_read for point, bytes_read in self._last.items() if point in found}
+        self._points = found
+        self._poll()
+
+    def read_bytes(self, time_ns: int) -> int:
+        """Return the part of a token that took so long of what the daemons have read since they were asked last."""
+        if not self._points:
+            return 0
+        period_ns = time.monotonic_ns() - self._looked_ns
+        if period_ns >= DAEMON_S * 1e9:
+            self._owed_bytes += self._poll()
+        given = self._owed_bytes * min(time_ns, int(DAEMON_S * 1e9)) // int(DAEMON_S * 1e9)
+        self._owed_bytes -= given
+        return given
+
+    def _poll(self) -> int:
+        self._looked_ns = time.monotonic_ns()
+        grown = 0
+        for point, owner in self._points.items():
+            try:
+                stats = control.request(point, {"op": "stats"}, uid=owner, timeout_s=1.0)
+                with control.reply_errors(point):
+                    now = control.whole(stats["backing_read_bytes"]) - control.whole(stats["client_read_bytes"])
+            except MountProblem:  # it has ended, or is busy
+                continue
+            grown += max(0, now - self._last.get(point, now))
+            self._last[point] = now
+        return grown
