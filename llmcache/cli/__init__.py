@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "umount": ("llmcache.cli.operation:umount_command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.operation:stats_command", "Show what a mount keeps, hits and reads; or list the mounts."),
     "top": ("llmcache.cli.operation:top_command", "Watch a mount live: memory, loops, rates, waits, layers."),
+    "tokens": ("llmcache.cli.tokens:command", "Print the time of each token and its causes, for any engine."),
     "resize": ("llmcache.cli.operation:resize_command", "Give a mount another budget while it serves."),
     "warmup": ("llmcache.cli.operation:warmup_command", "Bring in what a mount would keep, before it is read."),
     "evict": ("llmcache.cli.operation:evict_command", "Give up what a mount keeps of files."),

@@ -34,6 +34,15 @@ class Command(click.Command):
         formatter.write_text(f"Exit codes: {codes}.")
 
 
+class CommandAfterDashes(Command):
+    """Keeps the `--` among its words: it tells a command from the name of a process."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse like click, which would remove the first `--`."""
+        at = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
+
+
 class LazyGroup(Command, click.Group):
     """A group whose commands are looked up in `table` and imported when they are used.
 

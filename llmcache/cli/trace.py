@@ -9,16 +9,7 @@ import click
 from llmcache.cli import base, types
 
 
-class _TraceCommand(base.Command):
-    """Keeps the `--` among its words: it tells a command from the name of a process."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click, which takes the first `--` away."""
-        at = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
-
-
-@base.command("trace", cls=_TraceCommand)
+@base.command("trace", cls=base.CommandAfterDashes)
 @click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=types.FILE)
 @base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
 @click.option(

@@ -19,7 +19,8 @@ from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
 
 POLL_S = 0.1  # reports of the kernel are read so often,
 LOOK_S = 0.5  # sums requested,
-SCAN_S = 1.0  # processes and their mappings looked up,
+SCAN_S, FIRST_SCAN_S = 1.0, 0.2  # processes and their mappings looked up, more often until there is a model,
+SETTLING_S = 60.0  # or for so long,
 DAEMON_S = 1.0  # and the counters of the mounts read
 INTERVAL_S = 1.0  # of what is shown where tokens cannot be seen
 TRIAL_NS = 2_000_000_000  # of a busy process, after which another clock is tried; twice as long in each round
@@ -150,7 +151,7 @@ class TokenWatch:
             while True:
                 is_last = self._over.wait(POLL_S)
                 now_s = time.monotonic()
-                if now_s - scanned_s >= SCAN_S:
+                if now_s - scanned_s >= (SCAN_S if self._is_settled(now_s) else FIRST_SCAN_S):
                     scanned_s = now_s
                     self._scan()
                 if is_last or now_s - looked_s >= LOOK_S:
@@ -203,6 +204,10 @@ class TokenWatch:
                 del self._processes[pid]
                 continue
             self._find_models(observer, process)
+
+    def _is_settled(self, now_s: float) -> bool:
+        """Whether a clock is set, or none has been found for long."""
+        return any(process.clocks for process in self._processes.values()) or now_s - self._began_ns / 1e9 > SETTLING_S
 
     def _find_models(self, observer: Observer, process: _Process) -> None:
         found = self._finder.models(process.pid)

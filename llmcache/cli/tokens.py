@@ -1,0 +1,31 @@
+"""`llmcache tokens PID`, `llmcache tokens MOUNT`, `llmcache tokens -- COMMAND`."""
+
+from __future__ import annotations
+
+import click
+
+from llmcache.cli import base, types
+
+
+@base.command("tokens", cls=base.CommandAfterDashes)
+@click.argument("words", metavar="PID | MOUNT | -- COMMAND...", nargs=-1, type=types.FILE)
+@click.option("-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the end].")
+@base.output_option("Write the lines of tokens, or JSON, to a file.")
+@base.force_option("Replace the file of --output if it exists.")
+@base.json_option("llmcache.tokens/1", ", one object on a line for each token, then the summary")
+def command(words: tuple[str, ...], seconds: float | None, output: str | None, force: bool, as_json: bool) -> int:
+    """Print a line for each token that a program computes, with its time and the causes of it.
+
+    \b
+    Examples:
+      sudo llmcache tokens $(pidof llama-server)
+      sudo llmcache tokens /mnt/models
+      sudo llmcache tokens -- llama-cli -m model.gguf -p "Hello"
+      sudo llmcache tokens --json -d 1m 4711 | jq .storage_ns
+
+    For any engine that maps its model file, whether a mount serves the file or not. A summary follows at the end or after
+    Ctrl-C. Of a COMMAND the lines go to stderr, and its exit code is that of llmcache.
+    """
+    from llmcache.tokens.command import Settings, observe
+
+    return observe(words, Settings(seconds=seconds, output=output, force=force, as_json=as_json))
