@@ -26,7 +26,7 @@ from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose
 from . import routing
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
-from .machine import disk_of
+from llmcache.storage import disk_of
 from .patterns import Reader, Stage, routed_passes
 from .results import Bar, Document, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
