@@ -172,7 +172,7 @@ def _move_all(source: Path, target: Path) -> None:
 
 @final
 class Cgroup:
-    """One cgroup over memory and, with a `directory`, over I/O; on v1 a directory for each of the two, on v2 one for both."""
+    """One cgroup over memory and, with a `directory`, I/O; on v1 a directory for each of the two, on v2 one."""
 
     def __init__(
         self, name: str, *, directory: Path | None, memory_bytes: int | None = None, read_bps: int | None = None
