@@ -687,7 +687,7 @@ class Reader:
             state = group.state(extent)
             if rest.by_client:
                 group.last_pid = pid
-                self._note(group, extent, state)
+                self._note(group, extent, state, pid)
                 state = group.state(extent)  # where a pass has ended, it may be another one
             if state == READY:
                 trip = group.trips.get(extent)
@@ -711,12 +711,12 @@ class Reader:
             return length, self._answer(rest, fetch, state != LOADING, start, length)
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
-    def _note(self, group: Group, extent: int, state: int) -> None:
+    def _note(self, group: Group, extent: int, state: int, pid: int) -> None:
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
             self.engine.judge.touched_pages(group, extent, group.charge[extent])
             return
-        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
+        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)
         if done is not None:
             self.engine.pass_ended(group, done)
         self.engine.judge.touched(group, extent)

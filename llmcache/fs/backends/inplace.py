@@ -484,7 +484,7 @@ class InPlaceBackend:
                 self.engine.judge.touched_pages(group, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
-        done = group.note(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE))
+        done = group.note(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE), touch.pid)
         if done is not None:
             self.engine.pass_ended(group, done)
             state = group.state(extent)

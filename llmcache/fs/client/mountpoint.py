@@ -239,12 +239,12 @@ def detach(point: str, *, lazy: bool) -> None:
     if mount is None or not mount.id:
         return
     try:
-        if os.geteuid() == 0:
-            # A killed daemon cannot end while one of its threads waits in the kernel for a page of an unanswered READ,
-            # and its connection lives as long as it does: MNT_FORCE aborts the connection, which frees all of them.
-            flags = syscalls.MNT_FORCE | syscalls.MNT_DETACH if lazy else 0
+        # A killed daemon cannot end while one of its threads waits in the kernel for a page of an unanswered READ,
+        # and its connection lives as long as it does: MNT_FORCE aborts the connection, which frees all of them.
+        flags = syscalls.MNT_FORCE | syscalls.MNT_DETACH if lazy else 0
+        try:
             syscalls.umount2(point, syscalls.UMOUNT_NOFOLLOW | flags)
-        else:
+        except PermissionError:  # neither root nor in a user namespace of our own
             _fusermount(point, lazy)
     except OSError as error:
         if error.errno != errno.EBUSY:
