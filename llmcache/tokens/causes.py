@@ -36,7 +36,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Causes:
-    """`experts_missed`: those that a thread waited for; None for a dense model. `slowest`: a layer and its part of the time."""
+    """`experts_missed`: those that a thread waited for; None for a dense model. `slowest`: layer and part of the time."""
 
     experts_missed: int | None
     slowest: tuple[str, int] | None

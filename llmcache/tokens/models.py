@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llmcache.errors import DataError
@@ -15,6 +15,8 @@ from llmcache.tokens.clock import Key, Place
 from llmcache.trace.processes import FileMapping, descendants, mappings
 from llmcache.units import BLOCK_BYTES
 
+Find = Callable[[], Iterable[int]]
+"""Returns the processes to observe, as of now."""
 _LEAST_MAPPED_BYTES = 64 << 10
 _NUMBER_OF_SHARD = re.compile(r"-[0-9]{5,6}-of-[0-9]{5,6}\.")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -167,7 +169,6 @@ def pressure() -> dict[str, int]:
     """Return for how many microseconds some task of this machine has waited for memory and for I/O; {} where not counted."""
     found = {}
     for name in ("io", "memory"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/pressure/{name}", encoding="ascii") as file:
-                found[name] = int(file.readline().rpartition("total=")[2])
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/pressure/{name}", encoding="ascii") as file:
+            found[name] = int(file.readline().rpartition("total=")[2])
     return found

@@ -129,5 +129,5 @@ def _ending_ignored() -> Iterator[None]:
             said, hint = "all hardware breakpoints of the process are in use", "end the debugger that is attached to it"
         else:
             said = f"hardware breakpoints cannot be set: {error.strerror}"
-            hint = "some virtual machines have none; containers need CAP_PERFMON and a seccomp profile that allows perf events"
+            hint = "some virtual machines have none; a container needs a seccomp profile that allows perf_event_open"
         raise EnvironmentProblem(said, hint) from error

@@ -35,8 +35,8 @@ class Role(enum.IntEnum):
 class Event(NamedTuple):
     """A report of the kernel. The sums are those of the process since it is observed.
 
-    HIT: a read of the tensor whose role is `place`. WAIT: a thread has waited `wait_ns` for page `place` of a file. LOOK: the
-    sums at this moment.
+    HIT: a read of the tensor whose role is `place`. WAIT: a thread has waited `wait_ns` for page `place` of a file.
+    LOOK: the sums at this moment.
     """
 
     t_ns: int
@@ -66,8 +66,9 @@ class Wait(NamedTuple):
 class Pass:
     """One pass over the model. `rows`: reads of the watched bytes of the first layer.
 
-    `compute_ns`: no thread waits for storage and at least one runs; `storage_ns`: at least one waits for storage; `other_ns`:
-    neither. `wait_ns`: the waits of all threads together. `is_first`: the process was idle before, or was not observed.
+    `compute_ns`: no thread waits for storage and at least one runs; `storage_ns`: at least one waits for storage;
+    `other_ns`: neither. `wait_ns`: the waits of all threads together. `is_first`: the process was idle before, or was not
+    observed.
     """
 
     start_ns: int
@@ -163,7 +164,7 @@ class Passes:
         return end.place == Role.AFTER or not self._after_hits
 
     def _idle_ns(self, now: Event) -> int:
-        """How long nothing has run after the pass under way; 0 where that is a short pause, or the pass is not at its end."""
+        """How long nothing has run after the pass under way; 0 for a short pause, and for a pass that is not at its end."""
         if self._end is None or not self._is_computed(self._end):
             return 0
         idle_ns = now.other_ns - self._end.other_ns
@@ -198,8 +199,8 @@ class Kinds:
     def kind_of(self, found: Pass, *, are_rows_tokens: bool) -> Kind:
         """Return the kind of the next pass.
 
-        `are_rows_tokens`: each read of the first layer is a row of a batch. A prompt is many rows, or several at the beginning
-        of a request; a few rows later on are sequences side by side, or guessed tokens.
+        `are_rows_tokens`: each read of the first layer is a row of a batch. A prompt is many rows, or several at the
+        beginning of a request; a few rows later on are sequences side by side, or guessed tokens.
         """
         is_prefill = self._is_batch(found) if are_rows_tokens else self._is_slow(found, unknown=found.is_first)
         kind: Kind = "prefill" if is_prefill else "decode"

@@ -21,9 +21,10 @@ _MOST_TIMES = 1 << 17  # of the last tokens, for the median and p99
 class Token:
     """A pass over a model: a token, or a part of a prompt.
 
-    `number` counts tokens from 1, and is 0 for a prompt. `start_ns`: CLOCK_MONOTONIC. compute + storage + other is the time of
-    the pass. `rows`: tokens of the batch; None where that is not known. `experts_missed`: experts that a thread waited for, of
-    `experts_used`; None for dense models, and where the kernel does not show it. `slowest_layer_ns`: its part of the storage time.
+    `number` counts tokens from 1, and is 0 for a prompt. `start_ns`: CLOCK_MONOTONIC. The time of the pass is the sum of
+    compute, storage and other. `rows`: tokens of the batch; None where that is not known. `experts_missed`: experts that a
+    thread waited for, of `experts_used`; None for dense models, and where the kernel does not show it. `slowest_layer_ns`:
+    the part of the storage time that this layer took.
     """
 
     pid: int
@@ -75,8 +76,8 @@ class TokenSummary:
 
     `can_see_tokens`: False where none was seen; `why_not` says why, if it is known. `storage_share`: of the time of tokens.
     `prefill_tokens`: None where the rows of a batch are not known. `slowest`: at most SLOWEST tokens, slowest first.
-    `pressure`: shares of the observation in which some task of this machine waited ("memory", "io"), where the kernel counts it.
-    `overhead_s`: processor time of the observer, without the programs in the kernel.
+    `pressure`: shares of the observation in which some task of this machine waited ("memory", "io"), where the kernel
+    counts that. `overhead_s`: processor time of the observer, without the programs in the kernel.
     """
 
     tokens: int = 0

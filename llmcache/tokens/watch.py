@@ -12,7 +12,7 @@ from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
-from llmcache.tokens.models import CountersOfAll, Model, ModelFinder, ProcessTree, is_running, pressure
+from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure
 from llmcache.tokens.observer import Observer
 from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role
 from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
@@ -28,8 +28,6 @@ MOST_TRIAL_NS = 64_000_000_000
 SILENCE_NS = 20_000_000_000  # of a busy process, after which its clock is doubted
 SILENT_PASSES = 10
 LONE_HITS = 64  # reads of the first layer alone, after which other tensors of later layers are tried
-
-Find = Callable[[], Iterable[int]]
 
 
 @dataclass
@@ -122,6 +120,11 @@ class TokenWatch:
             overhead_s=self._cpu_s,
         )
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the watch goes on: it was started, and has neither failed nor been stopped."""
+        return self._thread.is_alive()
+
     def _give_up(self, problem: LlmcacheError) -> None:
         if self._observer is not None:
             self._observer.close()
@@ -179,9 +182,7 @@ class TokenWatch:
             self.has_processes = bool(pids)
             grown, now_ns = counters.growth(pids), time.monotonic_ns()
             if not is_last or now_ns - last_ns >= INTERVAL_S * 5e8:
-                self._on_interval(
-                    Interval(last_ns, now_ns - last_ns, grown.cpu_ns, grown.read_bytes, grown.major_faults)
-                )
+                self._on_interval(Interval(last_ns, now_ns - last_ns, grown.cpu_ns, grown.read_bytes, grown.major_faults))
             last_ns = now_ns
             self._ended_ns, self._cpu_s = now_ns, time.thread_time()
 
@@ -287,8 +288,8 @@ class TokenWatch:
                 "(llama.cpp: --no-mmap or direct I/O), or has not loaded a model yet"
             )
         return (
-            f"the process maps {', '.join(paths)} and reads none of the tensors that were watched: it has copied the weights "
-            "(to a GPU, or repacked), or has computed nothing yet"
+            f"the process maps {', '.join(paths)} and reads none of the tensors that were watched: "
+            "it has copied the weights (to a GPU, or repacked), or has computed nothing yet"
         )
 
     # Events

@@ -29,6 +29,8 @@ ALLOWED = {
     "trace": BASE | {"trace.record", "trace.formats", "bpf"},
     "cache": BASE | {"trace.record", "trace.formats"},
     "fs": BASE | {"cache", "trace.record", "bpf"},
+    "tokens": BASE | {"trace", "bpf", "fs"},
+    "tokens.command": BASE | {"tokens", "fs", "run"},
     "kv": BASE | {"cache"},
     "edram": BASE | {"cache", "kv"},
     "doctor": BASE | {"trace", "fs", "bpf"},

@@ -355,7 +355,7 @@ def locked_bytes(file: TraceFile) -> int:
 
 
 def steering(path: str, dev: int) -> Iterator[tuple[Mount, str]]:
-    """Yield the mount that serves the file at `path`, and the directory that its own paths start from: in place also SOURCE."""
+    """Yield the mount that serves a file, and the directory that its own paths start from: in place also SOURCE."""
     for mount in mounts().values():
         if mount.fstype == FSTYPE and mount.dev == dev:
             yield mount, mount.point

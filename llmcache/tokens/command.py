@@ -1,0 +1,207 @@
+"""`llmcache tokens`: the processes that its words name, the lines while they run, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TextIO
+
+from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
+from llmcache.files import Output, writing
+from llmcache.fs.client import control, mountpoint
+from llmcache.procfs import status_of
+from llmcache.run.child import Child, resolve, user_of
+from llmcache.tokens.models import Find, ProcessTree
+from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
+from llmcache.tokens.summary import Interval, Token, TokenSummary
+from llmcache.tokens.watch import TokenWatch
+
+END_POLL_S = 0.1
+LINES_PER_HEADING = 40
+_EXAMPLE = "llmcache tokens PID, llmcache tokens /mnt/models, or llmcache tokens -- COMMAND"
+_LIST = "list processes with: ps -e"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `llmcache tokens`. `seconds`: None until the processes end, or Ctrl-C."""
+
+    seconds: float | None = None
+    output: str | None = None
+    force: bool = False
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        """UsageError for a duration of nothing."""
+        if self.seconds is not None and self.seconds <= 0:
+            raise UsageError("-d: the duration must be more than 0", "leave it out to observe until the process ends")
+
+
+def observe(words: Sequence[str], settings: Settings) -> int:
+    """Print the tokens of what `words` name; return the exit code. LlmcacheError: it cannot be observed."""
+    if not words or list(words) == ["--"]:
+        raise UsageError("PID: which process is to be observed?", _EXAMPLE)
+    if words[0] == "--":
+        return _observe_command(words[1:], settings)
+    if len(words) > 1:
+        raise UsageError(f"PID: '{words[1]}' follows '{words[0]}'; one process or mount is observed", _EXAMPLE)
+    is_mount = not words[0].isdecimal()
+    find = _clients_of(words[0]) if is_mount else ProcessTree(_checked(words[0]))
+    with _Lines(settings, sys.stdout) as lines:
+        watch = lines.watch(find)
+        watch.start()
+        with contextlib.suppress(KeyboardInterrupt), _termination_as_interrupt():
+            _wait(lambda: (is_mount or watch.has_processes) and lines.has_reader and watch.is_alive, settings.seconds)
+        lines.close(watch.stop())
+    return EXIT_OK
+
+
+def _observe_command(command: Sequence[str], settings: Settings) -> int:
+    """Run a command; observe it until it ends, or for the time that was set."""
+    environment = dict(os.environ)
+    user = user_of(None, environment)
+    program = resolve(command[0], environment.get("PATH"))
+    if user is not None:
+        environment = user.environment(environment)
+    with _Lines(settings, sys.stderr) as lines, contextlib.ExitStack() as stack:
+        child = Child(command, program, environment, user=user)
+        stack.callback(child.cancel)
+        watch = lines.watch(ProcessTree(child.pid))
+        watch.start()
+        try:
+            with child.forwarding():
+                child.release()
+                _wait(lambda: not child.has_ended() and watch.is_alive, settings.seconds)
+                lines.close(watch.stop())
+                child.wait()
+        finally:
+            watch.stop()
+    return child.end_alike()
+
+
+def _wait(goes_on: Callable[[], bool], seconds: float | None) -> None:
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while goes_on() and (deadline is None or time.monotonic() < deadline):
+        time.sleep(END_POLL_S)
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """While it lasts, SIGTERM and SIGHUP end the observation like Ctrl-C: the summary is printed."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _checked(word: str) -> int:
+    """The process that a number names. EnvironmentProblem."""
+    pid = int(word) if len(word) <= 10 else 0
+    try:
+        if not 0 < pid < 1 << 31:
+            raise ProcessLookupError(pid)
+        fields = status_of(pid)
+    except OSError:
+        raise EnvironmentProblem(f"PID: process {word} does not exist", _LIST) from None
+    if pid == os.getpid():
+        raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
+    if int(fields["Tgid"]) != pid:
+        raise UsageError(f"PID: {pid} is a thread of process {fields['Tgid']}", f"llmcache tokens {fields['Tgid']}")
+    if fields["State"].startswith(("Z", "X")):
+        raise EnvironmentProblem(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
+    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
+        said = f"PID: process {pid} ({fields['Name']}) belongs to another user"
+        raise EnvironmentProblem(said, f"sudo llmcache tokens {pid}")
+    return pid
+
+
+def _clients_of(path: str) -> Find:
+    """What finds the processes that use files of a mount. MountProblem: no mount is there, or it is dead."""
+    point = mountpoint.resolve(path)
+    mount = mountpoint.find(point)
+    if mount is None:
+        if not os.path.isdir(point):
+            raise UsageError(f"PID: '{path}' is neither the number of a process nor a mount point", _EXAMPLE)
+        raise mountpoint.not_mounted(path, f"mount it first, or: {_EXAMPLE}")
+    mountpoint.ask(path, {"op": "stats"})
+    source = control.files(point, mount.owner).describe().get("source") if mount.fstype == mountpoint.IN_PLACE else None
+    directories = {point, *([source] if isinstance(source, str) else [])}
+
+    def find() -> set[int]:
+        daemon = control.daemon_pid(point, mount.owner)
+        own = {os.getpid(), *([] if daemon is None else ProcessTree(daemon)())}
+        return {pid for directory in directories for pid, _ in mountpoint.users_of(directory)} - own
+
+    return find
+
+
+class _Lines:
+    """Prints tokens as they come, as text or as JSON, to `stream` or to the file of the settings."""
+
+    def __init__(self, settings: Settings, stream: TextIO) -> None:
+        self._as_json = settings.as_json
+        self._stream = sys.stdout if settings.as_json and settings.output is None else stream
+        if settings.output is not None:
+            path = Output(settings.output, settings.force, "-o").path  # refuses what exists
+            with writing(path):
+                self._stream = path.open("w", encoding="utf-8")
+        self._is_file = settings.output is not None
+        self._printed = 0
+        self.has_reader = True
+
+    def __enter__(self) -> _Lines:
+        """Print until the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        if self._is_file:
+            self._stream.close()
+
+    def watch(self, find: Find) -> TokenWatch:
+        """Return a watch that prints here."""
+        return TokenWatch(find, on_token=self._token, on_interval=self._interval, on_note=_note)
+
+    def close(self, summary: TokenSummary) -> None:
+        """Print the summary."""
+        if self._as_json:
+            self._print(json.dumps(summary.document()))
+        else:
+            self._print("")
+            for line in summary_lines(summary):
+                self._print(f"llmcache: {line}" if self._stream is sys.stderr else line)
+
+    def _token(self, token: Token) -> None:
+        self._line(json.dumps(token.document()) if self._as_json else token_line(token), HEADING)
+
+    def _interval(self, interval: Interval) -> None:
+        self._line(json.dumps(interval.document()) if self._as_json else interval_line(interval), INTERVAL_HEADING)
+
+    def _line(self, text: str, heading: str) -> None:
+        if not self._as_json and self._printed % LINES_PER_HEADING == 0:
+            self._print(heading)
+        self._printed += 1
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:
+            self.has_reader = False
+
+
+def _note(text: str) -> None:
+    print(f"llmcache: {text}", file=sys.stderr, flush=True)
