@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
@@ -19,7 +19,8 @@ from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
 
 POLL_S = 0.1  # reports of the kernel are read so often,
 LOOK_S = 0.5  # sums requested,
-SCAN_S, FIRST_SCAN_S = 1.0, 0.2  # processes and their mappings looked up, more often until there is a model,
+SCAN_S, FIRST_SCAN_S = 1.0, 0.05  # processes and their mappings looked up, more often until there is a model,
+SCAN_REST = 100  # but for so small a part of the time,
 SETTLING_S = 60.0  # or for so long,
 DAEMON_S = 1.0  # and the counters of the mounts read
 INTERVAL_S = 1.0  # of what is shown where tokens cannot be seen
@@ -27,6 +28,7 @@ TRIAL_NS = 2_000_000_000  # of a busy process, after which another clock is trie
 MOST_TRIAL_NS = 64_000_000_000
 SILENCE_NS = 20_000_000_000  # of a busy process, after which its clock is doubted
 SILENT_PASSES = 10
+NOTE_NS = 10_000_000_000  # of a busy process, after which a note says that its tokens cannot be seen
 LONE_HITS = 64  # reads of the first layer alone, after which other tensors of later layers are tried
 
 
@@ -76,6 +78,7 @@ class TokenWatch:
         self._thread = threading.Thread(target=self._run, name="tokens", daemon=True)
         self._observer: Observer | None = None
         self._processes: dict[int, _Process] = {}
+        self._ended: dict[int, _Process] = {}
         self._finder = ModelFinder()
         self._totals = Totals()
         self._daemons = _Daemons()
@@ -114,7 +117,7 @@ class TokenWatch:
         shares = {name: min(1.0, (now[name] - us) * 1e3 / observed_ns) for name, us in self._pressure.items() if name in now}
         return self._totals.summary(
             observed_s=observed_ns / 1e9,
-            why_not=self.why_not or self._unseen(),
+            why_not=self.why_not or self._unseen([*self._ended.values(), *self._processes.values()]),
             pressure=shares,
             lost_events=self._lost,
             overhead_s=self._cpu_s,
@@ -149,14 +152,16 @@ class TokenWatch:
                 self._observer.close()
 
     def _observe(self, observer: Observer) -> None:
-        looked_s = scanned_s = 0.0
+        looked_s = scan_s = 0.0
         try:
             while True:
-                is_last = self._over.wait(POLL_S)
+                least_s = SCAN_S if self._is_settled() else FIRST_SCAN_S
+                is_last = self._over.wait(min(POLL_S, least_s))
                 now_s = time.monotonic()
-                if now_s - scanned_s >= (SCAN_S if self._is_settled(now_s) else FIRST_SCAN_S):
-                    scanned_s = now_s
+                if now_s >= scan_s:
+                    began_s = time.thread_time()
                     self._scan()
+                    scan_s = now_s + max(least_s, SCAN_REST * (time.thread_time() - began_s))
                 if is_last or now_s - looked_s >= LOOK_S:
                     looked_s = now_s
                     self._look(observer)
@@ -202,13 +207,14 @@ class TokenWatch:
                 self._take(observer.events())
                 self._report(process, process.passes.finish())
                 observer.drop_clock(pid)
-                del self._processes[pid]
+                self._ended[pid] = self._processes.pop(pid)
                 continue
             self._find_models(observer, process)
 
-    def _is_settled(self, now_s: float) -> bool:
+    def _is_settled(self) -> bool:
         """Whether a clock is set, or none has been found for long."""
-        return any(process.clocks for process in self._processes.values()) or now_s - self._began_ns / 1e9 > SETTLING_S
+        has_clock = any(process.clocks for process in self._processes.values())
+        return has_clock or time.monotonic_ns() - self._began_ns > SETTLING_S * 1e9
 
     def _find_models(self, observer: Observer, process: _Process) -> None:
         found = self._finder.models(process.pid)
@@ -217,31 +223,43 @@ class TokenWatch:
         process.models = found
         clocks = [[(model, clock) for clock in candidates(model.layouts)] for model in found]
         in_turns = [each[0] for each in clocks if each] + [one for each in clocks for one in each[1:]]
-        process.clocks = [one for one in in_turns if one[0].address_of(one[1].places[Role.FIRST]) is not None]
-        process.attributions = {model.path: Attribution(model.layouts) for model in found}
+        usable = [one for one in in_turns if Role.FIRST in _addresses(*one)]
+        process.attributions |= {model.path: Attribution(model.layouts) for model in found}
         process.tried, process.trial_ns, process.lone = 0, TRIAL_NS, None
         self._daemons.set_files(
             (key, model.path) for other in self._processes.values() for model in other.models for key in model.layouts
         )
+        if process.at >= 0:
+            # An engine that gives up parts of the mapping, as llama.cpp does after loading, may be in a pass.
+            before = process.clocks[process.at]
+            same = (at for at, one in enumerate(usable) if one[1] == before[1] and _addresses(*one) == _addresses(*before))
+            if (at := next(same, None)) is not None:
+                process.clocks, process.at = usable, at
+                return
+        self._finish_pass(observer, process)
         observer.drop_clock(process.pid)
-        process.at = -1
-        if process.clocks:
+        process.clocks, process.at = usable, -1
+        if usable:
             self._set_clock(observer, process, 0)
 
     def _set_clock(self, observer: Observer, process: _Process, at: int) -> None:
+        self._finish_pass(observer, process)
+        process.at = at
+        process.busy_at_hit_ns = process.busy_ns
+        observer.set_clock(process.pid, _addresses(*process.clocks[at]))
+
+    def _finish_pass(self, observer: Observer, process: _Process) -> None:
+        """Take what the present clock has shown, before another is set."""
         self._take(observer.events())
         self._report(process, process.passes.finish())
         process.passes.restart()
-        process.at = at
-        process.busy_at_hit_ns = process.busy_ns
-        model, clock = process.clocks[at]
-        addresses = {role: model.address_of(place) for role, place in clock.places.items()}
-        observer.set_clock(process.pid, {role: address for role, address in addresses.items() if address is not None})
 
     def _look(self, observer: Observer) -> None:
         for pid, process in list(self._processes.items()):
             if observer.look(pid):
                 self._review(observer, process)
+        if not any(process.clocks for process in self._processes.values()):
+            self._note()
 
     def _review(self, observer: Observer, process: _Process) -> None:
         """Try another clock if the one that is set shows nothing while the process works."""
@@ -270,21 +288,19 @@ class TokenWatch:
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
 
     def _note(self) -> None:
-        if not self._noted and not self._totals.tokens and (why := self._unseen()):
+        busy = [process for process in self._processes.values() if process.busy_ns > NOTE_NS]
+        if not self._noted and (why := self._unseen(busy)):
             self._noted = True
             self._on_note(f"cannot see tokens so far: {why}")
 
-    def _unseen(self) -> str | None:
-        """Why no token was seen, as far as it is known."""
-        if self._totals.tokens or self._totals.prefill_passes or self._observer is None:
+    def _unseen(self, processes: Sequence[_Process]) -> str | None:
+        """Why no token of these processes was seen, as far as it is known."""
+        if self._totals.tokens or self._totals.prefill_passes or not processes:
             return None
-        busy = [process for process in self._processes.values() if process.busy_ns > TRIAL_NS]
-        if not busy:
-            return None
-        paths = sorted({os.path.basename(model.path) for process in busy for model in process.models})
+        paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
         if not paths:
             return (
-                "the process maps no model file: it has read the weights into memory of its own "
+                "the process maps no model file: it has read the weights into its own memory "
                 "(llama.cpp: --no-mmap or direct I/O), or has not loaded a model yet"
             )
         return (
@@ -306,7 +322,7 @@ class TokenWatch:
             self._report(process, process.passes.take(event))
 
     def _report(self, process: _Process, passes: Iterable[Pass]) -> None:
-        for found in passes:
+        for found in passes if process.at >= 0 else ():
             process.longest_ns = max(process.longest_ns, found.time_ns)
             token = self._token(process, found)
             self._totals.add(token)
@@ -338,6 +354,12 @@ class TokenWatch:
             slowest_layer=layer,
             slowest_layer_ns=layer_ns,
         )
+
+
+def _addresses(model: Model, clock: Clock) -> dict[Role, int]:
+    """Where the tensors of a clock are mapped, as far as they are."""
+    found = {role: model.address_of(place) for role, place in clock.places.items()}
+    return {role: address for role, address in found.items() if address is not None}
 
 
 class _Daemons:
