@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 HIT, WAIT, LOOK = 1, 2, 3  # kinds of events
 IDLE_NS = 20_000_000  # a pause after a pass that is longer, in which no thread runs or waits for storage, is no part of it
-LONE_IDLE_NS = 1_000_000_000  # the same where only one tensor shows passes, so that a pause may lie within one
+LONE_NS = 1_000_000_000  # so long no pass reads its first layer
+LONE_IDLE_NS = 1_000_000_000  # a longer pause is none of a pass where only one tensor shows passes
 SAME_PASS_NS = 2_000_000  # there, reads of the first layer that are closer than this are of one pass
 BATCH_ROWS = 32  # so many rows at a time are a prompt
 PREFILL_FACTOR = 3.0  # a prompt computes for so many times as long as a token
@@ -96,7 +97,9 @@ class Passes:
 
     def restart(self) -> None:
         """Forget the pass under way: other tensors are watched from now on."""
+        self.is_lone = False  # set it where the tensors of later layers are never read
         self.hits = self.later_hits = self._after_hits = 0  # since then
+        self._lone_since_ns = 0  # the first read of the first layer since then
         self._start: Event | None = None  # of the pass under way
         self._end: Event | None = None  # its last read of a later tensor
         self._quiet: Event | None = None  # the last sums after it
@@ -114,6 +117,7 @@ class Passes:
             yield from self._look(event)
         elif event.place == Role.FIRST:
             self.hits += 1
+            self._lone_since_ns = self._lone_since_ns or event.t_ns
             yield from self._first(event)
             self._last_hit_ns = event.t_ns
         else:
@@ -121,6 +125,11 @@ class Passes:
             self._after_hits += event.place == Role.AFTER
             if self._start is not None:
                 self._end, self._quiet = event, None
+
+    @property
+    def seems_lone(self) -> bool:
+        """Whether the first layer is read for longer than one pass reads it, and no later one."""
+        return self.hits > 2 and not self.later_hits and self._last_hit_ns - self._lone_since_ns > LONE_NS
 
     def finish(self) -> Iterator[Pass]:
         """Yield the pass under way if all of its layers were computed: the process has ended, or is observed no more."""
@@ -134,7 +143,7 @@ class Passes:
         elif self._end is not None:
             yield self._closed(self._start, event)
             self._begin(event, is_first=self._idle_ns(event) > 0)
-        elif self.later_hits or event.t_ns - self._last_hit_ns < SAME_PASS_NS:
+        elif not self.is_lone or event.t_ns - self._last_hit_ns < SAME_PASS_NS:
             self._rows += 1
         else:
             other_ns = event.other_ns - self._start.other_ns
@@ -148,13 +157,13 @@ class Passes:
         self._rows, self._waits = 1, []
 
     def _look(self, event: Event) -> Iterator[Pass]:
-        """A process that is idle after a pass computes now and then; that is no part of the pass."""
+        """End a pass once the process is idle. What an idle process computes after the first look is no part of the pass."""
         if self._start is None or self._end is None or not self._is_computed(self._end):
             return
         before = self._quiet or self._end
         idle_ns = event.other_ns - before.other_ns
         if idle_ns > IDLE_NS and 2 * idle_ns > event.t_ns - before.t_ns:
-            yield self._closed(self._start, before)
+            yield self._closed(self._start, event if self._quiet is None else self._quiet)
             self._start = self._end = self._quiet = None
         else:
             self._quiet = event

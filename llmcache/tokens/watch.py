@@ -22,14 +22,13 @@ LOOK_S = 0.5  # sums requested,
 SCAN_S, FIRST_SCAN_S = 1.0, 0.05  # processes and their mappings looked up, more often until there is a model,
 SCAN_REST = 100  # but for so small a part of the time,
 SETTLING_S = 60.0  # or for so long,
-DAEMON_S = 1.0  # and the counters of the mounts read
+DAEMON_S, DAEMON_REST = 0.25, 50  # and the counters of the mounts read, but for so small a part of the time
 INTERVAL_S = 1.0  # of what is shown where tokens cannot be seen
 TRIAL_NS = 2_000_000_000  # of a busy process, after which another clock is tried; twice as long in each round
 MOST_TRIAL_NS = 64_000_000_000
 SILENCE_NS = 20_000_000_000  # of a busy process, after which its clock is doubted
 SILENT_PASSES = 10
 NOTE_NS = 10_000_000_000  # of a busy process, after which a note says that its tokens cannot be seen
-LONE_HITS = 64  # reads of the first layer alone, after which other tensors of later layers are tried
 
 
 @dataclass
@@ -42,7 +41,7 @@ class _Process:
     models: list[Model] = field(default_factory=list)
     clocks: list[tuple[Model, Clock]] = field(default_factory=list)
     at: int = -1
-    trial_ns: int = TRIAL_NS
+    trial_ns: int = field(default_factory=lambda: TRIAL_NS)
     lone: int | None = None  # a clock of which only the first layer was read
     busy_ns: int = 0  # as of the last sums
     busy_at_hit_ns: int = 0  # when the clock was set or read last
@@ -267,9 +266,8 @@ class TokenWatch:
             return
         silent_ns = process.busy_ns - process.busy_at_hit_ns
         if process.passes.hits:
-            is_lone = process.passes.hits >= LONE_HITS and not process.passes.later_hits
-            if is_lone and process.lone is None and process.tried < len(process.clocks) - 1:
-                process.lone = process.at
+            if process.passes.seems_lone and not process.passes.is_lone:
+                process.lone = process.at if process.lone is None else process.lone
                 self._try_next(observer, process)
             elif silent_ns > max(SILENCE_NS, SILENT_PASSES * process.longest_ns):
                 self._try_next(observer, process)
@@ -283,6 +281,7 @@ class TokenWatch:
             process.trial_ns = min(2 * process.trial_ns, MOST_TRIAL_NS)
             if process.lone is not None:
                 self._set_clock(observer, process, process.lone)
+                process.passes.is_lone = True
                 return
             self._note()
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
@@ -368,7 +367,7 @@ class _Daemons:
     def __init__(self) -> None:
         self._points: dict[str, int] = {}  # mount point -> its owner
         self._last: dict[str, int] = {}
-        self._looked_ns = 0
+        self._due_s = 0.0
         self._owed_bytes = 0  # that no token has been given yet
 
     def set_files(self, files: Iterable[tuple[tuple[int, int], str]]) -> None:
@@ -382,16 +381,14 @@ class _Daemons:
         """Return the part of a token that took so long of what the daemons have read since they were asked last."""
         if not self._points:
             return 0
-        period_ns = time.monotonic_ns() - self._looked_ns
-        if period_ns >= DAEMON_S * 1e9:
+        if time.monotonic() >= self._due_s:
             self._owed_bytes += self._poll()
-        given = self._owed_bytes * min(time_ns, int(DAEMON_S * 1e9)) // int(DAEMON_S * 1e9)
+        given = int(self._owed_bytes * min(1.0, time_ns / (DAEMON_S * 1e9)))
         self._owed_bytes -= given
         return given
 
     def _poll(self) -> int:
-        self._looked_ns = time.monotonic_ns()
-        grown = 0
+        began_s, grown = time.monotonic(), 0
         for point, owner in self._points.items():
             try:
                 stats = control.request(point, {"op": "stats"}, uid=owner, timeout_s=1.0)
@@ -401,4 +398,5 @@ class _Daemons:
                 continue
             grown += max(0, now - self._last.get(point, now))
             self._last[point] = now
+        self._due_s = began_s + max(DAEMON_S, DAEMON_REST * (time.monotonic() - began_s))
         return grown

@@ -1,0 +1,193 @@
+"""`llmcache tokens` on real processes: a client whose passes are known, and llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.fs.layout import read_layout
+from llmcache.tokens import Token, TokenSummary, TokenWatch
+from llmcache.tokens import watch as watch_module
+from tests.mount.live import llmcache, wait_for
+from tools.bench.sides import environment
+from tools.make_model import main as make_model
+
+pytestmark = pytest.mark.bpf
+
+CLIENT = Path(__file__).parent / "token_client.py"
+PASSES = 12
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Path:
+    make_model([str(directory / "dense.gguf"), "--size", "24M"])
+    return directory / "dense.gguf"
+
+
+@pytest.fixture(scope="module")
+def moe(directory: Path) -> Path:
+    make_model([str(directory / "moe.gguf"), "--size", "40M", "--experts", "8", "--used", "2"])
+    return directory / "moe.gguf"
+
+
+def client(model: Path, *words: object) -> list[str]:
+    return [sys.executable, str(CLIENT), str(model), *map(str, words)]
+
+
+def observed(command: Sequence[str], json_lines: Path, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The passes and the summary that the command line reports of a command."""
+    done = llmcache("tokens", "--json", "--force", "-o", json_lines, "--", *command)
+    assert done.returncode == code, done.stderr
+    lines = [json.loads(line) for line in json_lines.read_text().splitlines()]
+    return lines[:-1], lines[-1]
+
+
+def watched(command: Sequence[str]) -> tuple[list[Token], TokenSummary]:
+    """The passes of a process that runs before it is watched, and has not mapped its model then."""
+    found: list[Token] = []
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as process:
+        watch = TokenWatch(process.pid, on_token=found.append)
+        try:
+            watch.start()
+            process.wait(120)
+            wait_for(lambda: not watch.has_processes or not watch.is_alive, "the end of the process is seen")
+        finally:
+            process.kill()
+            summary = watch.stop()
+    return found, summary
+
+
+def loop_bytes(path: Path) -> int:
+    data = path.read_bytes()
+    layout = read_layout(lambda offset, count: data[offset : offset + count], len(data), path.name)
+    assert layout is not None
+    return sum(region.size_bytes for region in layout.regions() if region.role == "loop")
+
+
+def test_passes_over_resident_data_are_seen_one_by_one(model: Path, tmp_path: Path) -> None:
+    passes, summary = observed(client(model, PASSES, "--pause", 0.05), tmp_path / "lines")
+    assert len(passes) == PASSES
+    assert summary["can_see_tokens"]
+    assert summary["tokens"] + summary["prefill_passes"] == PASSES
+    assert sum(one["read_bytes"] for one in passes[1:]) == 0
+    for one in passes:
+        assert one["time_ns"] == one["compute_ns"] + one["storage_ns"] + one["other_ns"]
+        assert one["model"] == str(model)
+    starts = [one["start_ns"] for one in passes]
+    assert starts == sorted(starts)
+    # The pause is no part of a pass, and nothing else is left out.
+    assert all(after - before >= one["time_ns"] for before, after, one in zip(starts, starts[1:], passes, strict=False))
+
+
+def test_passes_over_data_on_storage_name_their_causes(model: Path, tmp_path: Path) -> None:
+    passes, _ = observed(client(model, PASSES, "--cold"), tmp_path / "lines")
+    assert len(passes) == PASSES
+    for one in passes[1:-1]:
+        assert one["major_faults"] > 0
+        assert one["storage_ns"] > 0
+        assert 0.5 * loop_bytes(model) < one["read_bytes"] < 2 * loop_bytes(model)
+        assert one["slowest_layer"] is not None
+        assert 0 < one["slowest_layer_ns"] <= one["storage_ns"]
+    layers = {one["slowest_layer"] for one in passes if one["slowest_layer"]}
+    assert layers <= {*map(str, range(100)), "output", "output_norm", "token_embd", "header"}
+
+
+def test_missed_experts_are_counted(moe: Path, tmp_path: Path) -> None:
+    cold, _ = observed(client(moe, 5, "--cold"), tmp_path / "lines")
+    assert all(one["experts_missed"] > 0 for one in cold[1:])
+    assert all(one["experts_used"] for one in cold)
+    warm, _ = observed(client(moe, 5), tmp_path / "lines")
+    assert [one["experts_missed"] for one in warm[1:]] == [0] * (len(warm) - 1)
+
+
+def test_a_child_whose_norms_were_copied_is_seen_by_other_tensors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "TRIAL_NS", 100_000_000)
+    command = client(model, 300, "--skip", "norm", "--pause", 0.01)
+    found, summary = watched(["sh", "-c", '"$@"; true', "sh", *command])
+    assert summary.can_see_tokens
+    assert all(one.rows is None for one in found)
+    assert 20 < len(found) <= 300
+
+
+def test_a_process_that_copies_its_weights_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, summary = watched(client(model, 3, "--read"))
+    assert not found
+    assert not summary.can_see_tokens
+    assert "--no-mmap" in str(summary.why_not)
+    found, summary = watched(client(model, 3, "--skip", "."))
+    assert not summary.can_see_tokens
+    assert "dense.gguf" in str(summary.why_not)
+
+
+def test_a_program_that_another_one_becomes_is_seen_with_its_own_model(model: Path, moe: Path) -> None:
+    first, second = client(model, 4, "--pause", 0.05), client(moe, 4, "--pause", 0.05)
+    found, _ = watched(["sh", "-c", f"{shlex.join(first)}; exec {shlex.join(second)}"])
+    assert [Path(one.model).name for one in found] == ["dense.gguf"] * 4 + ["moe.gguf"] * 4
+
+
+def test_the_command_keeps_its_output_and_exit_code(tmp_path: Path) -> None:
+    done = llmcache("tokens", "--", "sh", "-c", "echo out; exit 7")
+    assert (done.returncode, done.stdout) == (7, "out\n")
+    assert "no tokens were seen" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "which process"),
+        (("--",), 2, "which process"),
+        (("99999999",), 3, "does not exist"),
+        (("no-such-thing",), 2, "neither"),
+        (("/",), 4, "no llmcachefs is mounted on /"),
+        (("1", "2"), 2, "follows"),
+        (("-d", "0", str(os.getpid())), 2, "-d"),
+        (("--", "no-such-program"), 127, "no such program"),
+        (("--", "/etc/passwd"), 126, "not executable"),
+    ],
+)
+def test_bad_words_are_refused(words: tuple[str, ...], code: int, said: str) -> None:
+    done = llmcache("tokens", *words)
+    assert done.returncode == code
+    assert said in done.stderr
+
+
+def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> None:
+    with subprocess.Popen(client(model, 30, "--pause", 0.1), env=environment(), stdout=subprocess.DEVNULL) as process:
+        done = llmcache("tokens", "-d", "1", str(process.pid))
+        assert done.returncode == 0, done.stderr
+        assert "tokens" in done.stdout
+        done = llmcache("tokens", "--json", str(process.pid))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["kind"] == "summary"
+        assert process.wait(60) == 0
+
+
+@pytest.mark.llama
+def test_tokens_and_prompts_of_llama_cpp_are_counted_exactly(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, time, llama_cpp\n"
+        "m = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=2, n_batch=64, n_ubatch=64, verbose=False)\n"
+        "time.sleep(2)\n"
+        "for prompt in (37, 150, 5):\n"
+        "    m.reset(); m.eval(list(range(300, 300 + prompt)))\n"
+        "    for token in range(8): m.eval([400 + token])\n"
+        "    time.sleep(1)\n"
+    )
+    passes, summary = observed([sys.executable, "-c", code, str(model)], tmp_path / "lines")
+    assert [one["rows"] for one in passes if one["kind"] == "prefill"] == [37, 64, 64, 22, 5]
+    assert [one["rows"] for one in passes if one["kind"] == "decode"] == [1] * 24
+    assert (summary["tokens"], summary["prefill_tokens"]) == (24, 192)
+    assert summary["prefill_tokens_per_s"] > 0

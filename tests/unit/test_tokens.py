@@ -1,0 +1,354 @@
+"""From events to passes, tokens, causes and a summary: the parts of `llmcache tokens` that need no kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.tokens import Interval, Token, TokenWatch
+from llmcache.tokens import watch as watch_module
+from llmcache.tokens.causes import Attribution, short_layer
+from llmcache.tokens.clock import Key, candidates
+from llmcache.tokens.passes import HIT, LOOK, WAIT, Event, Kinds, Pass, Passes, Role, Wait
+from llmcache.tokens.render import HEADING, summary_lines, token_line
+from llmcache.tokens.summary import Totals, quantile
+from tests.mount.live import wait_for
+
+MS = 10**6
+FILE: Key = (8, 99)
+
+
+@dataclass
+class Process:
+    """A process whose time is spent as a test says; `passes` sees its reads."""
+
+    passes: Passes
+    found: list[Pass]
+    now_ns: int = 10**9
+    compute_ns: int = 0
+    storage_ns: int = 0
+    other_ns: int = 0
+
+    def compute(self, ms: float) -> None:
+        self.now_ns += int(ms * MS)
+        self.compute_ns += int(ms * MS)
+
+    def block(self, ms: float, page: int = 0) -> None:
+        self.now_ns += int(ms * MS)
+        self.storage_ns += int(ms * MS)
+        self._send(WAIT, page, wait_ns=int(ms * MS))
+
+    def sleep(self, ms: float) -> None:
+        self.now_ns += int(ms * MS)
+        self.other_ns += int(ms * MS)
+
+    def read(self, role: Role, times: int = 1) -> None:
+        for _ in range(times):
+            self._send(HIT, role)
+
+    def look(self) -> None:
+        self._send(LOOK, 0)
+
+    def _send(self, kind: int, place: int, wait_ns: int | None = None) -> None:
+        sums = (self.compute_ns, self.storage_ns, self.other_ns, self.storage_ns if wait_ns is None else wait_ns)
+        dev, inode = FILE if kind == WAIT else (0, 0)
+        self.found += self.passes.take(Event(self.now_ns, kind, 1, place, dev, inode, *sums))
+
+    def token(
+        self, compute_ms: float = 10, storage_ms: float = 0, rows: int = 1, roles: tuple[Role, ...] = tuple(Role)
+    ) -> None:
+        """A pass, of which a fifth is computed after the layers."""
+        self.read(roles[0], rows)
+        self.compute(compute_ms * 0.8)
+        if storage_ms:
+            self.block(storage_ms)
+        for role in roles[1:]:
+            self.read(role, rows if role == Role.LAST else 1)
+        self.compute(compute_ms * 0.2)
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process(Passes(), [])
+
+
+def test_tokens_follow_one_another_and_their_parts_are_their_time(process: Process) -> None:
+    for _ in range(4):
+        process.token(compute_ms=10, storage_ms=5)
+    assert len(process.found) == 3, "the last one is not known to be over"
+    process.found += process.passes.finish()
+    assert len(process.found) == 4
+    for found in process.found[:3]:
+        assert (found.compute_ns, found.storage_ns, found.other_ns) == (10 * MS, 5 * MS, 0)
+        assert found.time_ns == 15 * MS
+        assert len(found.waits) == 1
+    assert [found.is_first for found in process.found] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_idle_time_after_a_token_is_no_part_of_it(process: Process, looks: bool) -> None:
+    process.token()
+    process.token()
+    for _ in range(20):
+        process.sleep(490)
+        process.compute(10)  # a server that looks for work now and then
+        if looks:
+            process.look()
+    process.token()
+    process.token()
+    assert process.found[0].time_ns == 10 * MS
+    idle = process.found[1]
+    assert idle.other_ns == 0
+    assert idle.time_ns == (20 * MS if looks else 210 * MS), (
+        "what runs until the first look, or the next pass, belongs to it"
+    )
+    assert [found.is_first for found in process.found] == [True, False, True]
+
+
+def test_a_pause_within_a_pass_is_part_of_it(process: Process) -> None:
+    """As where a GPU computes: the process sleeps between its first layer and its last one."""
+    process.token()
+    process.read(Role.FIRST)
+    for _ in range(5):
+        process.sleep(1000)
+        process.look()
+    process.read(Role.LAST)
+    process.sleep(1000)
+    process.look()
+    process.read(Role.AFTER)
+    process.token()
+    assert [found.time_ns // MS for found in process.found] == [10, 6000]
+
+
+def test_each_row_of_a_batch_is_counted_and_parts_of_a_prompt_are_passes(process: Process) -> None:
+    process.token()
+    process.token(rows=64, roles=(Role.FIRST, Role.LAST))  # no logits of a part but the last
+    process.token(rows=64, roles=(Role.FIRST, Role.LAST))
+    process.token(rows=22)
+    process.token()
+    assert [found.rows for found in process.found] == [1, 64, 64, 22]
+
+
+def test_a_lone_first_layer_shows_tokens(process: Process) -> None:
+    for _ in range(200):
+        process.token(roles=(Role.FIRST,))
+    assert process.passes.seems_lone
+    assert not process.found, "they could be the rows of one batch"
+    process.passes.restart()
+    process.passes.is_lone = True
+    process.read(Role.FIRST, 3)
+    process.compute(10)
+    process.read(Role.FIRST)
+    process.sleep(5000)
+    process.read(Role.FIRST)
+    assert [(found.rows, found.time_ns) for found in process.found] == [(3, 10 * MS), (1, 0)]
+
+
+def test_the_first_batch_of_a_process_is_one_pass_however_its_threads_come(process: Process) -> None:
+    process.read(Role.FIRST, 2)
+    process.sleep(6)
+    process.read(Role.FIRST, 2)
+    process.read(Role.LAST, 4)
+    process.read(Role.AFTER)
+    process.token()
+    assert [found.rows for found in process.found] == [4]
+
+
+def made(compute_ms: int, rows: int = 1, is_first: bool = False, storage_ms: int = 0) -> Pass:
+    return Pass(0, compute_ms * MS, storage_ms * MS, 0, 0, 0, 0, rows, is_first)
+
+
+@pytest.mark.parametrize(
+    ("passes", "kinds"),
+    [
+        ([made(300, 37, True), made(10), made(10)], "pdd"),
+        ([made(300, 512, True), made(300, 512), made(20, 7), made(10)], "pppd"),
+        ([made(10, 1, True), made(10), made(50, 5, True), made(10)], "ddpd"),  # a short prompt
+        ([made(10), made(11, 2), made(12, 4), made(13, 4)], "dddd"),  # sequences side by side
+        ([made(300, 37, True), made(15, 9), made(15, 9), made(15, 9)], "ppdd"),  # guessed tokens
+        ([made(10), made(10, storage_ms=900), made(10)], "ddd"),  # slow because of storage
+    ],
+)
+def test_prompts_are_told_from_tokens_by_their_rows(passes: list[Pass], kinds: str) -> None:
+    told = Kinds()
+    assert "".join(told.kind_of(one, are_rows_tokens=True)[0] for one in passes) == kinds
+
+
+def test_prompts_are_told_from_tokens_by_computing_where_rows_are_not_known() -> None:
+    told = Kinds()
+    passes = [
+        made(300, is_first=True),
+        made(10),
+        made(10),
+        made(12),
+        made(200, is_first=True),
+        made(11),
+        made(11, is_first=True),
+    ]
+    assert "".join(told.kind_of(one, are_rows_tokens=False)[0] for one in passes) == "pdddpdd"
+
+
+def layout(layers: int = 3, experts: int = 0, names: str = "gguf") -> ModelLayout:
+    parts = ["attn_norm", "attn_q", "ffn_norm", *(["ffn_up_exps"] if experts else ["ffn_up"])]
+    wanted = ["token_embd", *(f"blk.{layer}.{part}" for layer in range(layers) for part in parts), "output_norm", "output"]
+    size = 64 << 10
+    tensors = [
+        Tensor(f"{name}.weight", 4096 + at * size, size, "Q8_0", experts if "exps" in name else 1)
+        for at, name in enumerate(wanted)
+    ]
+    return ModelLayout("gguf" if names == "gguf" else "safetensors", 4096, tuple(tensors), None, 2 if experts else None)
+
+
+def test_the_best_clock_is_of_norms_from_begin_to_end() -> None:
+    clocks = candidates({FILE: layout()})
+    names = {role: place.name for role, place in clocks[0].places.items()}
+    assert names == {
+        Role.FIRST: "blk.0.attn_norm.weight",
+        Role.LAST: "blk.2.attn_norm.weight",
+        Role.AFTER: "output_norm.weight",
+    }
+    assert clocks[0].are_rows_tokens
+    firsts = [clock.places[Role.FIRST].name for clock in clocks]
+    assert firsts[:4] == [f"blk.0.{part}.weight" for part in ("attn_norm", "ffn_norm", "attn_q", "ffn_up")]
+    assert not next(clock for clock in clocks if "attn_q" in clock.places[Role.FIRST].name).are_rows_tokens
+    for clock in clocks:
+        for place in clock.places.values():
+            assert place.offset % 8 == 0
+
+
+def test_shards_make_one_clock_and_experts_none() -> None:
+    whole = layout(experts=4)
+    shards = {
+        (8, 1): ModelLayout("gguf", 4096, whole.tensors[:5], (0, 2), 2),
+        (8, 2): ModelLayout("gguf", 4096, whole.tensors[5:], (1, 2), 2),
+    }
+    clocks = candidates(shards)
+    assert clocks[0].places[Role.FIRST].file == (8, 1)
+    assert clocks[0].places[Role.AFTER].file == (8, 2)
+    assert not [place for clock in clocks for place in clock.places.values() if "exps" in place.name or "embd" in place.name]
+
+
+def test_a_model_of_one_layer_and_files_without_layers() -> None:
+    assert Role.LAST not in candidates({FILE: layout(layers=1)})[0].places
+    assert candidates({FILE: layout(layers=0)}) == []
+    assert candidates({}) == []
+    assert not candidates({FILE: layout(names="safetensors")})[0].are_rows_tokens
+
+
+def test_waits_are_attributed_to_layers_and_experts() -> None:
+    model = layout(experts=4)
+    by_name = {tensor.name: tensor for tensor in model.tensors}
+    up = by_name["blk.1.ffn_up_exps.weight"]
+    page = up.offset // 4096
+    expert_pages = up.size_bytes // 4 // 4096
+    waits = [
+        Wait(*FILE, page, 30),
+        Wait(*FILE, page + 1, 30),
+        Wait(*FILE, page + 3 * expert_pages, 30),
+        Wait(*FILE, by_name["blk.2.attn_q.weight"].offset // 4096, 10),
+        Wait(1, 1, 0, 1000),
+    ]
+    attribution = Attribution({FILE: model})
+    causes = attribution.causes(waits, 1100)
+    assert attribution.experts_used == 6
+    assert causes.experts_missed == 2
+    assert causes.slowest == ("1", 90), "threads that wait side by side share the time"
+    assert attribution.causes([], 0).slowest is None
+    assert Attribution({FILE: layout()}).causes(waits, 100).experts_missed is None
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("blk.31", "31"), ("model.layers.3", "3"), ("output.weight", "output"), ("header", "header")]
+)
+def test_layers_have_short_names(name: str, short: str) -> None:
+    assert short_layer(name) == short
+
+
+def token(number: int, storage_ms: int = 0, kind: str = "decode", rows: int | None = 1) -> Token:
+    return Token(
+        pid=1,
+        model="/m.gguf",
+        number=number if kind == "decode" else 0,
+        kind="decode" if kind == "decode" else "prefill",
+        start_ns=0,
+        compute_ns=10 * MS,
+        storage_ns=storage_ms * MS,
+        other_ns=0,
+        wait_ns=0,
+        read_bytes=1000,
+        major_faults=2,
+        rows=rows,
+    )
+
+
+def test_the_summary_adds_tokens_up_without_prompts() -> None:
+    totals = Totals()
+    totals.add(token(0, 90, "prefill", 50))
+    for number in range(1, 101):
+        totals.add(token(number, 90 if number % 10 == 0 else 0))
+    summary = totals.summary(observed_s=10.0)
+    assert (summary.tokens, summary.prefill_passes, summary.prefill_tokens) == (100, 1, 50)
+    assert summary.seconds == pytest.approx(1.9)
+    assert summary.median_s == pytest.approx(0.010)
+    assert summary.p99_s == pytest.approx(0.100)
+    assert summary.storage_share == pytest.approx(0.9 / 1.9)
+    assert summary.read_bytes_per_token == 1000
+    assert summary.prefill_tokens_per_s == pytest.approx(500)
+    assert [one.number for one in summary.slowest] == [10 * number for number in range(1, 11)]
+    text = "\n".join(summary_lines(summary))
+    assert "100 tokens in 1.90 s: 52.6 tokens/s" in text
+    assert "47 % of the time waiting for storage" in text
+    document = summary.document()
+    assert document["schema"] == "llmcache.tokens/1"
+    assert document["slowest"][0]["time_ns"] == 100 * MS
+
+
+def test_unknown_rows_of_a_prompt_give_no_speed() -> None:
+    totals = Totals()
+    totals.add(token(0, 0, "prefill", None))
+    assert totals.summary().prefill_tokens_per_s is None
+    assert "tokens/s" not in "\n".join(summary_lines(totals.summary()))
+
+
+def test_nothing_seen_is_said_with_its_reason() -> None:
+    (line,) = summary_lines(Totals().summary(why_not="weights were copied"))
+    assert "no tokens were seen: weights were copied" in line
+
+
+def test_the_row_of_a_token_stands_below_its_heading() -> None:
+    for name, value in (("compute", "0.010 s"), ("storage", "0.090 s"), ("read", "1.00 KB"), ("experts missed", "-")):
+        end = HEADING.index(name) + len(name)
+        assert token_line(token(7, 90))[:end].endswith(value)
+
+
+@pytest.mark.parametrize(("values", "share", "expected"), [([], 0.99, 0), ([5], 0.99, 5), (list(range(1, 101)), 0.99, 99)])
+def test_quantiles_are_values_that_occurred(values: list[int], share: float, expected: int) -> None:
+    assert quantile(values, share) == expected
+
+
+def test_without_root_the_counters_of_proc_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(watch_module, "INTERVAL_S", 0.2)
+    found: list[Interval] = []
+    notes: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        watch = TokenWatch(busy.pid, on_interval=found.append, on_note=notes.append)
+        try:
+            watch.start()
+            wait_for(lambda: sum(one.cpu_ns for one in found) > 0, "CPU time is counted")
+            busy.kill()
+            busy.wait()
+            wait_for(lambda: not watch.has_processes, "the end of the process is seen")
+        finally:
+            busy.kill()
+            summary = watch.stop()
+    assert not summary.can_see_tokens
+    assert "root" in str(summary.why_not)
+    assert "cannot see tokens" in notes[0]
+    assert sum(one.time_ns for one in found) <= time.monotonic_ns() - found[0].start_ns
