@@ -316,7 +316,7 @@ class TokenWatch:
                 continue
             if event.kind in (HIT, LOOK):
                 process.busy_ns = event.compute_ns + event.storage_ns
-            if event.kind == HIT:
+            if event.kind == HIT and event.place == Role.FIRST:
                 process.busy_at_hit_ns = process.busy_ns
             self._report(process, process.passes.take(event))
 
