@@ -13,8 +13,8 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define RUNNING 1	/* states of a thread: it has a processor, */
 #define BLOCKED 2	/* it waits in the kernel for storage, */
 #define AWAY 3		/* it waits for something else, or for a processor */
-#define CHUNK_SHIFT 6	/* a thread that waits again for the same 64 pages reports */
-#define MOST_PENDING_NS 4000000	/* no sooner than after so much time: as many reports as there is new data, not as there are faults */
+#define CHUNK_SHIFT 6	/* a thread that waits again for the same 64 pages reports it */
+#define QUIET_NS 4000000	/* no sooner than after so much time: there are as many reports as new data, not as faults */
 #define TASK_UNINTERRUPTIBLE 0x2
 #define TASK_NOLOAD 0x400
 
@@ -37,7 +37,7 @@ struct {
 
 /* A thread: its state, since when it is blocked, its counters when they were added last, the page that it faulted on, and
  * its waits since it reported one. */
-struct thread { u64 since_ns, major_faults, read_bytes; struct file_key file; u64 page, chunk, pending_ns; u32 state, has_page; };
+struct thread { u64 since_ns, major_faults, read_bytes; struct file_key file; u64 page, chunk, sent_ns, pending_ns; u32 state, has_page; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
@@ -171,13 +171,14 @@ static __always_inline void waited(struct account *account, struct thread *threa
 	if (!thread->has_page)
 		return;
 	thread->pending_ns += now - thread->since_ns;
-	if (thread->page >> CHUNK_SHIFT == thread->chunk && thread->pending_ns < MOST_PENDING_NS)
+	if (thread->page >> CHUNK_SHIFT == thread->chunk && now - thread->sent_ns < QUIET_NS)
 		return;
 	event.place = thread->page;
 	event.file = thread->file;
 	event.wait_ns = thread->pending_ns;
 	thread->chunk = thread->page >> CHUNK_SHIFT;
 	thread->pending_ns = 0;
+	thread->sent_ns = now;
 	send(&event);
 }
 
@@ -290,15 +291,9 @@ int hit_first(void *context)
 }
 
 SEC("perf_event")
-int hit_last(void *context)
+int hit_later(void *context)
 {
 	return read_by_thread(1);
-}
-
-SEC("perf_event")
-int hit_after(void *context)
-{
-	return read_by_thread(2);
 }
 
 struct subject { u32 pid, found; };

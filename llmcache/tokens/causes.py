@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmcache.fs.layout.tensors import Experts, ModelLayout
-from llmcache.tokens.passes import Wait
+from llmcache.tokens.clock import Key
+from llmcache.tokens.passes import Where
 from llmcache.units import PAGE_BYTES
 
 _NUMBER = re.compile(r"([0-9]+)$")
-Key = tuple[int, int]
 
 
 class _File:
@@ -21,17 +21,15 @@ class _File:
         self.layers = [tensor.layer for tensor in layout.tensors]
         self.experts = Experts(layout)
 
-    def layer_at(self, page: int) -> str:
-        """The layer with most of a page; pages at a boundary count for the tensor in their middle."""
-        at = bisect_right(self.starts, page * PAGE_BYTES + PAGE_BYTES // 2) - 1
-        return self.layers[at] if at >= 0 else "header"
-
-    def expert_at(self, page: int) -> int | None:
+    def where(self, page: int) -> Where:
+        """What is in the middle of a page: at a boundary, most of it."""
         byte = page * PAGE_BYTES + PAGE_BYTES // 2
+        at = bisect_right(self.starts, byte) - 1
+        layer = self.layers[at] if at >= 0 else "header"
         at = bisect_right(self.experts.starts, byte) - 1
         if at < 0 or byte >= self.experts.starts[at] + self.experts.sizes[at]:
-            return None
-        return int(self.experts.expert_of[at])
+            return Where(layer)
+        return Where(layer, int(self.experts.expert_of[at]))
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,21 @@ class Attribution:
         self.experts_used = sum(file.experts.token_uses for file in self._files.values()) or None
         self._is_moe = any(file.experts.count for file in self._files.values())
 
-    def causes(self, waits: Sequence[Wait], storage_ns: int) -> Causes:
+    def where(self, dev: int, inode: int, page: int) -> Where | None:
+        """Return the layer and the expert that a page of a file belongs to; None for a file that is none of the model's."""
+        file = self._files.get((dev, inode)) or self._by_inode.get(inode)
+        return None if file is None else file.where(page)
+
+    def causes(self, waits: Mapping[Where, int], storage_ns: int) -> Causes:
         """Return what the waits of a pass were for. The waits of parallel threads overlap: layers share `storage_ns`."""
         layers: dict[str, int] = {}
-        missed: set[tuple[int, int]] = set()
-        for wait in waits:
-            file = self._files.get((wait.dev, wait.inode)) or self._by_inode.get(wait.inode)
-            if file is None:
-                continue
-            layer = file.layer_at(wait.page)
-            layers[layer] = layers.get(layer, 0) + wait.wait_ns
-            expert = file.expert_at(wait.page) if self._is_moe else None
-            if expert is not None:
-                missed.add((wait.inode, expert))
+        for where, wait_ns in waits.items():
+            layers[where.layer] = layers.get(where.layer, 0) + wait_ns
+        missed = sum(where.expert is not None for where in waits)
         slowest = max(layers.items(), key=lambda one: one[1], default=None)
-        total = sum(wait.wait_ns for wait in waits)
-        if slowest is not None and total:
-            slowest = short_layer(slowest[0]), slowest[1] * storage_ns // total
-        return Causes(len(missed) if self._is_moe else None, slowest)
+        if slowest is not None:
+            slowest = short_layer(slowest[0]), slowest[1] * storage_ns // max(1, sum(layers.values()))
+        return Causes(missed if self._is_moe else None, slowest)
 
 
 def short_layer(name: str) -> str:

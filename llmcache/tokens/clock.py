@@ -1,19 +1,20 @@
 """Which tensors show the passes over a model: candidates, best first.
 
-The tensor of a clock must be read from the file's mapping in each pass. Engines copy some tensors: llama.cpp repacks weights
-of some types, and copies what a GPU computes. Norms are small, in float32, and stay in the mapping; a norm is also read once
-for each row of a batch, so its reads count the tokens of a prompt.
+The tensors of a clock must be read from the file's mapping in each pass. Engines copy some tensors: llama.cpp repacks
+weights of some types, and copies what a GPU computes. Norms are small, in float32, and stay in the mapping; a norm is also
+read once for each row of a batch, so its reads count the tokens of a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmcache.fs.layout.tensors import ModelLayout, Tensor, compute_key, is_embedding, is_expert
 from llmcache.tokens.passes import Role
 
 Key = tuple[int, int]  # device and inode
+_Found = tuple[Key, Tensor]
 _WORD_BYTES = 8  # that a breakpoint watches
 _LAYER_STAGE = 1  # of `compute_key`
 _LEAST_BYTES = 64
@@ -30,10 +31,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Clock:
-    """Tensors to watch at a time. `are_rows_tokens`: each read of the first one is a row of the batch."""
+    """Tensors to watch at a time: two, because a processor has four breakpoints and another observer may use the others.
+
+    `are_rows_tokens`: each read of the first one is a row of the batch. `shows_end`: nothing but the output follows the
+    later one.
+    """
 
     places: Mapping[Role, Place]
     are_rows_tokens: bool
+    shows_end: bool
 
 
 def candidates(layouts: Mapping[Key, ModelLayout]) -> list[Clock]:
@@ -47,47 +53,51 @@ def candidates(layouts: Mapping[Key, ModelLayout]) -> list[Clock]:
     ]
     dense.sort(key=lambda one: (one[0], one[1], one[2].offset))
     part = max((order[0] for order, _, _ in dense), default=1)  # the decoder, where there is an encoder as well
-    layers: dict[int, list[tuple[Key, Tensor]]] = {}
-    after: list[tuple[Key, Tensor]] = []
+    layers: dict[int, list[_Found]] = {}
+    after: list[_Found] = []
     for order, key, tensor in dense:
         if order[0] == part and order[1] == _LAYER_STAGE:
             layers.setdefault(order[2], []).append((key, tensor))
         elif order[0] == part and order[1] > _LAYER_STAGE:
             after.append((key, tensor))
-    if not layers:
-        return []
+    found: list[list[Clock]] = []
     numbers = sorted(layers)
-    ends = [layers[numbers[-1]], layers[numbers[len(numbers) // 2]], layers[numbers[min(1, len(numbers) - 1)]]]
-    has_last = len(numbers) > 1
-    found: list[Clock] = []
-    for first in _norms_first(layers[numbers[0]]):
-        for last in ends if _is_norm(first[1]) else ends[:1]:
-            places = {Role.FIRST: _place(*first)}
-            if has_last:
-                places[Role.LAST] = _place(*_alike(first[1], last))
-            if after:
-                places[Role.AFTER] = _place(*_norms_first(after)[0 if len(found) % 2 == 0 else -1])
-            clock = Clock(places, is_gguf and _is_norm(first[1]))
-            if clock not in found:
-                found.append(clock)
-    # All first tensors are tried with the best of the others before the others are.
-    best = [clock for number, clock in enumerate(found) if clock.places[Role.FIRST] not in _firsts(found[:number])]
-    return [*best, *(clock for clock in found if clock not in best)]
+    for key, first in _norms_first(layers[numbers[0]]) if layers else ():
+        are_rows_tokens = is_gguf and _is_norm(first)
+        found.append([])
+        for later, shows_end in _later(first, [layers[number] for number in numbers[1:]], after):
+            places = {Role.FIRST: _place(key, first), Role.LATER: _place(*later)}
+            found[-1].append(Clock(places, are_rows_tokens, shows_end))
+        if not found[-1]:
+            found[-1].append(Clock({Role.FIRST: _place(key, first)}, are_rows_tokens, False))
+    # All first tensors are tried with the best later one before other later ones are.
+    return [clocks[0] for clocks in found] + [clock for clocks in found for clock in clocks[1:]]
 
 
-def _firsts(clocks: Sequence[Clock]) -> list[Place]:
-    return [clock.places[Role.FIRST] for clock in clocks]
+def _later(first: Tensor, layers: Sequence[Sequence[_Found]], after: Sequence[_Found]) -> Iterator[tuple[_Found, bool]]:
+    """Later tensors to try, and whether they show the end of a pass: what follows the layers, then layers back to front."""
+    ends = _norms_first(after) if _is_norm(first) else after[::-1]
+    if ends:
+        yield ends[0], True
+    if layers:
+        yield _alike(first, layers[-1]), True
+    if len(ends) > 1:
+        yield ends[-1], True
+    if len(layers) > 2:
+        yield _alike(first, layers[len(layers) // 2]), False
+    if len(layers) > 1:
+        yield _alike(first, layers[0]), False
 
 
 def _is_norm(tensor: Tensor) -> bool:
     return "norm" in tensor.name and not tensor.name.endswith(".bias")
 
 
-def _norms_first(tensors: Sequence[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
+def _norms_first(tensors: Sequence[_Found]) -> list[_Found]:
     return sorted(tensors, key=lambda one: not _is_norm(one[1]))
 
 
-def _alike(tensor: Tensor, layer: Sequence[tuple[Key, Tensor]]) -> tuple[Key, Tensor]:
+def _alike(tensor: Tensor, layer: Sequence[_Found]) -> _Found:
     """The tensor of a layer that has the same part in it; any if it has none."""
     suffix = tensor.name.removeprefix(tensor.layer)
     return next((one for one in layer if one[1].name.removeprefix(one[1].layer) == suffix), layer[0])

@@ -23,7 +23,7 @@ from llmcache.tokens.passes import Event, Role
 OBJECT = OBJECTS / "tokens.bpf.o"
 _RING_BYTES = 1 << 22
 _FRAME = struct.Struct("<IIQIIQQQ6Q")
-_HITS = {Role.FIRST: "hit_first", Role.LAST: "hit_last", Role.AFTER: "hit_after"}
+_HITS = {Role.FIRST: "hit_first", Role.LATER: "hit_later"}
 _ATTACHED = ("switched", "ended")
 _FILES = {"fault_page": "mm_filemap_fault", "read_pages": "mm_filemap_get_pages"}
 """Programs that attribute waits to pages, and their tracepoints, which Linux has from 6.12 on."""
@@ -126,7 +126,10 @@ def _ending_ignored() -> Iterator[None]:
         if error.errno == errno.ESRCH:
             return
         if error.errno == errno.ENOSPC:
-            said, hint = "all hardware breakpoints of the process are in use", "end the debugger that is attached to it"
+            said, hint = (
+                "all hardware breakpoints of the process are in use",
+                "end its debugger, or other observers of its tokens",
+            )
         else:
             said = f"hardware breakpoints cannot be set: {error.strerror}"
             hint = "some virtual machines have none; a container needs a seccomp profile that allows perf_event_open"

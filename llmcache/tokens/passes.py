@@ -1,7 +1,8 @@
 """From reads of watched tensors to passes over a model: when each began and ended, and where its time went.
 
-Pure: events in, passes out. Times are CLOCK_MONOTONIC. A pass begins when the first layer is read after a later one, and
-ends when the next pass begins, without the time in between in which the process is idle.
+Pure: events in, passes out. Times are CLOCK_MONOTONIC. A pass begins when the first layer is read after a later tensor, and
+ends when the next pass begins, without the time in between in which the process is idle. The parts of a long prompt, after
+which nothing but the last part computes logits, are one pass.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 HIT, WAIT, LOOK = 1, 2, 3  # kinds of events
 IDLE_NS = 20_000_000  # a pause after a pass that is longer, in which no thread runs or waits for storage, is no part of it
+LONG_IDLE_NS = 1_000_000_000  # so is a longer one where the end of a pass is not known, if it is most of the time
 LONE_NS = 1_000_000_000  # so long no pass reads its first layer
-LONE_IDLE_NS = 1_000_000_000  # a longer pause is none of a pass where only one tensor shows passes
-SAME_PASS_NS = 2_000_000  # there, reads of the first layer that are closer than this are of one pass
+SAME_PASS_NS = 2_000_000  # reads of the first layer that are closer than this are of one pass, where it alone shows passes
 BATCH_ROWS = 32  # so many rows at a time are a prompt
 PREFILL_FACTOR = 3.0  # a prompt computes for so many times as long as a token
 RECENT = 32  # passes that the median is taken of
@@ -26,11 +27,10 @@ Kind = Literal["prefill", "decode"]
 
 
 class Role(enum.IntEnum):
-    """What a watched tensor stands for: the first layer, the last one, and what follows the layers."""
+    """What a watched tensor stands for: the first layer, or a later part of a pass."""
 
     FIRST = 0
-    LAST = 1
-    AFTER = 2
+    LATER = 1
 
 
 class Event(NamedTuple):
@@ -54,13 +54,11 @@ class Event(NamedTuple):
     read_bytes: int = 0
 
 
-class Wait(NamedTuple):
-    """A thread waited for a page of a file."""
+class Where(NamedTuple):
+    """What a thread waited for: a layer, and the expert where the page is of one."""
 
-    dev: int
-    inode: int
-    page: int
-    wait_ns: int
+    layer: str
+    expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,8 @@ class Pass:
     """One pass over the model. `rows`: reads of the watched bytes of the first layer.
 
     `compute_ns`: no thread waits for storage and at least one runs; `storage_ns`: at least one waits for storage;
-    `other_ns`: neither. `wait_ns`: the waits of all threads together. `is_first`: the process was idle before, or was not
-    observed.
+    `other_ns`: neither. `wait_ns`: the waits of all threads together; `waits`: those for pages of the model. `is_first`:
+    the process was idle before, or was not observed.
     """
 
     start_ns: int
@@ -81,7 +79,7 @@ class Pass:
     read_bytes: int
     rows: int
     is_first: bool
-    waits: tuple[Wait, ...] = ()
+    waits: Mapping[Where, int] = field(default_factory=dict)
 
     @property
     def time_ns(self) -> int:
@@ -95,41 +93,48 @@ class Passes:
     def __init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
-        """Forget the pass under way: other tensors are watched from now on."""
-        self.is_lone = False  # set it where the tensors of later layers are never read
-        self.hits = self.later_hits = self._after_hits = 0  # since then
+    def restart(self, *, shows_end: bool = True, is_lone: bool = False) -> None:
+        """Forget the pass under way: other tensors are watched from now on.
+
+        `shows_end`: nothing but the output follows the later tensor, so that a pause after it is idle time. `is_lone`: only
+        the first layer is ever read.
+        """
+        self._shows_end, self.is_lone = shows_end and not is_lone, is_lone
+        self.hits = self.later_hits = 0  # since then
         self._lone_since_ns = 0  # the first read of the first layer since then
         self._start: Event | None = None  # of the pass under way
-        self._end: Event | None = None  # its last read of a later tensor
+        self._end: Event | None = None  # its last read of the later tensor
         self._quiet: Event | None = None  # the last sums after it
+        self._last: Event | None = None  # the last read
         self._rows = 0
-        self._last_hit_ns = 0
-        self._waits: list[Wait] = []
+        self._waits: dict[Where, int] = {}
         self._is_first = True
 
     def take(self, event: Event) -> Iterator[Pass]:
-        """Take the next event; yields the pass that it ends, if it ends one."""
-        if event.kind == WAIT:
-            if self._start is not None:
-                self._waits.append(Wait(event.dev, event.inode, event.place, event.wait_ns))
-        elif event.kind == LOOK:
+        """Take the next read or look; yields the pass that it ends, if it ends one."""
+        if event.kind == LOOK:
             yield from self._look(event)
-        elif event.place == Role.FIRST:
+            return
+        if event.place == Role.FIRST:
             self.hits += 1
             self._lone_since_ns = self._lone_since_ns or event.t_ns
             yield from self._first(event)
-            self._last_hit_ns = event.t_ns
         else:
             self.later_hits += 1
-            self._after_hits += event.place == Role.AFTER
             if self._start is not None:
                 self._end, self._quiet = event, None
+        self._last = event
+
+    def wait(self, where: Where, wait_ns: int) -> None:
+        """Take a wait of a thread for a page of the model."""
+        if self._start is not None:
+            self._waits[where] = self._waits.get(where, 0) + wait_ns
 
     @property
     def seems_lone(self) -> bool:
-        """Whether the first layer is read for longer than one pass reads it, and no later one."""
-        return self.hits > 2 and not self.later_hits and self._last_hit_ns - self._lone_since_ns > LONE_NS
+        """Whether the first layer is read for longer than one pass reads it, and the later tensor is not."""
+        since_ns = 0 if self._last is None else self._last.t_ns - self._lone_since_ns
+        return self.hits > 2 and not self.later_hits and since_ns > LONE_NS
 
     def finish(self) -> Iterator[Pass]:
         """Yield the pass under way if all of its layers were computed: the process has ended, or is observed no more."""
@@ -138,51 +143,43 @@ class Passes:
         self._start = self._end = self._quiet = None
 
     def _first(self, event: Event) -> Iterator[Pass]:
-        if self._start is None:
-            self._begin(event)
-        elif self._end is not None:
-            yield self._closed(self._start, event)
-            self._begin(event, is_first=self._idle_ns(event) > 0)
-        elif not self.is_lone or event.t_ns - self._last_hit_ns < SAME_PASS_NS:
-            self._rows += 1
+        if self._start is None or self._last is None:
+            self._begin(event, is_first=True)
+            return
+        is_next = self._end is not None or (self.is_lone and event.t_ns - self._last.t_ns >= SAME_PASS_NS)
+        idle_ns = self._idle_ns(event, self._last)
+        if is_next or idle_ns:  # a prompt that was given up has no end
+            yield self._closed(self._start, event, idle_ns)
+            self._begin(event, is_first=idle_ns > 0)
         else:
-            other_ns = event.other_ns - self._start.other_ns
-            is_idle = other_ns > max(LONE_IDLE_NS, (event.t_ns - self._start.t_ns) // 2)
-            yield self._closed(self._start, event, other_ns if is_idle else 0)
-            self._begin(event, is_first=is_idle)
+            self._rows += 1
 
-    def _begin(self, event: Event, *, is_first: bool | None = None) -> None:
-        self._is_first = self._start is None if is_first is None else is_first
+    def _begin(self, event: Event, *, is_first: bool) -> None:
         self._start, self._end, self._quiet = event, None, None
-        self._rows, self._waits = 1, []
+        self._rows, self._waits, self._is_first = 1, {}, is_first
 
     def _look(self, event: Event) -> Iterator[Pass]:
         """End a pass once the process is idle. What an idle process computes after the first look is no part of the pass."""
-        if self._start is None or self._end is None or not self._is_computed(self._end):
+        if self._start is None or self._end is None or not self._shows_end:
             return
         before = self._quiet or self._end
         idle_ns = event.other_ns - before.other_ns
         if idle_ns > IDLE_NS and 2 * idle_ns > event.t_ns - before.t_ns:
-            yield self._closed(self._start, event if self._quiet is None else self._quiet)
+            last = event if self._quiet is None else self._quiet
+            yield self._closed(self._start, last, self._idle_ns(last, self._end))
             self._start = self._end = self._quiet = None
         else:
             self._quiet = event
 
-    def _is_computed(self, end: Event) -> bool:
-        """Whether nothing of the pass follows a read: a prompt's parts but the last end with the layers."""
-        return end.place == Role.AFTER or not self._after_hits
+    def _idle_ns(self, now: Event, last: Event) -> int:
+        """How long nothing has run since `last`, the last read; 0 for what is a pause within a pass, or a short one."""
+        idle_ns = now.other_ns - last.other_ns
+        if self._shows_end and last is self._end:
+            return idle_ns if idle_ns > IDLE_NS else 0
+        return idle_ns if idle_ns > max(LONG_IDLE_NS, (now.t_ns - last.t_ns) // 2) else 0
 
-    def _idle_ns(self, now: Event) -> int:
-        """How long nothing has run after the pass under way; 0 for a short pause, and for a pass that is not at its end."""
-        if self._end is None or not self._is_computed(self._end):
-            return 0
-        idle_ns = now.other_ns - self._end.other_ns
-        return idle_ns if idle_ns > IDLE_NS else 0
-
-    def _closed(self, start: Event, end: Event, idle_ns: int | None = None) -> Pass:
+    def _closed(self, start: Event, end: Event, idle_ns: int = 0) -> Pass:
         """The pass from `start` to `end`, without idle time."""
-        if idle_ns is None:
-            idle_ns = self._idle_ns(end)
         return Pass(
             start_ns=start.t_ns,
             compute_ns=max(0, end.compute_ns - start.compute_ns),
@@ -193,7 +190,7 @@ class Passes:
             read_bytes=max(0, end.read_bytes - start.read_bytes),
             rows=self._rows,
             is_first=self._is_first,
-            waits=tuple(self._waits),
+            waits=self._waits,
         )
 
 

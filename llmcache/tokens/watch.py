@@ -14,7 +14,7 @@ from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
 from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure
 from llmcache.tokens.observer import Observer
-from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role
+from llmcache.tokens.passes import HIT, WAIT, Event, Kinds, Pass, Passes, Role
 from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
 
 POLL_S = 0.1  # reports of the kernel are read so often,
@@ -42,7 +42,6 @@ class _Process:
     clocks: list[tuple[Model, Clock]] = field(default_factory=list)
     at: int = -1
     trial_ns: int = field(default_factory=lambda: TRIAL_NS)
-    lone: int | None = None  # a clock of which only the first layer was read
     busy_ns: int = 0  # as of the last sums
     busy_at_hit_ns: int = 0  # when the clock was set or read last
     busy_unseen_ns: int = 0  # without any read
@@ -224,7 +223,7 @@ class TokenWatch:
         in_turns = [each[0] for each in clocks if each] + [one for each in clocks for one in each[1:]]
         usable = [one for one in in_turns if Role.FIRST in _addresses(*one)]
         process.attributions |= {model.path: Attribution(model.layouts) for model in found}
-        process.tried, process.trial_ns, process.lone = 0, TRIAL_NS, None
+        process.tried, process.trial_ns = 0, TRIAL_NS
         self._daemons.set_files(
             (key, model.path) for other in self._processes.values() for model in other.models for key in model.layouts
         )
@@ -236,14 +235,16 @@ class TokenWatch:
                 process.clocks, process.at = usable, at
                 return
         self._finish_pass(observer, process)
+        process.passes.restart()
         observer.drop_clock(process.pid)
         process.clocks, process.at = usable, -1
         if usable:
             self._set_clock(observer, process, 0)
 
-    def _set_clock(self, observer: Observer, process: _Process, at: int) -> None:
+    def _set_clock(self, observer: Observer, process: _Process, at: int, *, is_lone: bool = False) -> None:
         self._finish_pass(observer, process)
         process.at = at
+        process.passes.restart(shows_end=process.clocks[at][1].shows_end, is_lone=is_lone)
         process.busy_at_hit_ns = process.busy_ns
         observer.set_clock(process.pid, _addresses(*process.clocks[at]))
 
@@ -251,7 +252,6 @@ class TokenWatch:
         """Take what the present clock has shown, before another is set."""
         self._take(observer.events())
         self._report(process, process.passes.finish())
-        process.passes.restart()
 
     def _look(self, observer: Observer) -> None:
         for pid, process in list(self._processes.items()):
@@ -267,8 +267,7 @@ class TokenWatch:
         silent_ns = process.busy_ns - process.busy_at_hit_ns
         if process.passes.hits:
             if process.passes.seems_lone and not process.passes.is_lone:
-                process.lone = process.at if process.lone is None else process.lone
-                self._try_next(observer, process)
+                self._try_later(observer, process)
             elif silent_ns > max(SILENCE_NS, SILENT_PASSES * process.longest_ns):
                 self._try_next(observer, process)
         elif silent_ns > process.trial_ns:
@@ -279,12 +278,15 @@ class TokenWatch:
         if process.tried >= len(process.clocks):
             process.tried = 0
             process.trial_ns = min(2 * process.trial_ns, MOST_TRIAL_NS)
-            if process.lone is not None:
-                self._set_clock(observer, process, process.lone)
-                process.passes.is_lone = True
-                return
             self._note()
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
+
+    def _try_later(self, observer: Observer, process: _Process) -> None:
+        """Try another later tensor with the first one, which is read; after the last of them, do without."""
+        first = process.clocks[process.at][1].places[Role.FIRST]
+        same = [at for at, (_, clock) in enumerate(process.clocks) if clock.places[Role.FIRST] == first]
+        others = [at for at in same if at > process.at]
+        self._set_clock(observer, process, others[0] if others else process.at, is_lone=not others)
 
     def _note(self) -> None:
         busy = [process for process in self._processes.values() if process.busy_ns > NOTE_NS]
@@ -314,11 +316,20 @@ class TokenWatch:
             process = self._processes.get(event.pid)
             if process is None:
                 continue
-            if event.kind in (HIT, LOOK):
-                process.busy_ns = event.compute_ns + event.storage_ns
+            if event.kind == WAIT:
+                self._wait(process, event)
+                continue
+            process.busy_ns = event.compute_ns + event.storage_ns
             if event.kind == HIT and event.place == Role.FIRST:
                 process.busy_at_hit_ns = process.busy_ns
             self._report(process, process.passes.take(event))
+
+    @staticmethod
+    def _wait(process: _Process, event: Event) -> None:
+        if process.at >= 0:
+            attribution = process.attributions[process.clocks[process.at][0].path]
+            if (where := attribution.where(event.dev, event.inode, event.place)) is not None:
+                process.passes.wait(where, event.wait_ns)
 
     def _report(self, process: _Process, passes: Iterable[Pass]) -> None:
         for found in passes if process.at >= 0 else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmcache.fs.layout import read_layout
-from llmcache.tokens import Token, TokenSummary, TokenWatch
+from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
 from tests.mount.live import llmcache, wait_for
 from tools.bench.sides import environment
@@ -106,7 +107,7 @@ def test_passes_over_data_on_storage_name_their_causes(model: Path, tmp_path: Pa
 
 
 def test_missed_experts_are_counted(moe: Path, tmp_path: Path) -> None:
-    cold, _ = observed(client(moe, 5, "--cold"), tmp_path / "lines")
+    cold, _ = observed(client(moe, 3, "--cold", "--random"), tmp_path / "lines")
     assert all(one["experts_missed"] > 0 for one in cold[1:])
     assert all(one["experts_used"] for one in cold)
     warm, _ = observed(client(moe, 5), tmp_path / "lines")
@@ -175,11 +176,46 @@ def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> No
         assert process.wait(60) == 0
 
 
+def test_without_tracepoints_of_files_tokens_are_seen_and_layers_are_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "has_tracepoint", lambda _name: False)
+    found, _ = watched(client(model, 6, "--cold"))
+    assert len(found) == 6
+    assert sum(one.storage_ns for one in found) > 0
+    assert {one.slowest_layer for one in found} == {None}
+
+
+def test_where_the_machine_has_no_breakpoints_the_counters_of_proc_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(observer, "open_breakpoint", refused)
+    found, summary = watched(client(model, 6, "--cold"))
+    assert not found
+    assert "hardware breakpoints" in str(summary.why_not)
+
+
+def test_two_observers_see_the_same_tokens(model: Path) -> None:
+    seen: list[list[Token]] = [[], []]
+    with subprocess.Popen(client(model, 8, "--pause", 0.05), env=environment(), stdout=subprocess.DEVNULL) as process:
+        watches = [TokenWatch(process.pid, on_token=one.append) for one in seen]
+        for watch in watches:
+            watch.start()
+        process.wait(120)
+        summaries = [watch.stop() for watch in watches]
+    assert [one.tokens + one.prefill_passes for one in summaries] == [8, 8]
+    for one, other in zip(*seen, strict=True):
+        assert abs(one.start_ns - other.start_ns) < one.time_ns
+
+
 @pytest.mark.llama
 def test_tokens_and_prompts_of_llama_cpp_are_counted_exactly(model: Path, tmp_path: Path) -> None:
     code = (
         "import sys, time, llama_cpp\n"
-        "m = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=2, n_batch=64, n_ubatch=64, verbose=False)\n"
+        "m = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=2, n_batch=256, n_ubatch=64, verbose=False)\n"
         "time.sleep(2)\n"
         "for prompt in (37, 150, 5):\n"
         "    m.reset(); m.eval(list(range(300, 300 + prompt)))\n"
@@ -187,7 +223,7 @@ def test_tokens_and_prompts_of_llama_cpp_are_counted_exactly(model: Path, tmp_pa
         "    time.sleep(1)\n"
     )
     passes, summary = observed([sys.executable, "-c", code, str(model)], tmp_path / "lines")
-    assert [one["rows"] for one in passes if one["kind"] == "prefill"] == [37, 64, 64, 22, 5]
+    assert [one["rows"] for one in passes if one["kind"] == "prefill"] == [37, 150, 5]
     assert [one["rows"] for one in passes if one["kind"] == "decode"] == [1] * 24
     assert (summary["tokens"], summary["prefill_tokens"]) == (24, 192)
     assert summary["prefill_tokens_per_s"] > 0

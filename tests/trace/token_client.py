@@ -1,8 +1,8 @@
 """Client: passes over a mapped model, tensor by tensor in the order of a decoder; prints a line for each pass.
 
 `--skip TEXT` leaves out tensors with TEXT in their name, as an engine does that has copied them. `--read` reads the file
-into memory first and passes over that. `--cold` drops the file from the page cache before each pass. `--pause` sleeps after
-each pass.
+into memory first and passes over that. `--cold` drops the file from the page cache before each pass, `--random` has each page
+read alone. `--pause` sleeps after each pass.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--skip", default="?")
     parser.add_argument("--read", action="store_true")
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--random", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--settle", type=float, default=1.0, help="seconds between loading and the first pass")
     args = parser.parse_args()
@@ -40,6 +41,8 @@ def main() -> None:
     assert layout is not None
     regions = [one for one in layout.regions()[1:] if not is_embedding(one.name) and args.skip not in one.name]
     shared = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    if args.random:
+        shared.madvise(mmap.MADV_RANDOM)
     data: mmap.mmap | bytes = shared
     if args.read:
         data = shared[:]

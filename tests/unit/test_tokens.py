@@ -15,7 +15,7 @@ from llmcache.tokens import Interval, Token, TokenWatch
 from llmcache.tokens import watch as watch_module
 from llmcache.tokens.causes import Attribution, short_layer
 from llmcache.tokens.clock import Key, candidates
-from llmcache.tokens.passes import HIT, LOOK, WAIT, Event, Kinds, Pass, Passes, Role, Wait
+from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role, Where
 from llmcache.tokens.render import HEADING, summary_lines, token_line
 from llmcache.tokens.summary import Totals, quantile
 from tests.mount.live import wait_for
@@ -39,10 +39,10 @@ class Process:
         self.now_ns += int(ms * MS)
         self.compute_ns += int(ms * MS)
 
-    def block(self, ms: float, page: int = 0) -> None:
+    def block(self, ms: float) -> None:
         self.now_ns += int(ms * MS)
         self.storage_ns += int(ms * MS)
-        self._send(WAIT, page, wait_ns=int(ms * MS))
+        self.passes.wait(Where("blk.1"), int(ms * MS))
 
     def sleep(self, ms: float) -> None:
         self.now_ns += int(ms * MS)
@@ -55,21 +55,18 @@ class Process:
     def look(self) -> None:
         self._send(LOOK, 0)
 
-    def _send(self, kind: int, place: int, wait_ns: int | None = None) -> None:
-        sums = (self.compute_ns, self.storage_ns, self.other_ns, self.storage_ns if wait_ns is None else wait_ns)
-        dev, inode = FILE if kind == WAIT else (0, 0)
-        self.found += self.passes.take(Event(self.now_ns, kind, 1, place, dev, inode, *sums))
+    def _send(self, kind: int, place: int) -> None:
+        sums = (self.compute_ns, self.storage_ns, self.other_ns, self.storage_ns)
+        self.found += self.passes.take(Event(self.now_ns, kind, 1, place, 0, 0, *sums))
 
-    def token(
-        self, compute_ms: float = 10, storage_ms: float = 0, rows: int = 1, roles: tuple[Role, ...] = tuple(Role)
-    ) -> None:
+    def token(self, compute_ms: float = 10, storage_ms: float = 0, rows: int = 1, has_later: bool = True) -> None:
         """A pass, of which a fifth is computed after the layers."""
-        self.read(roles[0], rows)
+        self.read(Role.FIRST, rows)
         self.compute(compute_ms * 0.8)
         if storage_ms:
             self.block(storage_ms)
-        for role in roles[1:]:
-            self.read(role, rows if role == Role.LAST else 1)
+        if has_later:
+            self.read(Role.LATER)
         self.compute(compute_ms * 0.2)
 
 
@@ -87,7 +84,7 @@ def test_tokens_follow_one_another_and_their_parts_are_their_time(process: Proce
     for found in process.found[:3]:
         assert (found.compute_ns, found.storage_ns, found.other_ns) == (10 * MS, 5 * MS, 0)
         assert found.time_ns == 15 * MS
-        assert len(found.waits) == 1
+        assert found.waits == {Where("blk.1"): 5 * MS}
     assert [found.is_first for found in process.found] == [True, False, False, False]
 
 
@@ -118,30 +115,49 @@ def test_a_pause_within_a_pass_is_part_of_it(process: Process) -> None:
     for _ in range(5):
         process.sleep(1000)
         process.look()
-    process.read(Role.LAST)
-    process.sleep(1000)
-    process.look()
-    process.read(Role.AFTER)
+    process.read(Role.LATER)
     process.token()
-    assert [found.time_ns // MS for found in process.found] == [10, 6000]
+    assert [found.time_ns // MS for found in process.found] == [10, 5000]
 
 
-def test_each_row_of_a_batch_is_counted_and_parts_of_a_prompt_are_passes(process: Process) -> None:
+def test_where_the_later_tensor_is_not_the_last_a_short_pause_after_it_is_part_of_the_pass(process: Process) -> None:
+    process.passes.restart(shows_end=False)
+    for pause_ms in (500, 5000, 0):
+        process.token()
+        process.sleep(pause_ms)
+        process.look()
+    assert [found.time_ns // MS for found in process.found] == [510, 10]
+
+
+def test_each_row_of_a_batch_is_counted_and_the_parts_of_a_prompt_are_one_pass(process: Process) -> None:
     process.token()
-    process.token(rows=64, roles=(Role.FIRST, Role.LAST))  # no logits of a part but the last
-    process.token(rows=64, roles=(Role.FIRST, Role.LAST))
+    process.token(rows=64, has_later=False)  # no logits of a part but the last
+    process.token(rows=64, has_later=False)
     process.token(rows=22)
     process.token()
-    assert [found.rows for found in process.found] == [1, 64, 64, 22]
+    assert [(found.rows, found.time_ns // MS) for found in process.found] == [(1, 10), (150, 30)]
+
+
+def test_a_prompt_that_is_given_up_does_not_last_until_the_next_one(process: Process) -> None:
+    process.token()
+    process.token(rows=64, has_later=False)
+    process.sleep(60_000)
+    process.look()
+    process.token(rows=5)
+    process.token()
+    assert [(found.rows, found.time_ns // MS, found.is_first) for found in process.found] == [
+        (1, 10, True),
+        (64, 10, False),
+        (5, 10, True),
+    ]
 
 
 def test_a_lone_first_layer_shows_tokens(process: Process) -> None:
     for _ in range(200):
-        process.token(roles=(Role.FIRST,))
+        process.token(has_later=False)
     assert process.passes.seems_lone
     assert not process.found, "they could be the rows of one batch"
-    process.passes.restart()
-    process.passes.is_lone = True
+    process.passes.restart(is_lone=True)
     process.read(Role.FIRST, 3)
     process.compute(10)
     process.read(Role.FIRST)
@@ -154,8 +170,7 @@ def test_the_first_batch_of_a_process_is_one_pass_however_its_threads_come(proce
     process.read(Role.FIRST, 2)
     process.sleep(6)
     process.read(Role.FIRST, 2)
-    process.read(Role.LAST, 4)
-    process.read(Role.AFTER)
+    process.read(Role.LATER)
     process.token()
     assert [found.rows for found in process.found] == [4]
 
@@ -208,11 +223,9 @@ def layout(layers: int = 3, experts: int = 0, names: str = "gguf") -> ModelLayou
 def test_the_best_clock_is_of_norms_from_begin_to_end() -> None:
     clocks = candidates({FILE: layout()})
     names = {role: place.name for role, place in clocks[0].places.items()}
-    assert names == {
-        Role.FIRST: "blk.0.attn_norm.weight",
-        Role.LAST: "blk.2.attn_norm.weight",
-        Role.AFTER: "output_norm.weight",
-    }
+    assert names == {Role.FIRST: "blk.0.attn_norm.weight", Role.LATER: "output_norm.weight"}
+    later = [clock.places[Role.LATER].name for clock in clocks if clock.places[Role.FIRST] == clocks[0].places[Role.FIRST]]
+    assert later == [f"{name}.weight" for name in ("output_norm", "blk.2.attn_norm", "output", "blk.1.attn_norm")]
     assert clocks[0].are_rows_tokens
     firsts = [clock.places[Role.FIRST].name for clock in clocks]
     assert firsts[:4] == [f"blk.0.{part}.weight" for part in ("attn_norm", "ffn_norm", "attn_q", "ffn_up")]
@@ -230,12 +243,15 @@ def test_shards_make_one_clock_and_experts_none() -> None:
     }
     clocks = candidates(shards)
     assert clocks[0].places[Role.FIRST].file == (8, 1)
-    assert clocks[0].places[Role.AFTER].file == (8, 2)
+    assert clocks[0].places[Role.LATER].file == (8, 2)
     assert not [place for clock in clocks for place in clock.places.values() if "exps" in place.name or "embd" in place.name]
 
 
 def test_a_model_of_one_layer_and_files_without_layers() -> None:
-    assert Role.LAST not in candidates({FILE: layout(layers=1)})[0].places
+    one = candidates({FILE: layout(layers=1)})
+    assert {clock.places[Role.LATER].name for clock in one} == {"output_norm.weight", "output.weight"}
+    no_output = ModelLayout("gguf", 4096, layout(layers=1).tensors[:4])
+    assert [set(clock.places) for clock in candidates({FILE: no_output})] == [{Role.FIRST}] * 3
     assert candidates({FILE: layout(layers=0)}) == []
     assert candidates({}) == []
     assert not candidates({FILE: layout(names="safetensors")})[0].are_rows_tokens
@@ -247,19 +263,21 @@ def test_waits_are_attributed_to_layers_and_experts() -> None:
     up = by_name["blk.1.ffn_up_exps.weight"]
     page = up.offset // 4096
     expert_pages = up.size_bytes // 4 // 4096
-    waits = [
-        Wait(*FILE, page, 30),
-        Wait(*FILE, page + 1, 30),
-        Wait(*FILE, page + 3 * expert_pages, 30),
-        Wait(*FILE, by_name["blk.2.attn_q.weight"].offset // 4096, 10),
-        Wait(1, 1, 0, 1000),
-    ]
     attribution = Attribution({FILE: model})
-    causes = attribution.causes(waits, 1100)
+    pages = (page, page + 1, page + 3 * expert_pages, by_name["blk.2.attn_q.weight"].offset // 4096)
+    places = [attribution.where(*FILE, number) for number in pages]
+    assert [place and place.layer for place in places] == ["blk.1", "blk.1", "blk.1", "blk.2"]
+    assert places[0] == places[1] != places[2]
+    assert places[3] == Where("blk.2")
+    assert attribution.where(7, FILE[1], page) == places[0], "overlayfs shows another device"
+    assert attribution.where(1, 1, 0) is None
+    waits = {place: 30 for place in places if place is not None}
+    causes = attribution.causes(waits, 90)
     assert attribution.experts_used == 6
     assert causes.experts_missed == 2
-    assert causes.slowest == ("1", 90), "threads that wait side by side share the time"
-    assert attribution.causes([], 0).slowest is None
+    assert causes.slowest == ("1", 60)
+    assert attribution.causes(waits, 9).slowest == ("1", 6), "threads that wait side by side share the time"
+    assert attribution.causes({}, 0).slowest is None
     assert Attribution({FILE: layout()}).causes(waits, 100).experts_missed is None
 
 
