@@ -1,8 +1,8 @@
 """Client: passes over a mapped model, tensor by tensor in the order of a decoder; prints a line for each pass.
 
 `--skip TEXT` leaves out tensors with TEXT in their name, as an engine does that has copied them. `--read` reads the file
-into memory first and passes over that. `--cold` drops the file from the page cache before each pass, `--random` has each page
-read alone. `--pause` sleeps after each pass.
+into memory first and passes over that. `--cold` drops the file from the page cache before each pass, `--random` has each
+page read alone. `--pause` sleeps after each pass.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ def main() -> None:
     layout = read_layout(lambda offset, count: os.pread(fd, count, offset), size, args.file)
     assert layout is not None
     regions = [one for one in layout.regions()[1:] if not is_embedding(one.name) and args.skip not in one.name]
-    shared = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    shared = mmap.mmap(-1 if args.read else fd, 0 if not args.read else PAGE, prot=mmap.PROT_READ)
     if args.random:
         shared.madvise(mmap.MADV_RANDOM)
     data: mmap.mmap | bytes = shared
     if args.read:
-        data = shared[:]
-        shared.close()
+        data = b"".join(os.pread(fd, PIECE, offset) for offset in range(0, size, PIECE))
     time.sleep(args.settle)
     for number in range(args.passes):
         if args.cold:
