@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from llmcache.cache.sizing import ModelBytes
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, printable
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
-from llmcache.fs.client.mountpoint import check_machine
-from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import tightest
-from llmcache.procfs import IN_MEMORY, fstype_at, status_of
+from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
 from llmcache.run.child import Child, User, resolve, user_of
 from llmcache.run.namespaces import Namespaces
@@ -33,6 +31,8 @@ from llmcache.units import format_size
 
 LOOK_S, LATE_LOOK_S, LATE_S = 1.0, 5.0, 120.0
 """The opened files of the command are listed so often; after LATE_S less often."""
+COPIES_S = 10.0
+"""From one look at what the command has copied to the next."""
 NO_REPACK = "LLAMA_ARG_NO_REPACK"
 _REPACK_WORDS = frozenset(("--repack", "--no-repack", "-nr"))
 _REPACK_VARIABLES = (NO_REPACK, "LLAMA_ARG_REPACK")
@@ -130,21 +130,13 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 def _described(path: str) -> str:
     """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
-    files = models.shards_of(path)
-    if path != files[0]:
+    if path not in models.first_shards([path]):
         return ""
-    size_bytes = sum(os.stat(one).st_size for one in files)
-    facts = [format_size(size_bytes)]
-    if (model := _model(path)) is not None and model.experts is not None:
+    facts = [format_size(models.size_of(path))]
+    if (model := models.bytes_of(path)) is not None and model.experts is not None:
         used = "" if model.used is None else f", {model.used} used"
         facts.append(f"MoE, {model.experts} experts{used}")
     return f"{os.path.basename(path)} ({', '.join(facts)})"
-
-
-def _model(path: str) -> ModelBytes | None:
-    with contextlib.suppress(LlmcacheError, OSError):
-        return model_bytes(path)
-    return None
 
 
 def engine_variables(
@@ -158,10 +150,10 @@ def engine_variables(
     if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
         return {}
     for path in files:
-        model = _model(path)
+        model = models.bytes_of(path)
         if model is None or not model.repacked_bytes:
             continue
-        if sum(os.stat(one).st_size for one in models.shards_of(path)) > FITTING_SHARE * room_bytes:
+        if models.size_of(path) > FITTING_SHARE * room_bytes:
             return {NO_REPACK: "1"}
     return {}
 
@@ -246,8 +238,7 @@ def _over_fuse(
         session.namespaces = Namespaces(child.pid)
         way = "in a private mount namespace"
     except OSError as error:
-        control.make_directory()
-        points = {source: _make_point(source, f"{name}-{number}") for number, source in enumerate(sources)}
+        points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
         child = Child(_rewritten(words, points), program, environment, user=user, group=session.group)
         way = f"by a mount of its own, with the paths among its arguments changed (no private namespace: {error.strerror})"
     say(f"over FUSE {way}; not in place: {reason}")
@@ -260,12 +251,6 @@ def _over_fuse(
         child.cancel()
         raise
     return child
-
-
-def _make_point(source: str, name: str) -> str:
-    point = os.path.join(control.directory(os.geteuid()), name)
-    os.mkdir(point, 0o700)
-    return point
 
 
 def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
@@ -285,7 +270,7 @@ def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
 
 def attach(pid: int, settings: RunSettings) -> int:
     """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
-    _check_process(pid)
+    models.check_process("--pid", pid)
     if reason := why_not():
         raise EnvironmentProblem(
             f"cannot steer a running process: {reason}",
@@ -295,7 +280,7 @@ def attach(pid: int, settings: RunSettings) -> int:
     try:
         end = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise _gone(pid) from None
+        raise EnvironmentProblem(f"--pid: process {pid} has ended") from None
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, end)
@@ -310,27 +295,12 @@ def attach(pid: int, settings: RunSettings) -> int:
     return EXIT_OK
 
 
-def _gone(pid: int) -> EnvironmentProblem:
-    return EnvironmentProblem(f"--pid: process {pid} does not exist", "list processes with: ps -e")
-
-
-def _check_process(pid: int) -> None:
-    try:
-        fields = status_of(pid)
-    except OSError:
-        raise _gone(pid) from None
-    if pid == os.getpid():
-        raise UsageError(f"--pid: {pid} is llmcache itself", "list processes with: ps -e")
-    if int(fields["Tgid"]) != pid:
-        raise UsageError(f"--pid: {pid} is a thread of process {fields['Tgid']}", f"--pid {fields['Tgid']}")
-    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
-        raise EnvironmentProblem(f"--pid: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
-
-
 def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
     """Return at the end of a process. Meanwhile, in place (`owner_pid`), steer model files that it opens."""
     began = time.monotonic()
     looks = _looks(began)
+    said: set[tuple[int, str]] = set()
+    due = began + COPIES_S
     end = os.pidfd_open(pid) if not has_ended() else -1
     try:
         while not has_ended():
@@ -338,6 +308,12 @@ def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid:
                 for source in session.add(models.opened_by(pid)):
                     session.steer(source, source, "inplace", owner_pid)
                 session.renew(owner_pid)
+            if time.monotonic() >= due:
+                due = time.monotonic() + COPIES_S
+                for copied in models.copies_of(pid, session.files):
+                    if (copied.pid, copied.cause) not in said:
+                        say(str(copied))
+                    said.add((copied.pid, copied.cause))
             select.select([end], [], [], next(looks))
     finally:
         if end >= 0:

@@ -53,6 +53,9 @@ class Steered:
         with contextlib.suppress(MountProblem):
             control.request(self.point, {"op": "stop", "force": True}, uid=self.uid, timeout_s=END_S)
         control.wait_until_gone(control.files(self.point, self.uid), END_S)
+        with contextlib.suppress(MountProblem):  # of a daemon that was killed
+            mountpoint.detach(self.point, lazy=True)
+        mountpoint.remove_made(self.point)
 
 
 def start(
