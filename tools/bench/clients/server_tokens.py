@@ -2,8 +2,9 @@
 
 The wheel `xllamacpp` embeds the server; the client sets the path of the model and silences the log. For each turn it sends
 the chat and `--prompt` new random tokens over HTTP, and reads an answer of `--answer` tokens. A step is one token of an
-answer; the first step of a turn includes the evaluation of the prompt. The server chooses tokens greedily. `crc` covers all
-tokens up to this step with their log-probabilities: the same over plain storage and over a mount, or a byte was wrong.
+answer; the first step of a turn includes the evaluation of the prompt. The server samples as it does by default, from a
+fixed seed: greedily, a model with random weights soon repeats one token, and of an MoE model the same experts. `crc` covers
+all tokens up to this step with their log-probabilities: the same over plain storage and over a mount, or a byte was wrong.
 
 With `--pause` each token is a request of its own, because the server decodes ahead of a client that waits.
 """
@@ -32,13 +33,7 @@ SITE = Path(sys.prefix) / "server"
 FIRST_WORD, LAST_WORD = 300, 1300  # ordinary words in every vocabulary of tools/make_model.py
 # The server sends nothing for a token that ends within a UTF-8 character, so the bytes 0x80 to 0xFF are excluded.
 NO_PARTIAL_CHARACTERS = [[token, False] for token in range(3 + 0x80, 3 + 0x100)]
-SETTINGS = {
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-    "n_probs": 1,
-    "logit_bias": NO_PARTIAL_CHARACTERS,
-}
+SETTINGS = {"seed": 0, "ignore_eos": True, "stream": True, "n_probs": 1, "logit_bias": NO_PARTIAL_CHARACTERS}
 
 
 class AnsweredToken(NamedTuple):
