@@ -1,7 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model (gemma)
-and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model
+(gemma) and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 

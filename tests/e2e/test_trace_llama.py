@@ -1,4 +1,4 @@
-"""The stock llama.cpp server over a capped page cache: what is recorded is the loop that the GGUF header tells, at the pace of the tokens."""
+"""The stock llama.cpp server over a capped page cache: the trace has the loop of the model's header, at the tokens' pace."""
 
 from __future__ import annotations
 

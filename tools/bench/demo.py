@@ -1,7 +1,9 @@
 """The demo: the stock llama.cpp server over plain storage and over llmcachefs, same memory, same storage limit, in turns.
 
 The server has its default flags. Its model is of Q8_0, which llama.cpp maps and reads in place on x86-64; weights of Q4_0 or
-Q4_K it would copy into its own memory (repacking). The page cache has the machine's read_ahead_kb, and 128. Then what `llmcache trace`, `classify` and `size` say of the same program.
+Q4_K it would copy into its own memory (repacking). The page cache runs with the machine's own read_ahead_kb and with 128.
+Then what `llmcache trace`, `classify` and `size` say of the same program.
+
 The model's loop (what each token reads) is larger than the memory that is left for caching. Run through tools/demo,
 which installs what is needed; ends by unmounting and removing its cgroups, also on Ctrl-C.
 """
@@ -132,8 +134,7 @@ def show(outcome: Comparison, console: Console) -> bool:
     if outcome.anon_bytes < COPIED * outcome.experiment.loop_bytes:
         console.print(f"{own}: it reads the weights from the page cache or from llmcachefs, and does not copy them.")
     else:
-        console.print(f"{own}: on this processor it copies the weights, so no file cache can help. The stock program has")
-        console.print("the option --no-repack.")
+        console.print(f"{own}: here it copies the weights, so no file cache can help. llama-server has --no-repack.")
     return same and not any(outcome.problems(side) for side in outcome.sides)
 
 
@@ -153,12 +154,13 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     console.print("2. the server alone, with its default flags and all memory: how long a token takes to compute")
     console.print(
         f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds server, daemon and page cache, "
-        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)"
+        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)",
+        soft_wrap=True,
     )
     options: tuple[str, ...] = () if args.mode == "auto" else ("--mode", args.mode)
-    if plan.routed is not None:  # what the kernel reads around a fault decides
-        if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
-            options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
+    is_in_place = args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None)
+    if plan.routed is not None and is_in_place:  # what the kernel reads around a fault decides
+        options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
     bench = Rig(scratch, (*kernels(model.parent), Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")

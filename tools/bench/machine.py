@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +16,10 @@ import psutil
 from llmcache.errors import EnvironmentProblem
 from llmcache.procfs import mounts, status_of
 
+from .clients.server_tokens import SITE
+
 PROC, SYSFS = Path("/proc"), Path("/sys")
-PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
+PACKAGES = ("llama-cpp-python", "xllamacpp", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,5 @@ def _first(file: str, key: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    found = next(iter(metadata.distributions(name=package, path=[*sys.path, str(SITE)])), None)
+    return None if found is None else found.version
