@@ -36,14 +36,14 @@ ENGINES = {
 
 
 def events(model: Path, command: Callable[[str, Path], list[str]]) -> list[dict[str, Any]]:
-    """Return what a client said."""
+    """Return the events of a client."""
     result = subprocess.run(command("", model), capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-1000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def checksums(model: Path, engine: Engine) -> list[int]:
-    """Return a checksum of the logits of each token, or of the tokens so far with their probabilities."""
+    """Return a checksum of the logits of each token, or of all tokens up to it with their probabilities."""
     return [event["crc"] for event in events(model, engine.command) if event["event"] == "step"]
 
 
@@ -94,5 +94,5 @@ def test_the_stock_server_copies_what_a_models_size_says(tmp_path: Path) -> None
     mapped, copied = (made(tmp_path, file_type) for file_type in ("q8_0", "q4_k_m"))
     own = {path: int(events(path, command)[-1]["anon_bytes"]) for path in (mapped, copied)}
     assert model_bytes(str(mapped)).repacked_bytes == 0 and own[mapped] < 0.6 * mapped.stat().st_size
-    # Beside the copies, the model of six layers has a larger KV cache than that of three.
+    # The model of six layers also has a larger KV cache than that of three.
     assert own[copied] - own[mapped] == pytest.approx(model_bytes(str(copied)).repacked_bytes, rel=0.2)

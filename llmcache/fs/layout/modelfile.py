@@ -16,7 +16,7 @@ from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import index_shards
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Region, Tensor, is_embedding, order_shards, shard_name
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Region, Tensor, order_shards, shard_name
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -28,8 +28,6 @@ _NAMED = "give a .gguf or .safetensors file, or the first of its shards"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LONGEST_INDEX = 64 << 20
 _LONGEST_CONFIG = 4 << 20
-REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
-"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
 
 # What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -59,13 +57,8 @@ def model_bytes(path: str) -> ModelBytes:
         sparse_bytes=sparse_bytes,
         experts=experts,
         used=used,
-        repacked_bytes=_repacked_bytes(layouts),
+        repacked_bytes=sum(layout.repacked_bytes for layout in layouts),
     )
-
-
-def _repacked_bytes(layouts: Sequence[ModelLayout]) -> int:
-    tensors = (tensor for layout in layouts if layout.kind == "gguf" for tensor in layout.tensors)
-    return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
 
 def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int | None]:
