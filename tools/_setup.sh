@@ -168,9 +168,16 @@ make_venv() {
     pip install --no-deps -r "$root/requirements/lock.txt"
     pip install --no-deps --no-build-isolation -e "$root"
     pip check
-    say "compiling the policies that llmcache simulate compares unless told otherwise"
-    "$venv/bin/llmcache" simulate "$root/traces/kilobytes.parquet" --cache 10% --mrc >/dev/null
     stamp_of "${inputs[@]}" >"$venv/.stamp"
+}
+
+# Else the first tests that simulate would do it, each for itself.
+compile_policies() {
+    local pins=$root/requirements/lock.txt
+    is_current .stamp-policies "$pins" && return
+    say "compiling the policies that llmcache simulate compares by default"
+    "$venv/bin/llmcache" simulate "$root/traces/kilobytes.parquet" --cache 10% --mrc >/dev/null
+    stamp_of "$pins" >"$venv/.stamp-policies"
 }
 
 # How llama-cpp-python is built. Not for the native CPU: with AMX it crashes on virtual machines that list AMX but do not enable
@@ -310,6 +317,7 @@ _setup_server() {
 }
 _setup_tests() {
     _setup
+    compile_policies
     install_tested_programs
     if can_serve; then install_server; else say "no AVX2: tests of the stock llama.cpp server are skipped"; fi
     install_llama
