@@ -164,6 +164,7 @@ class Group:
         self.apart_ns = -(1 << 62)  # when there were several, last
         self.listed_open = False  # as the references were told
         self.last_pid = 0  # of a reader
+        self.names_version = 0  # of the names by which its files were found
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
     @property
