@@ -431,7 +431,7 @@ class _Candidates:
         """Add one name of a file."""
         self.of.setdefault(real, []).append((rank, is_latest, variants))
         for variant in variants:
-            self._owners.setdefault(variant, set()).add(real)
+            self._owners.setdefault(variant, set()).add(real.replace("/sha256:", "/sha256-"))  # one file, old and new name
 
     def names(self, real: str) -> tuple[str, ...]:
         """Return all names of a file."""
