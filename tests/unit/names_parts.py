@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def _placed(content: bytes | Path, blobs: Path, prefix: str = "") -> str:
     name = prefix + hashlib.sha256(content.read_bytes()).hexdigest()
     shutil.move(content, blobs / name)
     return name
+
+
+def safetensors_bytes(**tensors: int) -> bytes:
+    """Return a safetensors file with `tensors` of so many bytes each."""
+    header, offset = {}, 0
+    for name, size_bytes in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [offset, offset + size_bytes]}
+        offset += size_bytes
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(offset)
 
 
 def blob_of(link: Path) -> str:
