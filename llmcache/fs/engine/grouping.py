@@ -86,27 +86,26 @@ class Grouping:
             return self._again(backing) or self._adopted(backing, self._header_of(backing))
 
     def _end_renamed(self, backing: Backing) -> None:
-        """End the group of a closed file whose names have changed, if that makes it a shard of another model, or pinned.
+        """End the group of a file whose names have changed, if that makes it pinned, or a shard of another model.
 
-        A model may have been read, for its checksum, before its names were there.
+        A program that downloads a model reads it, for its checksum, before it gives it a name. What is in use and not to be
+        pinned stays as it is.
         """
         version = self.tree.names.version
         with self.state.lock:
             places = self.state.places.get(backing.path, ())
-            groups = [group for group, _ in places if group.names_version != version and self._is_closed(group)]
+            groups = [group for group, _ in places if group.names_version != version and not group.written]
         for group in groups:
             is_model = any(member.anatomy is not None for member in group.members)
             files = self._files(backing, is_model)
             is_pinned = not group.paged and self._is_pinned(files)
             with self.state.lock:
-                group.names_version = version
-                same = [name for name, _ in files] == [member.path for member in group.members] and is_pinned == group.first
-                if not same and group.alive and self._is_closed(group):
+                has_moved = [name for name, _ in files] != [member.path for member in group.members]
+                is_used = any(member.backing for member in group.members)
+                if not has_moved or not is_used:
+                    group.names_version = version
+                if group.alive and (is_pinned != group.first or (has_moved and not is_used)):
                     self.end(group)
-
-    @staticmethod
-    def _is_closed(group: Group) -> bool:
-        return not group.written and not any(member.backing for member in group.members)
 
     def _is_pinned(self, files: list[tuple[str, int]]) -> bool:
         return any(self.tree.matches(name, self.pinned) for name, _ in files)
