@@ -143,9 +143,13 @@ class _View:
 class ModelNames:
     """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread."""
 
-    def __init__(self, directory: str, fd: int) -> None:
-        """`fd`: of the directory, which `directory` may not lead to any more; stays the caller's."""
+    def __init__(self, directory: str, fd: int, *, links_only: bool = False) -> None:
+        """`fd`: of the directory, which `directory` may not lead to any more; stays the caller's.
+
+        `links_only`: manifests and indexes are not read.
+        """
         self.directory = directory
+        self._links_only = links_only
         self.version = 0  # changes with the names
         self.followed: Mapping[str, str] = {}  # of links in `outside`: the path by which the file that they lead to is known
         self._fd = os.dup(fd)
@@ -158,6 +162,7 @@ class ModelNames:
         self._turn = threading.Lock()  # of scans
         self._lock = threading.Lock()
         self._scan: threading.Thread | None = None
+        self._began_s = 0.0  # when it did
         self._due_s = 0.0
 
     def close(self) -> None:
@@ -207,18 +212,19 @@ class ModelNames:
     # Scans
 
     def refresh(self, wait_s: float = WAIT_S, *, at_once: bool = False) -> None:
-        """Have a scan made if one is due (`at_once`: in any case), and wait for its end for `wait_s` at most."""
+        """Have a scan made if one is due (`at_once`: in any case), and wait until it ends or has taken `wait_s`."""
         with self._lock:
             is_busy = self._scan is not None and self._scan.is_alive()
             if not is_busy and (at_once or time.monotonic() >= self._due_s):
                 self._scan = threading.Thread(target=self.scan, name="names", daemon=True)
+                self._began_s = time.monotonic()
                 try:
                     self._scan.start()
                 except RuntimeError:  # the process, or the machine, is out of threads
                     self._scan = None
-            scan = self._scan
+            scan, left_s = self._scan, self._began_s + wait_s - time.monotonic()
         if scan is not None:
-            scan.join(wait_s)
+            scan.join(max(0.0, left_s))
 
     def scan(self) -> None:
         """Scan the directory."""
@@ -227,7 +233,7 @@ class ModelNames:
                 return
             began = time.monotonic()
             changed = self._visit(began + SCAN_S)
-            changed = self._read_documents() or changed
+            changed = (not self._links_only and self._read_documents()) or changed
             if changed or self.is_outdated:
                 self._used = self.followed
                 self._view = self._viewed(self._used)

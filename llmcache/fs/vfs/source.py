@@ -24,7 +24,6 @@ import errno
 import os
 import pwd
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -272,35 +271,29 @@ def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
     """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
 
     Over FUSE: those that lead out of MOUNT, where they are resolved. In place, where links to files are followed: those to
-    files on other file systems, and to directories outside SOURCE. Looks for LINKS_S at most.
+    files on other file systems, and to directories outside SOURCE. Looks for SCAN_S at most.
     """
-    end, device, found = time.monotonic() + LINKS_S, os.stat(source).st_dev, []
-    for directory, directories, names in os.walk(source):
-        for name in sorted([*directories, *names]):
-            path = os.path.join(directory, name)
-            with contextlib.suppress(OSError):
-                if os.path.islink(path) and _leads_out(path, source, mount, device, in_place=in_place):
-                    found.append(os.path.relpath(path, source))
-        if time.monotonic() > end:
-            break
-    return found
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    names = ModelNames(source if in_place else mount, fd, links_only=True)
+    try:
+        names.scan()
+        found = [path.lstrip("/") for path in names.outside]
+        device = os.fstat(fd).st_dev
+        return [path for path in found if not in_place or not _is_followed(os.path.join(source, path), device)]
+    finally:
+        names.close()
+        os.close(fd)
 
 
-def _leads_out(path: str, source: str, mount: str, device: int, *, in_place: bool) -> bool:
-    if not in_place:
-        at = os.path.join(mount, os.path.relpath(os.path.dirname(path), source))
-        return not _is_below(os.path.normpath(os.path.join(at, os.readlink(path))), mount)
-    status = os.stat(path)
-    if stat.S_ISDIR(status.st_mode):
-        return not _is_below(os.path.realpath(path), source)
-    return stat.S_ISREG(status.st_mode) and status.st_dev != device
+def _is_followed(path: str, device: int) -> bool:
+    """Return True for a link to a file on a file system, or to none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return True
+    return not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_dev == device)
 
 
-def _is_below(path: str, directory: str) -> bool:
-    return os.path.commonpath([path, directory]) == directory
-
-
-LINKS_S = 2.0
 DEFAULT_SPILL = ("*.kv",)
 
 
