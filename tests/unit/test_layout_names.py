@@ -89,6 +89,16 @@ def test_an_ollama_store_names_its_blobs(names: ModelNames, tmp_path: Path) -> N
     assert "llama3.2:latest" in {names.shown(f"/.ollama/models/blobs/{path.name}") for path in (store / "blobs").iterdir()}
 
 
+def test_the_blobs_of_a_store_may_be_behind_a_link(names: ModelNames, tmp_path: Path) -> None:
+    """People move them to a larger disk."""
+    ollama_model(tmp_path / "store", "llama3.2:3b", {"model": b"weights"})
+    (tmp_path / "store" / "blobs").rename(tmp_path / "large")
+    (tmp_path / "store" / "blobs").symlink_to("../large")
+    names.scan()
+    (blob,) = (f"/large/{path.name}" for path in (tmp_path / "large").iterdir())
+    assert names.shown(blob) == "llama3.2:3b"
+
+
 def test_names_come_and_go_with_links_and_manifests(names: ModelNames, tmp_path: Path) -> None:
     """A manifest is rewritten where it is; its directory does not show that."""
     manifest = ollama_model(tmp_path, "llama3.2:3b", {"model": b"old"})
@@ -197,7 +207,7 @@ def test_bounds_hold(names: ModelNames, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).touch()
     names.scan()
     assert not [*names.shards("/blob")] and not [*names.shards("/a.safetensors")]
-    monkeypatch.setattr(module, "ENTRIES_MAX", 3)
+    monkeypatch.setattr(module, "NAMES_MAX", 3)
     for number in range(20):
         (tmp_path / f"d{number:02}").mkdir()
         (tmp_path / f"d{number:02}" / "link.gguf").symlink_to("../blob2")

@@ -22,6 +22,7 @@ import re
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,10 +35,11 @@ log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SHARDS_MAX = 1024
-MANIFEST_BYTES, INDEX_BYTES = 1 << 20, 16 << 20  # the longest documents
-DOCUMENTS_MAX, LAYERS_MAX = 1 << 13, 1 << 10  # documents that are read, and layers of one manifest
-ENTRIES_MAX = 1 << 17  # links and directories
-SCAN_S, SCAN_REST = 2.0, 20  # the longest scan; the next one is due after so many times as long as the last one took
+MANIFEST_BYTES, INDEX_BYTES = 1 << 20, 2 << 20  # the longest documents
+DOCUMENTS_MAX, LAYERS_MAX = 1 << 12, 1 << 10  # documents that are read, and layers of one manifest
+DIRECTORIES_MAX, NAMES_MAX = 1 << 14, 1 << 14  # that are known: links and layers have names
+SCAN_S = 2.0  # the longest scan
+SCAN_REST, LEAST_REST_S = 20, 0.05  # the next scan is due after so many times as long as the last one took
 WAIT_S = 0.5  # that an open file waits for names
 LINKS_MAX = 40  # in one path, as in the kernel
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)  # for good: a link that leads nowhere, say
@@ -102,7 +104,7 @@ def manifest_place(path: str) -> tuple[str, str] | None:
     return found["store"], "/".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Directory:
     """A directory as it was scanned: `stamp` tells whether it has changed since, once it is settled.
 
@@ -238,14 +240,15 @@ class ModelNames:
                 self._used = self.followed
                 self._view = self._viewed(self._used)
                 self.version += 1
-            self._due_s = time.monotonic() + SCAN_REST * (time.monotonic() - began)
+            now = time.monotonic()
+            self._due_s = now + max(LEAST_REST_S, SCAN_REST * (now - began))
 
     def _visit(self, end_s: float) -> bool:
-        """Visit directories until a time; returns True if something has changed."""
+        """Visit directories until a time, those of one level after those above; returns True if something has changed."""
         found: dict[str, _Directory] = {}
-        pending, entries = [""], 0
-        while pending and time.monotonic() < end_s and entries < ENTRIES_MAX:
-            path = pending.pop()
+        pending, links = deque([""]), 0
+        while pending and time.monotonic() < end_s and len(found) < DIRECTORIES_MAX and links < NAMES_MAX:
+            path = pending.popleft()
             known = self._directories.get(path)
             try:
                 directory = self._looked(path, known)
@@ -254,10 +257,11 @@ class ModelNames:
                     continue
                 directory = known  # too many open files, an error of storage
             found[path] = directory
-            entries += 1 + len(directory.links)
-            pending += [f"{path}/{name}" for name in reversed(directory.directories)]
+            links += len(directory.links)
+            pending += [f"{path}/{name}" for name in directory.directories]
         if pending:
-            found = {**self._directories, **found}
+            if time.monotonic() >= end_s:
+                found = {**self._directories, **found}
             if not self._unfinished:
                 self._unfinished = True
                 log.warning("SOURCE has too many directories or links: some files have no names but their own")
@@ -298,8 +302,9 @@ class ModelNames:
     def _read_documents(self) -> bool:
         """Read the documents that have changed; returns True if there are some, or some have gone."""
         found: dict[str, _Document] = {}
+        layers = 0
         for path, real, limit, parse in self._wanted():
-            if len(found) >= DOCUMENTS_MAX:
+            if len(found) >= DOCUMENTS_MAX or layers >= NAMES_MAX:
                 break
             known = self._documents.get(path)
             try:
@@ -309,6 +314,7 @@ class ModelNames:
                 if known is None or error.errno in NOT_THERE:
                     continue
             found[path] = known
+            layers += len(known.content)
         changed = found != self._documents
         self._documents = found
         return changed
@@ -317,7 +323,7 @@ class ModelNames:
         """Yield (path, real path, greatest size, parser) of each document that says something that no name says."""
         for path, directory in self._directories.items():
             place = _MANIFESTS.fullmatch(path)
-            if place is not None and f"{place['store']}/blobs" in self._directories:
+            if place is not None and self._resolved(f"{place['store']}/blobs") in self._directories:
                 yield from (
                     (f"{path}/{name}", f"{path}/{name}", MANIFEST_BYTES, manifest_layers) for name in directory.files
                 )
@@ -388,7 +394,7 @@ class ModelNames:
                 paths.setdefault(real, []).append(path)
         for found in paths.values():
             found.sort(key=lambda path: (-self._changed_ns(path), path))
-        candidates = self._candidates(links, paths)
+        candidates = self._candidates(paths)
         return _View(
             links,
             tuple(sorted(outside, key=lambda path: ("." not in os.path.basename(path), path))),
@@ -398,12 +404,13 @@ class ModelNames:
             self._indexes(),
         )
 
-    def _candidates(self, links: Mapping[str, str], paths: Mapping[str, Iterable[str]]) -> _Candidates:
+    def _candidates(self, paths: Mapping[str, Iterable[str]]) -> _Candidates:
         """Return the names of all files, by manifests and by links to them."""
         found = _Candidates()
         for path, document in self._documents.items():
             for blob, names in _layer_names(path, [layer for layer in document.content if isinstance(layer, Layer)]):
-                found.add(links.get(blob, blob), 0, path.endswith("/latest"), names)
+                if (real := self._resolved(blob)) is not None:
+                    found.add(real, 0, path.endswith("/latest"), names)
         own = "/" + os.path.basename(self.directory)
         for real, path in ((real, path) for real, each in paths.items() for path in each):
             if (variants := _snapshot_names(own + path, path)) is not None:
