@@ -1,4 +1,4 @@
-"""Reading storage to measure it: several requests under way at a time, each noted when it is done."""
+"""Disks, as cgroups throttle and count them; and reading storage to measure it, with several requests in flight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,48 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.procfs import mounts
+
+PROC, SYSFS = Path("/proc"), Path("/sys")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A whole disk: `major:minor` as cgroup files want it, and its kernel name."""
+
+    number: str
+    name: str
+
+    @property
+    def read_ahead_file(self) -> Path:
+        """Return where the KiB stand that the kernel reads ahead."""
+        return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
+
+
+def disk_of(path: Path) -> Disk:
+    """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    entry = SYSFS / "dev" / "block" / number
+    if not entry.exists():  # btrfs and others have anonymous ones
+        mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
+        if mount is None:
+            said = f"device {number} of {path} is not in {SYSFS}/dev/block"
+            raise EnvironmentProblem(said, "use a directory on a local disk")
+        entry = SYSFS / "class" / "block" / Path(mount.source).name
+        if not (mount.source.startswith("/dev/") and entry.exists()):
+            raise EnvironmentProblem(
+                f"{path} is on {mount.fstype} ({mount.source}), which has no block device to throttle",
+                "use a directory on a disk file system (ext4, xfs, btrfs), for example --dir /var/tmp/llmcache",
+            )
+    real = entry.resolve()
+    if (real / "partition").exists():
+        real = real.parent
+    return Disk(number=(real / "dev").read_text().strip(), name=real.name)
 
 
 def timed_reads(

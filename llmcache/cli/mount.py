@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -54,9 +55,12 @@ def settings_of_a_mount(command: Command) -> Command:
 @base.command("mount")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
 @click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, which `mount -a` runs again
+@click.option("--while", "lifetime_pid", type=int, hidden=True)  # for llmcache run: the mount ends with this process
 @settings_of_a_mount
 @base.json_option("llmcache.mount/1", ", once it serves")
-def command(foreground: bool, unless_served: bool, config: str | None, as_json: bool, **flags: Any) -> None:
+def command(
+    foreground: bool, unless_served: bool, lifetime_pid: int | None, config: str | None, as_json: bool, **flags: Any
+) -> None:
     """Mount the model directory SOURCE on MOUNT with a cache budget.
 
     The best first command is the first example: in place, as root, with SOURCE as MOUNT. It needs no other directory, and
@@ -75,7 +79,7 @@ def command(foreground: bool, unless_served: bool, config: str | None, as_json: 
     from llmcache.fs.client import mount
     from llmcache.fs.client.settings import resolve
 
-    request = mount.request_of(resolve(flags, config))
+    request = replace(mount.request_of(resolve(flags, config)), lifetime_pid=lifetime_pid)
     mount.mount(request, foreground=foreground, as_json=as_json, unless_served=unless_served)
 
 

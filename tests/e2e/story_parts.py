@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from llmcache.cgroup import Cgroup
 from tests.mount.live import llmcache as run
 from tests.mount.live import wait_for
-from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client
 from tools.bench.sides import is_mounted
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from llmcache.cgroup import Cgroup
 from tests.e2e.story_parts import Decoding, decoding, first_served, llmcache, said
-from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client, forget
 from tools.bench.sides import Mounted
 from tools.make_model import main as make_model

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import pytest
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
@@ -34,7 +35,6 @@ from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, res
 from tests.mount.faulty import Rule, write_rules
 from tests.mount.live import MIB, llmcache, wait_for
 from tests.unit.kv_parts import unmount
-from tools.bench.cgroup import Cgroup
 from tools.bench.sides import end_mount, environment, is_mounted, wait_mounted
 
 SECONDS = float(os.environ.get("LLMCACHE_FAULT_SECONDS", "0"))

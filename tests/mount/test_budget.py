@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.cgroup import Cgroup
 from llmcache.fs.client import control
 from tests.mount.live import (
     MIB,
@@ -27,7 +28,6 @@ from tests.mount.live import (
     start_reader,
     wait_for,
 )
-from tools.bench.cgroup import Cgroup
 from tools.bench.machine import peak_bytes
 from tools.bench.runner import client, crc_file
 

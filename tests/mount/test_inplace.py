@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends import files as backend_files
@@ -37,7 +38,6 @@ from llmcache.procfs import mounts
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
-from tools.bench.cgroup import Cgroup
 from tools.bench.runner import crc_file, forget
 from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model

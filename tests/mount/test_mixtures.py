@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
+from llmcache.cgroup import Cgroup
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import patterns, routing
-from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client, forget, run_client
 from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model

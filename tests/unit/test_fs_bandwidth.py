@@ -14,11 +14,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import bandwidth
 from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
 from llmcache.fs.client.mountpoint import FSTYPE
-from tools.bench.cgroup import Cgroup
 from tools.bench.sides import environment
 
 MB = 10**6

@@ -255,3 +255,16 @@ def test_readers_of_several_programs_that_fall_apart_get_a_wider_window_and_lose
 def test_where_a_pass_is_short_a_cursor_that_has_stood_for_part_of_it_is_nobody() -> None:
     state = new_state(100 * MIB)
     assert watched(state, read_by(state, 2), 9.0, (0, TICK_NS * 3 // 2)) == 0
+
+
+def test_a_process_that_reads_only_the_header_ends_no_pass() -> None:
+    """A client that looks at the header every second ended a pass each time, and half of a loop counted as unused."""
+    state = new_state(10**8)
+    group = looping(state, "loop", 40, 0)
+    passes = []
+    for now_ns in range(5 * 40):
+        passes.append(group.note(now_ns % 40, now_ns, True, pid=1))
+        if now_ns % 7 == 0:
+            passes.append(group.note(0, now_ns, False, pid=2))
+    ended = [done for done in passes if done is not None]
+    assert [len(done.extents) for done in ended] == [40, 40, 40, 40]

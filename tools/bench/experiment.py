@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmcache.cgroup import Cgroup, Usage
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 
-from .cgroup import Cgroup, Usage
 from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.bench.question import TASK_MODELS, model_of
 from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes, take_turns
 from llmcache.kv.tasks.english import Document, documents
 
-from .cgroup import Cgroup
 from .harness import measured_apart, workplace
 from .results import bars_table, markdown
 

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
+from llmcache.storage import disk_of
 from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
 
 from . import routing
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
-from .machine import disk_of
 from .patterns import Reader, Stage, routed_passes
 from .results import Bar, Document, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file

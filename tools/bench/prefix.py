@@ -24,11 +24,11 @@ from typing import Any
 import pyarrow
 from rich.console import Console
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
-from .cgroup import Cgroup
 from .harness import MODELS, workplace
 from .results import Document
 from .runner import client, forget

@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from llmcache.cache.loops import RECENT
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.layout.modelfile import model_bytes
 
-from .cgroup import Cgroup
 from .clients.loop_reader import crcs
 from .sides import environment
 

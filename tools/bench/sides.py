@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.client.operation import fetch
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.procfs import mounts
+from llmcache.storage import disk_of
 
-from .cgroup import Cgroup
 from .harness import ROOT
-from .machine import disk_of
 
 # what a mount may use beside its budget: the promise of `--cache`
 MOUNT_OVERHEAD_BYTES = 64 << 20

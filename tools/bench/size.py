@@ -28,11 +28,11 @@ from rich.console import Console
 
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
-from .cgroup import Cgroup
 from .harness import workplace
 from .results import Bar, Document, markdown
 from .runner import MIB, client, forget, loop_file, run_client

@@ -29,11 +29,11 @@ from typing import Any
 
 from rich.console import Console
 
+from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem, UsageError
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 from . import patterns
-from .cgroup import Cgroup
 from .harness import MODELS, workplace
 from .patterns import MB, PAGE, WARMUP, Pattern, Space
 from .results import Bar, Document, markdown

@@ -159,6 +159,10 @@ class FuseBackend:
         """Return True unless the space is left: any reader that moves may be one that reads in order."""
         return not group.left
 
+    def keys(self, group: Group) -> set[tuple[int, int]]:
+        """Return the mount's device and the nodes of the group's files."""
+        return {(self.slices.dev, member.node) for member in group.members if member.node is not None}
+
     def read_bytes(self, group: Group) -> int:
         """Return the bytes of `group` that were read from SOURCE so far."""
         return group.read_bytes
@@ -394,6 +398,7 @@ class SliceReader:
         self._due = 0  # pages to be taken out
         self._coldest: Iterator[int] = iter(())  # of whom next
         self._sorted = 0  # experts that had left when that was found
+        self.dev = 0  # of the mount
         self._programs = FilePrograms()
         self._over = threading.Event()
         self._samples: Samples | None = None
@@ -401,7 +406,7 @@ class SliceReader:
 
     def start(self, dev: int) -> None:
         """The threads that look begin; `dev` is the mount's. May follow `stop`."""
-        self._programs.dev = dev
+        self.dev = self._programs.dev = dev
         self._over.clear()
         self._samples = Samples(self.state, self._programs, logging.INFO)
         self._threads = [
@@ -687,7 +692,7 @@ class Reader:
             state = group.state(extent)
             if rest.by_client:
                 group.last_pid = pid
-                self._note(group, extent, state)
+                self._note(group, extent, state, pid)
                 state = group.state(extent)  # where a pass has ended, it may be another one
             if state == READY:
                 trip = group.trips.get(extent)
@@ -711,12 +716,12 @@ class Reader:
             return length, self._answer(rest, fetch, state != LOADING, start, length)
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
-    def _note(self, group: Group, extent: int, state: int) -> None:
+    def _note(self, group: Group, extent: int, state: int, pid: int) -> None:
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
             self.engine.judge.touched_pages(group, extent, group.charge[extent])
             return
-        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
+        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)
         if done is not None:
             self.engine.pass_ended(group, done)
         self.engine.judge.touched(group, extent)

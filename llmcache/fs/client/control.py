@@ -146,9 +146,14 @@ def directory(uid: int) -> str:
     return f"/tmp/llmcache-{uid}"
 
 
+SESSION = "LLMCACHE_SESSION"
+"""Variable that a private mount namespace of `llmcache run` has: several mounts can be on one path, each in its own."""
+
+
 def files(point: str, uid: int | None = None) -> ControlFiles:
-    """The files of the mount on a real path, made by a user (default: this one)."""
-    name = hashlib.sha256(os.fsencode(point)).hexdigest()[:16]
+    """The files of the mount on a real path, made by a user (default: this one), in the session of this process."""
+    session = os.environ.get(SESSION, "")
+    name = hashlib.sha256(os.fsencode(f"{session}\0{point}" if session else point)).hexdigest()[:16]
     uid = os.geteuid() if uid is None else uid
     return ControlFiles(os.path.join(directory(uid), name), uid)
 

@@ -25,6 +25,7 @@ from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
+from llmcache.fs.copies import Copied
 from llmcache.fs.readahead import restore_left
 from llmcache.procfs import Mount
 from llmcache.units import format_duration, format_percent, format_size
@@ -175,8 +176,8 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
         for loop in file["loops"]:
-            if sentence := judgement(loop):
-                console.print(Text(f"{printable(shown_name(file))}: {sentence}"))
+            for sentence in filter(None, (judgement(loop), copied(loop))):
+                console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
         if lacking := file.get("lacks_extents"):
             said = f"not steered: no room for {lacking:,} extents beside those of files in use"
             console.print(Text(f"{printable(shown_name(file))}: {said}"))
@@ -209,6 +210,14 @@ def judgement(loop: dict[str, Any]) -> str:
     if loop.get("left"):
         return "left to the kernel"
     return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
+
+
+def copied(loop: dict[str, Any]) -> str:
+    """Return which weights a client has copied, why, and the flag to change; empty if none."""
+    facts = loop.get("copied")
+    if not isinstance(facts, dict):
+        return ""
+    return str(Copied(*(facts[key] for key in ("pid", "process", "cause", "copied_bytes"))))
 
 
 def _experts(experts: dict[str, Any]) -> str:

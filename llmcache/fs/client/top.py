@@ -38,7 +38,7 @@ from rich.text import Span, Text
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import ask
-from llmcache.fs.client.operation import hit_ratio, judgement, shown_name
+from llmcache.fs.client.operation import copied, hit_ratio, judgement, shown_name
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -123,7 +123,7 @@ class LoopState:
 
     `left`: it is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`: bytes
     that steering, and the page cache, read in a pass; None while unknown. `unused_bytes`: bytes of the loop's files that no
-    client has used for some passes.
+    client has used for some passes. `copied`: the client that has copied the weights, and why; see `fs.copies`.
     """
 
     path: str
@@ -139,6 +139,7 @@ class LoopState:
     unused_bytes: int = 0
     steered_pass_bytes: int | None = None
     lru_pass_bytes: int | None = None
+    copied: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,7 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
             unused_bytes=control.whole(loop.get("unused_bytes", 0)),
             steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
             lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
+            copied=loop.get("copied"),
         )
         for file in stats["files"]
         for loop in file["loops"]
@@ -580,8 +582,8 @@ def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
     passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
     row = _row(columns, loop.name, format_size(loop.size_bytes), period, share, passes)
     found = [Text(f"{row}   ").append_text(readers_strip(loop.readers, room))]
-    if sentence := judgement(asdict(loop)):
-        found.append(Text(f"  {sentence}", "dim"))
+    facts = asdict(loop)
+    found += [Text(f"  {printable(sentence)}", "dim") for sentence in (judgement(facts), copied(facts)) if sentence]
     return found
 
 

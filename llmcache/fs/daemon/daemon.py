@@ -83,6 +83,7 @@ class MountRequest:
     cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
     not_in_place: str | None = None  # why `auto` has not come to that
     read_ahead_bytes: int | None = None  # on the storage of `source`, in place
+    lifetime_pid: int | None = None  # the mount ends with this process
 
 
 class Daemon:
@@ -154,6 +155,7 @@ class Daemon:
         self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
+        threading.Thread(target=self._end_with, args=(self._request.lifetime_pid,), name="lifetime", daemon=True).start()
         server: ControlServer | None = None
         try:
             while (event := self._events.get()) != "over":
@@ -190,6 +192,7 @@ class Daemon:
             controlserver.unlock_source(self._source_locks)
             self._files.remove()
             os.close(self._lock_fd)
+            mountpoint.remove_made(self._point)
         if self._failure is not None:
             raise self._failure
 
@@ -210,6 +213,17 @@ class Daemon:
     def _wake(self, told: int) -> None:
         while os.read(told, 64):
             self._events.put("signal")
+
+    def _end_with(self, pid: int | None) -> None:
+        """End the mount when a process has ended; a process that waits to be reaped has."""
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            select.select([fd], [], [])
+            os.close(fd)
+        log.info("process %d, which this mount is for, has ended", pid)
+        self._events.put("stop")
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         self._events.put("rotate" if number == signal.SIGHUP and self._rotate is not None else "stop")

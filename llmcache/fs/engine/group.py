@@ -24,6 +24,7 @@ from llmcache.cache.shadow import Guard
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import MemoryRegion
+    from llmcache.fs.copies import Copied
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
@@ -37,6 +38,7 @@ SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and
 WRITTEN_EXTENTS_MAX = 1 << 14  # of a file that is written: no one extent of it is more than a place to drop pages from
 RECENT_EXTENTS, RECENT_REQUESTS = 8, 16  # that are looked at to tell a reader in order from one of single rows
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
+READERS_MAX, _SEVERAL = 256, -1  # that are remembered; in place of an extent: more than one
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class Member:
     loads: int = 0  # reads of the backing file that fetches have under way
     file_id: int = -1  # in the access log
     anatomy: Anatomy | None = None  # of a model
+    repacked_bytes: int = 0  # of tensors that llama.cpp copies
     mixture: Mixture | None = None  # of experts, where they are steered
     tensors: array[int] = field(default_factory=lambda: array("Q"))  # first byte and end of each, in file order
 
@@ -165,12 +168,19 @@ class Group:
         self.listed_open = False  # as the references were told
         self.last_pid = 0  # of a reader
         self.names_version = 0  # of the names by which its files were found
+        self.copied: Copied | None = None  # by the last reader, instead of reading it again
+        self.only_extents: dict[int, int] = {}  # by reader: the extent that it has touched, or _SEVERAL
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
     @property
     def looping(self) -> bool:
         """True by a header's guess or an observed second pass."""
         return self.learner.looping
+
+    @property
+    def inode(self) -> int:
+        """Inode of its first file that a client has opened, for the log; 0 if there is none."""
+        return next((member.identity.ino for member in self.members if member.identity is not None), 0)
 
     @property
     def loop_bytes(self) -> int:
@@ -220,14 +230,27 @@ class Group:
         self.learner.believe(guess)
         self.cursors.loops = True  # they wrap round from now on
 
-    def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
-        """Records that a reader touched `extent`; returns the pass that this ends, if any."""
+    def note(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
+        """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: its process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
+        if pid and self._is_peek(extent, pid):
+            return None
         if not self.use.unused[extent] or self.continues(extent):  # a row of a table is no reader's position
             self.cursors.note(self.order.rank_of[extent], now_ns, missed)
         if not self.recent or self.recent[-1] != extent:
             self.recent.append(extent)
         return self.learner.note(extent, now_ns)
+
+    def _is_peek(self, extent: int, pid: int) -> bool:
+        """Return True while `extent` is the only one that `pid` has touched: a look at the header, which ends no pass."""
+        only = self.only_extents.get(pid)
+        if only is None:
+            if len(self.only_extents) >= READERS_MAX:
+                del self.only_extents[next(iter(self.only_extents))]
+            self.only_extents[pid] = extent
+        elif only != extent:
+            self.only_extents[pid] = _SEVERAL
+        return only is None or only == extent
 
     def continues(self, extent: int) -> bool:
         """Return True if a touch of `extent` goes on where a reader was just now: it has touched the two before it."""

@@ -40,12 +40,16 @@ UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any."""
+    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any.
+
+    `repacked_bytes`: of tensors that llama.cpp copies.
+    """
 
     size_bytes: int
     regions: tuple[Region, ...]
     anatomy: Anatomy
     experts: Experts | None
+    repacked_bytes: int
 
 
 class Grouping:
@@ -121,7 +125,8 @@ class Grouping:
         with self.state.lock:
             known = self._known(backing)  # closed before, a shard, or another open was faster
             group, member = self._joined(*(known or self._begin(backing, files, header)), backing, header)
-            member.anatomy = member.anatomy or (None if header is None else header.anatomy)
+            if header is not None:
+                member.anatomy, member.repacked_bytes = member.anatomy or header.anatomy, header.repacked_bytes
             return group, member
 
     def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[Group, Member]:
@@ -244,7 +249,8 @@ class Grouping:
                 "inode %d is cached without a layout: it has more than %d slices of experts", backing.ino, MOST_SLICES
             )
         elif layout is not None and experts is not None:
-            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts if experts.count else None)
+            mixed = experts if experts.count else None
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), mixed, layout.repacked_bytes)
         if key.settled():
             self._unusable[key] = None
             if len(self._unusable) > UNUSABLE_MAX:

@@ -132,6 +132,7 @@ def _loop(group: Group) -> dict[str, Any]:
         "readers": [cursor.head / group.count for cursor in group.cursors.live],
         "guessed": learner.guessed,
         "unused_bytes": group.use.unused.count(1) * group.extent_bytes,
+        "copied": None if group.copied is None else group.copied.facts(),
         **judgement(group),
     }
 

@@ -22,7 +22,6 @@ from llmcache.fs.layout.tensors import (
     ModelLayout,
     Region,
     Tensor,
-    is_embedding,
     order_shards,
     shard_name,
     shard_names,
@@ -37,8 +36,6 @@ OPTION = "--model"
 _NAMED = "give a .gguf or .safetensors file, the first of its shards, or a directory with one model"
 _LONGEST_INDEX = 64 << 20
 _LONGEST_CONFIG = 4 << 20
-REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
-"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
 
 # What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -72,13 +69,8 @@ def model_bytes(path: str) -> ModelBytes:
         sparse_bytes=sparse_bytes,
         experts=experts,
         used=used,
-        repacked_bytes=_repacked_bytes(layouts),
+        repacked_bytes=sum(layout.repacked_bytes for layout in layouts),
     )
-
-
-def _repacked_bytes(layouts: Sequence[ModelLayout]) -> int:
-    tensors = (tensor for layout in layouts if layout.kind == "gguf" for tensor in layout.tensors)
-    return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
 
 def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int | None]:

@@ -196,6 +196,10 @@ def shard_names(name: str) -> tuple[str, ...]:
     return tuple(f"{name[: at - digits]}{number:0{digits}d}{name[at:]}" for number in range(1, shard.count + 1))
 
 
+REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
+"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
+
+
 @dataclass(frozen=True)
 class ModelLayout:
     """The header of a model file: its length, and the tensors in file order.
@@ -209,6 +213,12 @@ class ModelLayout:
     tensors: tuple[Tensor, ...]
     shard: tuple[int, int] | None = None
     experts_used: int | None = None
+
+    @property
+    def repacked_bytes(self) -> int:
+        """Return the bytes of tensors that llama.cpp copies, rearranged, with its default settings; rows are looked up."""
+        tensors = self.tensors if self.kind == "gguf" else ()
+        return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
     @property
     def has_output(self) -> bool:

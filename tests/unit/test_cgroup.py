@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from llmcache import cgroup, storage
 from tests.mount.live import resident_bytes, wait_for
-from tools.bench import cgroup, machine
 from tools.bench.runner import forget
 
 
 @pytest.fixture
 def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with /proc and /sys."""
-    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "SYSFS", tmp_path / "sys")
+    monkeypatch.setattr(storage, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(storage, "SYSFS", tmp_path / "sys")
     return tmp_path
 
 

@@ -28,10 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from llmcache import storage
 from llmcache.errors import EnvironmentProblem
 from llmcache.procfs import mounts
-
-from . import machine
 
 MARK = "LLMCACHE_CGROUP"
 UNLIMITED_BPS = 1 << 50  # v1 counts a group's bytes only for disks that have a limit in it
@@ -103,7 +102,7 @@ class Hierarchy:
 def find(controller: str) -> Hierarchy:
     """Return the hierarchy that has `controller` ("memory" or "io"); EnvironmentProblem if none has."""
     where: dict[str, str] = {}  # the path of this process per controller; the key of v2 is the empty string
-    for line in (machine.PROC / "self" / "cgroup").read_text().splitlines():
+    for line in (storage.PROC / "self" / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         where |= dict.fromkeys(names.split(","), path.lstrip("/"))
 
@@ -111,7 +110,7 @@ def find(controller: str) -> Hierarchy:
         # a path from outside of a cgroup namespace does not exist below the mount
         return Hierarchy(version, root, root / path if (root / path).is_dir() else root)
 
-    v1, mounted = V1_NAMES[controller], list(mounts(proc=str(machine.PROC)).values())
+    v1, mounted = V1_NAMES[controller], list(mounts(proc=str(storage.PROC)).values())
     for mount in mounted:
         if mount.fstype == "cgroup" and v1 in mount.options.split(","):
             return standing(1, Path(mount.point), where.get(v1, ""))
@@ -173,12 +172,14 @@ def _move_all(source: Path, target: Path) -> None:
 
 @final
 class Cgroup:
-    """One cgroup over memory and I/O; on v1 two directories, on v2 one."""
+    """One cgroup over memory and, with a `directory`, I/O; on v1 a directory for each of the two, on v2 one."""
 
-    def __init__(self, name: str, *, directory: Path, memory_bytes: int | None = None, read_bps: int | None = None) -> None:
-        """Nothing is made until `with`; `directory` decides which disk is throttled and counted."""
+    def __init__(
+        self, name: str, *, directory: Path | None, memory_bytes: int | None = None, read_bps: int | None = None
+    ) -> None:
+        """Nothing is made until `with`. The disk that holds `directory` is throttled and counted; None: memory alone."""
         self.name = f"llmcache-{name}-{os.getpid()}"
-        self.disk = machine.disk_of(directory)
+        self.disk = None if directory is None else storage.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
         self._controllers: dict[str, Controllers] = {}
         self._delegations: list[Delegation] = []
@@ -187,12 +188,13 @@ class Cgroup:
         """Make the group with its limits; what was made before a failure is removed again."""
         try:
             trees: dict[Hierarchy, list[str]] = {}
-            for controller in ("memory", "io"):
+            for controller in ("memory",) if self.disk is None else ("memory", "io"):
                 trees.setdefault(find(controller), []).append(controller)
             for tree, controllers in trees.items():
                 self._make(tree, controllers)
             self.set_memory(self._memory_bytes)
-            self.set_read_bps(self._read_bps)
+            if self.disk is not None:
+                self.set_read_bps(self._read_bps)
         except OSError as error:
             self.close()
             raise EnvironmentProblem(f"cannot set up cgroup {self.name}: {error}", _ROOT_HINT) from error
@@ -224,7 +226,7 @@ class Cgroup:
 
     @property
     def paths(self) -> list[Path]:
-        """Return the group's directories (two on v1, one on v2)."""
+        """Return the group's directories."""
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -244,14 +246,16 @@ class Cgroup:
 
     def set_read_bps(self, bps: int | None) -> None:
         """Change the throttle; None means none."""
+        assert self.disk is not None
         self._controllers["io"].set_read_bps(self.disk.number, bps)
 
     def usage(self) -> Usage:
-        """Return what the group uses now."""
-        return Usage(**self._controllers["memory"].memory(), read_bytes=self.read_bytes())
+        """Return what the group uses now; without a disk, no bytes read."""
+        return Usage(**self._controllers["memory"].memory(), read_bytes=0 if self.disk is None else self.read_bytes())
 
     def read_bytes(self) -> int:
         """Return the bytes that the group has read from the disk."""
+        assert self.disk is not None
         return self._controllers["io"].read_bytes(self.disk.number)
 
     def processes(self) -> list[int]:
@@ -291,7 +295,7 @@ class Cgroup:
 def is_ours(pid: int, name: str) -> bool:
     """Return whether process `pid` was started through `Cgroup.wrap` of the group `name`."""
     try:
-        environment = (machine.PROC / str(pid) / "environ").read_bytes()
+        environment = (storage.PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return False
     return f"{MARK}={name}".encode() in environment.split(b"\0")

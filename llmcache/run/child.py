@@ -1,0 +1,232 @@
+"""The command that `llmcache run` starts: found, given its user, held until its model is steered, and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from llmcache.cgroup import Cgroup
+from llmcache.errors import LlmcacheError, UsageError
+from llmcache.run.namespaces import enter_private
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE")
+"""Signals that the command gets if `llmcache run` gets them. The terminal sends SIGINT, SIGQUIT, SIGTSTP and SIGWINCH to
+both by itself."""
+_DEFAULTS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+
+
+class NotRunnable(LlmcacheError):
+    """A command that does not exist (exit code 127) or cannot be executed (126), as shells report it."""
+
+    def __init__(self, command: str, code: int, reason: str) -> None:
+        hint = "name a program that is on PATH, or its path" if code == NOT_FOUND else "chmod +x it, or name its interpreter"
+        super().__init__(f"cannot run '{command}': {reason}", hint)
+        self.exit_code = code
+
+
+def resolve(command: str, path: str | None) -> str:
+    """Return the path of the program that `command` names, by PATH if it has no slash. NotRunnable."""
+    found = shutil.which(command, path=path)
+    if found is not None:
+        return found
+    exists = os.path.lexists(command) if "/" in command else shutil.which(command, os.F_OK, path) is not None
+    if not exists or ("/" in command and not os.path.exists(command)):
+        raise NotRunnable(command, NOT_FOUND, "no such program")
+    raise NotRunnable(command, NOT_EXECUTABLE, "a directory" if os.path.isdir(command) else "it is not executable")
+
+
+@dataclass(frozen=True)
+class User:
+    """The user that a command of root runs as."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment `own` with what belongs to the user."""
+        changed = {"HOME": self.home, "USER": self.name, "LOGNAME": self.name, "SHELL": self.shell}
+        kept = {name: value for name, value in own.items() if name not in ("XDG_RUNTIME_DIR", "MAIL")}
+        if os.path.isdir(runtime := f"/run/user/{self.uid}"):
+            changed["XDG_RUNTIME_DIR"] = runtime
+        return kept | changed
+
+    def become(self) -> None:
+        """Change this process to the user for good."""
+        os.initgroups(self.name, self.gid)
+        os.setresgid(self.gid, self.gid, self.gid)
+        os.setresuid(self.uid, self.uid, self.uid)
+
+
+def user_of(name: str | None, environment: Mapping[str, str]) -> User | None:
+    """Return the user that the command runs as: `name`, else the user that has called sudo; None: this process's own.
+
+    UsageError: there is no such user, or this process is not root and may not change to it.
+    """
+    is_root, chosen = os.geteuid() == 0, name
+    if chosen is None and is_root:
+        chosen = environment.get("SUDO_USER")
+    if chosen is None or (is_root and chosen == "root"):
+        return None
+    try:
+        entry = pwd.getpwuid(int(chosen)) if chosen.isdigit() else pwd.getpwnam(chosen)
+    except KeyError:
+        raise UsageError(f"--user: there is no user '{chosen}'", "list users with: getent passwd") from None
+    if entry.pw_uid == os.geteuid():
+        return None
+    if not is_root:
+        raise UsageError(f"--user: only root can run a command as '{chosen}'", "use sudo")
+    return User(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell)
+
+
+class Child:
+    """The command as a process that waits until `release`; it ends unexecuted if this process ends before that."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        program: str,
+        environment: Mapping[str, str],
+        *,
+        user: User | None = None,
+        group: Cgroup | None = None,
+        private: bool = False,
+    ) -> None:
+        """`private`: in a mount namespace of its own, see `enter_private`; OSError if the kernel refuses that.
+
+        This process must have a single thread, because the new one runs Python until it executes the program.
+        """
+        self.words, self.program, self.environment = list(words), program, dict(environment)
+        self.user, self.group = user, group
+        self.status: int | None = None
+        gate, self._gate = os.pipe2(os.O_CLOEXEC)
+        self._report, report = os.pipe2(os.O_CLOEXEC)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._gate)
+            os.close(self._report)
+            self._become(gate, report, private)
+        os.close(gate)
+        os.close(report)
+        if failed := self._read_report():
+            self.wait()
+            raise OSError(failed, os.strerror(failed))
+
+    def _become(self, gate: int, report: int, private: bool) -> NoReturn:
+        """In the new process: prepare, wait at the gate, and execute the program."""
+        code = NOT_EXECUTABLE
+        try:
+            if self.group is not None:
+                self.group.add(os.getpid())
+            if private:
+                enter_private()
+            os.write(report, b"0\n")
+            if not os.read(gate, 1):
+                os._exit(0)
+            for number in _DEFAULTS:
+                signal.signal(number, signal.SIG_DFL)
+            if self.user is not None:
+                self.user.become()
+            os.execve(self.program, self.words, self.environment)
+        except OSError as error:
+            code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
+            with contextlib.suppress(OSError):
+                os.write(report, f"{error.errno or errno.EIO}\n".encode())
+        finally:
+            os._exit(code)
+
+    def _read_report(self) -> int:
+        """Return the next errno that the new process reports: 0 if it is ready, or (at the end of the pipe) executes."""
+        text = b""
+        while not text.endswith(b"\n"):
+            if not (more := os.read(self._report, 1)):
+                return 0
+            text += more
+        return int(text)
+
+    def release(self) -> None:
+        """Let the command execute the program. NotRunnable."""
+        os.write(self._gate, b"\n")
+        os.close(self._gate)
+        failed = self._read_report()
+        os.close(self._report)
+        if failed:
+            self.wait()
+            code = NOT_FOUND if failed == errno.ENOENT else NOT_EXECUTABLE
+            raise NotRunnable(self.words[0], code, os.strerror(failed))
+
+    def has_ended(self) -> bool:
+        """Return whether the command has ended; its status is taken then."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = status
+        return self.status is not None
+
+    def wait(self) -> None:
+        """Wait for the end of the command."""
+        if self.status is None:
+            _, self.status = os.waitpid(self.pid, 0)
+
+    def cancel(self) -> None:
+        """End the command if it was not released yet, or by SIGTERM if it runs."""
+        with contextlib.suppress(OSError):
+            os.close(self._gate)
+        if not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            self.wait()
+
+    @contextlib.contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """While it lasts, signals for this process go to the command, or are the command's to answer.
+
+        SIGINT and SIGQUIT of the terminal reach both: this process ignores them and ends after the command.
+        """
+        before = {}
+        for name in FORWARDED:
+            number = getattr(signal, name)
+            before[number] = signal.signal(number, self._forward)
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            before[number] = signal.signal(number, lambda _number, _frame: None)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end_alike(self) -> int:
+        """Return the exit code of the command; if a signal ended it, end this process by the same one."""
+        assert self.status is not None
+        code = os.waitstatus_to_exitcode(self.status)
+        if code >= 0:
+            return code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        time.sleep(1.0)  # the signal arrives meanwhile, unless it is blocked
+        return 128 - code

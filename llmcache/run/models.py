@@ -1,0 +1,222 @@
+"""The model files of a command: in its words, or among the files that its processes have open or mapped.
+
+Files are recognized by their content, because the files of Ollama and of Hugging Face caches are named by checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import escape, glob
+from pathlib import Path
+
+from llmcache.cache.sizing import ModelBytes
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.copies import Copied, client_facts, find_copy
+from llmcache.fs.layout.gguf import MAGIC
+from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.fs.layout.tensors import shard_name
+from llmcache.procfs import mounts, status_of
+from llmcache.trace.processes import descendants, mappings
+
+LEAST_BYTES = 16 << 20
+"""Smaller files are vocabularies and test models; the kernel keeps them well enough."""
+VARIABLES = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MMPROJ", "LLAMA_ARG_MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL")
+_HEADER_BYTES = 9  # of safetensors: the length of the header, then a brace
+_LONGEST_HEADER = 100 << 20
+_HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")
+
+
+def is_model(path: str) -> bool:
+    """Return True if a regular file of at least LEAST_BYTES begins as a GGUF or safetensors file does."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return False
+    if not stat.S_ISREG(status.st_mode) or status.st_size < LEAST_BYTES:
+        return False
+    return _begins_as_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _begins_as_model(path: str, _dev: int, _ino: int, _mtime_ns: int, size_bytes: int) -> bool:
+    """Return what the first bytes of a file say. They are read once, since a mount would observe each read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(_HEADER_BYTES)
+    except OSError:
+        return False
+    length = int.from_bytes(head[:8], "little")
+    return head.startswith(MAGIC) or (head[8:9] == b"{" and 2 <= length <= min(_LONGEST_HEADER, size_bytes - 8))
+
+
+def in_words(words: Iterable[str], environment: Mapping[str, str], directory: str) -> list[str]:
+    """Return the absolute paths of the model files that the words of a command, and the engine's variables, name.
+
+    A word, or the value of `--option=value`, names a file, or a directory with model files. Shards of a named file are
+    included. Paths are relative to `directory`; a symbolic link stays the path.
+    """
+    found: dict[str, None] = {}
+    named = [value for variable in VARIABLES if (value := environment.get(variable))]
+    for word in (*words, *named):
+        for text in {word, word.partition("=")[2]} - {""}:
+            if "\0" not in text:
+                found |= dict.fromkeys(_models_at(os.path.normpath(os.path.join(directory, os.path.expanduser(text)))))
+    return list(found)
+
+
+def _models_at(path: str) -> Iterator[str]:
+    if os.path.isdir(path):
+        with contextlib.suppress(OSError):
+            yield from filter(is_model, sorted(entry.path for entry in os.scandir(path)))
+    elif is_model(path):
+        yield from shards_of(path)
+
+
+def shards_of(path: str) -> list[str]:
+    """Return a model file and the other shards of its model that exist beside it, in the order of their numbers."""
+    shard = shard_name(path)
+    if shard is None:
+        return [path]
+    head, tail = re.split(r"[0-9]+(?=-of-[0-9]+\.[a-z]+$)", path)
+    return sorted(other for other in glob(f"{escape(head)}*{escape(tail)}") if shard_name(other) is not None)
+
+
+def opened_by(pid: int) -> list[str]:
+    """Return the model files that a process or its descendants have open or mapped, by paths that this process can open."""
+    seen: dict[tuple[int, int], str] = {}
+    for each in descendants(pid):
+        candidates = {part.path for part in mappings(each) if part.inode and part.path.startswith("/")}
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{each}/fd"):
+                with contextlib.suppress(OSError):
+                    candidates.add(os.readlink(f"/proc/{each}/fd/{number}"))
+        for path in candidates:
+            if path.startswith("/") and (real := visible_path(each, path)) is not None and is_model(real):
+                status = os.stat(real)
+                seen[status.st_dev, status.st_ino] = real
+    return sorted(seen.values())
+
+
+def of_process(pid: int) -> list[str]:
+    """Return the model files of a running process: open, mapped, or named by its arguments."""
+    named: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        found = in_words(map(os.fsdecode, words[1:]), {}, os.readlink(f"/proc/{pid}/cwd"))
+        named = [own for path in found if (own := visible_path(pid, path)) is not None]
+    return list(dict.fromkeys((*named, *opened_by(pid))))
+
+
+def check_process(option: str, pid: int) -> None:
+    """Raise an error unless `pid` is a process, other than this one, that this user may examine."""
+    hint = "list processes with: ps -e"
+    try:
+        fields = status_of(pid)
+    except OSError:
+        raise EnvironmentProblem(f"{option}: process {pid} does not exist", hint) from None
+    if pid == os.getpid():
+        raise UsageError(f"{option}: {pid} is llmcache itself", hint)
+    if int(fields["Tgid"]) != pid:
+        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
+        raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
+
+
+def first_shards(paths: Iterable[str]) -> list[str]:
+    """Return models instead of files: of shards the first that exists."""
+    return list(dict.fromkeys(shards_of(path)[0] for path in paths))
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of all shards of a model file."""
+    return sum(os.stat(one).st_size for one in shards_of(path))
+
+
+def bytes_of(path: str) -> ModelBytes | None:
+    """Return what the header of a model says; None if it cannot be read."""
+    with contextlib.suppress(LlmcacheError, OSError):
+        return model_bytes(path)
+    return None
+
+
+def copies_of(pid: int, paths: Iterable[str]) -> list[Copied]:
+    """Return the copies of model files that a process and its descendants have made."""
+    found = []
+    for path in first_shards(paths):
+        model = bytes_of(path)
+        repacked_bytes = 0 if model is None else model.repacked_bytes
+        for each in descendants(pid):
+            with contextlib.suppress(OSError):
+                keys = set()
+                for shard in shards_of(path):
+                    for seen in (shard, f"/proc/{each}/root{shard}"):
+                        with contextlib.suppress(OSError):
+                            status = os.stat(seen)
+                            keys.add((status.st_dev, status.st_ino))
+                copied = find_copy(client_facts(each, keys), size_of(path), repacked_bytes)
+                found += [] if copied is None else [copied]
+    return found
+
+
+def visible_path(pid: int, path: str) -> str | None:
+    """Return the path by which this process sees a file that process `pid` sees as `path`; None if there is none.
+
+    A process in a container has a mount namespace of its own: its path is translated through the mount that holds it.
+    """
+    try:
+        wanted = os.stat(f"/proc/{pid}/root{path}")
+        if _is_same(path, wanted):
+            return path
+        theirs = [mount for mount in mounts(pid).values() if mount.dev == wanted.st_dev and _is_below(path, mount.point)]
+        for mount in sorted(theirs, key=lambda one: len(one.point), reverse=True):
+            inside = os.path.normpath(f"{mount.root}/{os.path.relpath(path, mount.point)}")
+            for own in mounts().values():
+                if own.dev == mount.dev and _is_below(inside, own.root):
+                    here = os.path.normpath(f"{own.point}/{os.path.relpath(inside, own.root)}")
+                    if _is_same(here, wanted):
+                        return here
+    except OSError:
+        pass
+    return None
+
+
+def _is_same(path: str, wanted: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), wanted)
+    except OSError:
+        return False
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def source_of(path: str) -> str:
+    """Return the directory to steer for a model file: the one that holds it, or the cache or store that names it.
+
+    A blob of a Hugging Face cache or of an Ollama store has its name beside the directory of blobs, and a snapshot links to
+    it: the directory above both is steered. A link to another file system is not followed by mounts: the directory of the
+    file that it leads to is steered instead.
+    """
+    parent = os.path.realpath(os.path.dirname(path))
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_dev != os.stat(parent).st_dev:
+            parent = os.path.dirname(os.path.realpath(path))
+    above = Path(parent).parent
+    is_blob = os.path.basename(parent) == "blobs" and _HASH.fullmatch(os.path.basename(os.path.realpath(path)))
+    if is_blob and any((above / name).is_dir() for name in ("manifests", "snapshots")):
+        return str(above)
+    if above.name == "snapshots" and (above.parent / "blobs").is_dir():
+        return str(above.parent)
+    return parent
+
+
+def sources_of(paths: Sequence[str]) -> list[str]:
+    """Return the directories to steer for model files; one that lies in another one is left out."""
+    found = {source_of(path) for path in paths}
+    return sorted(one for one in found if not any(_is_below(one, other) for other in found - {one}))

@@ -1,0 +1,336 @@
+"""One `llmcache run`: from the words of the command line to the command's end, with its model files steered meanwhile.
+
+How files are steered, best first: in place (root; also for files that the command opens later, and for a process that runs
+already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the words of the command
+that name model files changed to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from llmcache.cgroup import Cgroup
+from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, printable
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import control
+from llmcache.fs.client.mountpoint import check_machine, made_point
+from llmcache.memory import tightest
+from llmcache.procfs import IN_MEMORY, fstype_at
+from llmcache.run import models, steering
+from llmcache.run.child import Child, User, resolve, user_of
+from llmcache.run.namespaces import Namespaces
+from llmcache.run.steering import Steered
+from llmcache.units import format_size
+
+LOOK_S, LATE_LOOK_S, LATE_S = 1.0, 5.0, 120.0
+"""The opened files of the command are listed so often; after LATE_S less often."""
+COPIES_S = 10.0
+"""From one look at what the command has copied to the next."""
+NO_REPACK = "LLAMA_ARG_NO_REPACK"
+_REPACK_WORDS = frozenset(("--repack", "--no-repack", "-nr"))
+_REPACK_VARIABLES = (NO_REPACK, "LLAMA_ARG_REPACK")
+FITTING_SHARE = 0.9
+"""A model larger than this share of the memory that can be had does not fit there: the rest is the engine's own."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Options of `llmcache run`. `cache`: as --cache of a mount; `directories`, `globs`: where and which model files are."""
+
+    cache: str | None = None
+    memory_bytes: int | None = None
+    user: str | None = None
+    directories: tuple[str, ...] = ()
+    globs: tuple[str, ...] = ()
+    set_environment: bool = True
+
+
+def say(text: str) -> None:
+    """Print a line of our own on stderr, among the output of the command."""
+    print(f"llmcache: {printable(text)}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Session:
+    """What a run knows: the files found so far, and the mounts that steer their directories."""
+
+    settings: RunSettings
+    files: list[str] = field(default_factory=list)
+    steered: dict[str, Steered] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    namespaces: Namespaces | None = None
+    group: Cgroup | None = None
+
+    def add(self, paths: Sequence[str]) -> list[str]:
+        """Add model files; return the directories with files that were not known."""
+        new = [path for path in paths if path not in self.files and self._is_wanted(path)]
+        self.files += new
+        return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
+
+    def _is_wanted(self, path: str) -> bool:
+        globs = self.settings.globs
+        return not globs or any(fnmatch.fnmatch(path, one) or fnmatch.fnmatch(os.path.basename(path), one) for one in globs)
+
+    def steer(self, source: str, point: str, mode: str, lifetime_pid: int) -> None:
+        """Steer a directory, unless a mount does that already; say which. What is refused is said, and not tried again."""
+        mounted = steering.served_already(source)
+        if mounted is not None:
+            say(f"{self._models_in(source)}: steered already by the mount on {mounted.point} ({mounted.mode})")
+        else:
+            try:
+                kind = fstype_at(source)
+                if kind in IN_MEMORY:
+                    raise EnvironmentProblem(f"{source} is on {kind}: its files are in memory already")
+                mounted = steering.start(
+                    source,
+                    point,
+                    mode,
+                    lifetime_pid,
+                    cache=self.settings.cache,
+                    group=self.group,
+                    namespaces=self.namespaces,
+                )
+            except LlmcacheError as error:
+                self.refused[source] = error.message
+                say(f"not steering {source}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+                return
+            budget = format_size(int(mounted.document["budget_bytes"]))
+            say(f"steering {self._models_in(source)} {_WAYS[mounted.mode]}, budget {budget}")
+        self.steered[source] = mounted
+
+    def _models_in(self, source: str) -> str:
+        described = [_described(path) for path in self.files if models.source_of(path) == source]
+        return ", ".join(dict.fromkeys(filter(None, described))) or source
+
+    def renew(self, lifetime_pid: int) -> None:
+        """Steer a directory anew whose mount, made by somebody else, has ended."""
+        for source, mounted in list(self.steered.items()):
+            if not mounted.own and not mounted.is_alive():
+                del self.steered[source]
+                say(f"the mount on {mounted.point} has ended")
+                self.steer(source, source, "inplace", lifetime_pid)
+
+    def close(self) -> None:
+        """End all mounts that were made here."""
+        for mounted in self.steered.values():
+            mounted.stop()
+        if self.namespaces is not None:
+            self.namespaces.close()
+
+
+_WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUSE (arena)"}
+
+
+def _described(path: str) -> str:
+    """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
+    if path not in models.first_shards([path]):
+        return ""
+    facts = [format_size(models.size_of(path))]
+    if (model := models.bytes_of(path)) is not None and model.experts is not None:
+        used = "" if model.used is None else f", {model.used} used"
+        facts.append(f"MoE, {model.experts} experts{used}")
+    return f"{os.path.basename(path)} ({', '.join(facts)})"
+
+
+def engine_variables(
+    files: Sequence[str], words: Sequence[str], environment: dict[str, str], room_bytes: int
+) -> dict[str, str]:
+    """Return the variables to set for an engine whose defaults would copy more of the model than memory can hold.
+
+    llama.cpp copies ("repacks") tensors of some types into private memory. Where the model fits in `room_bytes`, that makes
+    it faster and nothing is set; nor where the words or variables of the user say whether to repack.
+    """
+    if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
+        return {}
+    for path in files:
+        model = models.bytes_of(path)
+        if model is None or not model.repacked_bytes:
+            continue
+        if models.size_of(path) > FITTING_SHARE * room_bytes:
+            return {NO_REPACK: "1"}
+    return {}
+
+
+def run(words: Sequence[str], settings: RunSettings) -> int:
+    """Run a command with its model files steered; return its exit code. LlmcacheError: it was not started."""
+    environment = dict(os.environ)
+    user = user_of(settings.user, environment)
+    program = resolve(words[0], environment.get("PATH"))
+    session = Session(settings)
+    given = [*settings.directories] or words[1:]
+    if user is not None:
+        environment = user.environment(environment)
+    sources = session.add(models.in_words(given, environment, os.getcwd()))
+    is_root = os.geteuid() == 0
+    reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
+    with contextlib.ExitStack() as stack:
+        if settings.memory_bytes is not None:
+            session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
+        stack.callback(session.close)
+        if reason is not None and not sources:
+            raise UsageError(
+                _not_found(given), f"in place no file need be named, but {reason}; name one with --dir or --files"
+            )
+        if settings.set_environment and sources:
+            room_bytes = min(settings.memory_bytes or sys.maxsize, tightest().available_bytes)
+            for name, value in engine_variables(session.files, words, environment, room_bytes).items():
+                environment[name] = value
+                say(f"setting {name}={value}: the model does not fit in memory, and llama.cpp would copy it (see --no-env)")
+        if reason is None:
+            child = _in_place(session, words, program, environment, user, sources)
+        else:
+            child = _over_fuse(session, words, program, environment, user, sources, reason)
+        stack.callback(child.cancel)
+        began = time.monotonic()
+        with child.forwarding():
+            child.release()
+            _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
+        _summarize(session, time.monotonic() - began)
+    return child.end_alike()
+
+
+def _not_found(given: Sequence[str]) -> str:
+    looked = f"looked at: {' '.join(given)}" if given else "the command has no arguments"
+    return f"no model file is named: {looked}, and {', '.join(models.VARIABLES[:1])}"
+
+
+def _in_place(
+    session: Session,
+    words: Sequence[str],
+    program: str,
+    environment: dict[str, str],
+    user: User | None,
+    sources: Sequence[str],
+) -> Child:
+    child = Child(words, program, environment, user=user, group=session.group)
+    try:
+        for source in sources:
+            session.steer(source, source, "inplace", os.getpid())
+    except BaseException:
+        child.cancel()
+        raise
+    return child
+
+
+def _over_fuse(
+    session: Session,
+    words: Sequence[str],
+    program: str,
+    environment: dict[str, str],
+    user: User | None,
+    sources: Sequence[str],
+    reason: str,
+) -> Child:
+    """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
+    check_machine()
+    name = f"run-{os.getpid()}"
+    environment[control.SESSION] = os.environ[control.SESSION] = name
+    try:
+        child = Child(words, program, environment, user=user, group=session.group, private=True)
+        points = {source: source for source in sources}
+        session.namespaces = Namespaces(child.pid)
+        way = "in a private mount namespace"
+    except OSError as error:
+        points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
+        child = Child(_rewritten(words, points), program, environment, user=user, group=session.group)
+        way = f"by a mount of its own, with the paths among its arguments changed (no private namespace: {error.strerror})"
+    say(f"over FUSE {way}; not in place: {reason}")
+    try:
+        for source in sources:
+            session.steer(source, points[source], "auto", child.pid)
+        if not session.steered:
+            raise EnvironmentProblem("no model file can be steered here", "see the lines above; llmcache doctor")
+    except BaseException:
+        child.cancel()
+        raise
+    return child
+
+
+def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
+    """Return the words of a command with paths of model files in steered directories changed to the mounts of these."""
+
+    def one(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        path = os.path.abspath(os.path.expanduser(value))
+        for source, point in points.items():
+            real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            if real == source or real.startswith(source + "/"):
+                return f"{option}{equals}{os.path.normpath(os.path.join(point, os.path.relpath(real, source)))}"
+        return word
+
+    return [words[0], *map(one, words[1:])]
+
+
+def attach(pid: int, settings: RunSettings) -> int:
+    """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
+    models.check_process("--pid", pid)
+    if reason := why_not():
+        raise EnvironmentProblem(
+            f"cannot steer a running process: {reason}",
+            "its files are open already, and only in place can they be steered: use sudo, or start it with llmcache run",
+        )
+    session = Session(settings)
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise EnvironmentProblem(f"--pid: process {pid} has ended") from None
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, end)
+        stack.callback(session.close)
+
+        def has_ended() -> bool:
+            return bool(select.select([end], [], [], 0)[0])
+
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(session, pid, has_ended, os.getpid())
+        _summarize(session, time.monotonic() - began)
+    return EXIT_OK
+
+
+def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
+    """Return at the end of a process. Meanwhile, in place (`owner_pid`), steer model files that it opens."""
+    began = time.monotonic()
+    looks = _looks(began)
+    said: set[tuple[int, str]] = set()
+    due = began + COPIES_S
+    end = os.pidfd_open(pid) if not has_ended() else -1
+    try:
+        while not has_ended():
+            if owner_pid is not None:
+                for source in session.add(models.opened_by(pid)):
+                    session.steer(source, source, "inplace", owner_pid)
+                session.renew(owner_pid)
+            if time.monotonic() >= due:
+                due = time.monotonic() + COPIES_S
+                for copied in models.copies_of(pid, session.files):
+                    if (copied.pid, copied.cause) not in said:
+                        say(str(copied))
+                    said.add((copied.pid, copied.cause))
+            select.select([end], [], [], next(looks))
+    finally:
+        if end >= 0:
+            os.close(end)
+
+
+def _looks(began: float) -> Iterator[float]:
+    while True:
+        yield LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
+
+
+def _summarize(session: Session, seconds: float) -> None:
+    """Say what was read while the command ran."""
+    if not session.files:
+        say("no model file was opened: nothing was steered")
+    for mounted in session.steered.values():
+        if (stats := mounted.stats()) is None:
+            continue
+        read, budget = (format_size(int(stats[key])) for key in ("backing_read_bytes", "budget_bytes"))
+        say(f"{mounted.source}: {read} read from storage in {seconds:.0f} s ({mounted.mode}, budget {budget})")

@@ -1,0 +1,137 @@
+"""The mounts that `llmcache run` makes for a command: one daemon for each directory with model files, which ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmcache.cgroup import Cgroup
+from llmcache.errors import LlmcacheError, MountProblem
+from llmcache.fs.client import control, mountpoint
+from llmcache.procfs import mounts
+from llmcache.run.namespaces import Namespaces
+
+END_S = 30.0
+
+
+@dataclass(frozen=True)
+class Steered:
+    """A directory that is steered. `document`: of `llmcache mount --json`, with mode and budget; `own`: by our daemon."""
+
+    source: str
+    point: str
+    uid: int
+    document: Mapping[str, Any]
+    own: bool = True
+
+    @property
+    def mode(self) -> str:
+        """Return inplace, steer or arena."""
+        return str(self.document["mode"])
+
+    def stats(self) -> dict[str, Any] | None:
+        """Return the counters of the daemon; None if it does not answer."""
+        try:
+            return control.request(self.point, {"op": "stats"}, uid=self.uid, timeout_s=5.0)
+        except MountProblem:
+            return None
+
+    def is_alive(self) -> bool:
+        """Return whether its daemon lives."""
+        return control.is_locked(control.files(self.point, self.uid))
+
+    def stop(self) -> None:
+        """End the mount, if it is ours, with the command's files still open or not."""
+        if not self.own:
+            return
+        with contextlib.suppress(MountProblem):
+            control.request(self.point, {"op": "stop", "force": True}, uid=self.uid, timeout_s=END_S)
+        control.wait_until_gone(control.files(self.point, self.uid), END_S)
+        with contextlib.suppress(MountProblem):  # of a daemon that was killed
+            mountpoint.detach(self.point, lazy=True)
+        mountpoint.remove_made(self.point)
+
+
+def start(
+    source: str,
+    point: str,
+    mode: str,
+    lifetime_pid: int,
+    *,
+    cache: str | None = None,
+    group: Cgroup | None = None,
+    namespaces: Namespaces | None = None,
+) -> Steered:
+    """Mount `source` on `point` by a daemon that ends with process `lifetime_pid`, and return once it serves.
+
+    The daemon runs in the cgroup `group`, so that what it fetches is charged to it, and in `namespaces`. LlmcacheError: what
+    `llmcache mount` reports.
+    """
+
+    def enter() -> None:
+        if group is not None:
+            group.add(os.getpid())
+        if namespaces is not None:
+            namespaces.join()
+
+    words = ["mount", source, point, "--json", "--mode", mode, "--while", str(lifetime_pid)]
+    words += [] if cache is None else ["--cache", cache]
+    needs_entering: Callable[[], None] | None = enter if group is not None or namespaces is not None else None
+    done = subprocess.run(
+        [sys.executable, "-m", "llmcache", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        preexec_fn=needs_entering,
+    )
+    if done.returncode != 0:
+        raise _failure(done.returncode, done.stderr)
+    for line in done.stderr.splitlines():
+        if "reduced" in line:
+            print(line, file=sys.stderr)
+    return Steered(source, point, os.geteuid(), json.loads(done.stdout.splitlines()[-1]))
+
+
+def _failure(code: int, text: str) -> LlmcacheError:
+    """Return the error that `llmcache mount` has printed."""
+    lines = text.strip().splitlines()
+    said = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[-1] if lines else "no message")
+    hint = next((line.partition("hint: ")[2] for line in lines if line.startswith("hint: ")), None)
+    failure = LlmcacheError(said, hint)
+    failure.exit_code = code if 0 < code < 6 else 4
+    return failure
+
+
+def served_already(source: str) -> Steered | None:
+    """Return the living mount that steers a directory: over FUSE at this path, or in place, also if it is above or below."""
+    topmost = [mount for mount in mounts().values() if mount.fstype == mountpoint.FSTYPE and _overlap(source, mount.point)]
+    for mount in topmost:
+        if _is_below(source, mount.point) and control.is_locked(control.files(mount.point, mount.owner)):
+            return _joined(source, mount.point, mount.owner)
+    for point, facts in control.root_points().items():
+        served = str(facts.get("source"))
+        if facts.get("inplace") is not None and _overlap(source, served) and control.is_locked(control.files(point, 0)):
+            return _joined(source, point, 0)
+    return None
+
+
+def _joined(source: str, point: str, uid: int) -> Steered | None:
+    found = Steered(source, point, uid, {}, own=False)
+    stats = found.stats()
+    return None if stats is None else Steered(source, point, uid, stats, own=False)
+
+
+def _overlap(one: str, other: str) -> bool:
+    return _is_below(one, other) or _is_below(other, one)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
