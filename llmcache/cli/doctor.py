@@ -18,7 +18,7 @@ def command(directory: str | None, pid: int | None, as_json: bool) -> int:
     Examples:
       llmcache doctor
       sudo llmcache doctor ~/models
-      sudo llmcache doctor --pid $(pidof llama-server)
+      sudo llmcache doctor --pid 4711
       llmcache doctor --json | jq '.findings[] | select(.status != "ok")'
 
     \b

@@ -13,8 +13,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llmcache.procfs import status_of
-from llmcache.trace.processes import mappings
+from llmcache.procfs import mappings, status_of
 from llmcache.units import format_size
 
 Cause = Literal["repacking", "no-mmap", "direct-io", "gpu"]
@@ -23,7 +22,7 @@ WHOLE_SHARE = 0.9
 LEAST_BYTES = 64 << 20
 _GPU = re.compile(r"/dev/(nvidia[0-9]+|kfd|dri/renderD[0-9]+)")
 _REMEDIES: dict[Cause, str] = {
-    "repacking": "to read them from the file, start it with --no-repack or LLAMA_ARG_NO_REPACK=1",
+    "repacking": "if the model does not fit in memory, start it with --no-repack or LLAMA_ARG_NO_REPACK=1",
     "no-mmap": "to read them from the file, start it without --no-mmap (Ollama: with use_mmap)",
     "direct-io": "to read them through the page cache, start it without --direct-io",
     "gpu": "only layers that stay on the CPU gain from steering (-ngl, -ot)",

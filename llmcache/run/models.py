@@ -20,8 +20,7 @@ from llmcache.fs.copies import Copied, client_facts, find_copy
 from llmcache.fs.layout.gguf import MAGIC
 from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.fs.layout.tensors import shard_name
-from llmcache.procfs import mounts, status_of
-from llmcache.trace.processes import descendants, mappings
+from llmcache.procfs import descendants, mappings, mounts, status_of
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
