@@ -1,8 +1,9 @@
 """Engines that copy their weights: no file cache can help with weights that are read once into private memory.
 
-llama.cpp rearranges ("repacks") tensors of some types into private memory; `--no-mmap` reads the whole file there; direct
-I/O bypasses the page cache; layers that a GPU computes are copied to its memory. Each shows in /proc: in the private memory
-of the process, the mappings of the file, the flags of descriptors, and the devices that are open.
+llama.cpp rearranges ("repacks") tensors of some types into private memory; without a mapping it reads the whole file there;
+direct I/O bypasses the page cache; layers that a GPU computes are copied to its memory; mlock keeps the whole file resident.
+Each shows in /proc: in the private and the locked memory of the process, the mappings of the file, the flags of descriptors,
+and the devices that are open. Flags are those of llama.cpp b11434 (`common/arg.cpp`), with the older ones beside them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any, Literal
 from llmcache.procfs import mappings, status_of
 from llmcache.units import format_size
 
-Cause = Literal["repacking", "no-mmap", "direct-io", "gpu"]
+Cause = Literal["repacking", "no-mmap", "direct-io", "mlock", "gpu"]
 WHOLE_SHARE = 0.9
 """Of the bytes that would be copied: with so much private memory a process is taken to have copied them."""
 LEAST_BYTES = 64 << 20
 _GPU = re.compile(r"/dev/(nvidia[0-9]+|kfd|dri/renderD[0-9]+)")
 _REMEDIES: dict[Cause, str] = {
     "repacking": "if the model does not fit in memory, start it with --no-repack or LLAMA_ARG_NO_REPACK=1",
-    "no-mmap": "to read them from the file, start it without --no-mmap (Ollama: with use_mmap)",
-    "direct-io": "to read them through the page cache, start it without --direct-io",
+    "no-mmap": "to read them from the file, start it with --load-mode mmap (older: without --no-mmap; Ollama: use_mmap)",
+    "direct-io": "to read them through the page cache, start it with --load-mode mmap (older: without --direct-io)",
+    "mlock": "if the model does not fit in memory, start it with --load-mode mmap (older: without --mlock)",
     "gpu": "only layers that stay on the CPU gain from steering (-ngl, -ot)",
 }
 
@@ -33,7 +35,7 @@ _REMEDIES: dict[Cause, str] = {
 class ClientFacts:
     """A process that has read a model: bytes of private memory (resident or swapped), bytes of the file that it has mapped.
 
-    `has_direct`: it has a file open with O_DIRECT; `has_gpu`: it uses the device of a GPU.
+    `has_direct`: it has a file open with O_DIRECT; `has_gpu`: it uses the device of a GPU; `locked_bytes`: by mlock.
     """
 
     pid: int
@@ -42,6 +44,7 @@ class ClientFacts:
     mapped_bytes: int
     has_direct: bool = False
     has_gpu: bool = False
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Copied:
         if self.cause == "gpu":
             return f"{self.process} ({self.pid}) uses a GPU: what is copied there is read from the file once"
         size = format_size(self.copied_bytes)
+        if self.cause == "mlock":
+            return f"{self.process} ({self.pid}) has locked {size} of memory: the whole model stays resident"
         return f"{self.process} ({self.pid}) has copied {size} of the weights into private memory, {how[self.cause]}"
 
     @property
@@ -83,6 +88,8 @@ def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copi
     private = client.private_bytes
     if client.has_direct and private > WHOLE_SHARE * size_bytes:
         return Copied(client.pid, client.name, "direct-io", size_bytes)
+    if client.mapped_bytes and client.locked_bytes > WHOLE_SHARE * size_bytes:
+        return Copied(client.pid, client.name, "mlock", client.locked_bytes)
     if not client.mapped_bytes and private > WHOLE_SHARE * size_bytes:
         return Copied(client.pid, client.name, "no-mmap", size_bytes)
     if client.mapped_bytes and repacked_bytes >= LEAST_BYTES and private > WHOLE_SHARE * repacked_bytes:
@@ -100,7 +107,7 @@ def client_facts(pid: int, files: set[tuple[int, int]]) -> ClientFacts:
     """
     fields = status_of(pid)
     pid = int(fields["Tgid"])
-    private = sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
+    resident, swapped, locked = (int(fields.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "VmSwap", "VmLck"))
     mapped, has_gpu, is_seen = 0, False, False
     for part in mappings(pid):
         is_seen = True
@@ -114,7 +121,8 @@ def client_facts(pid: int, files: set[tuple[int, int]]) -> ClientFacts:
                 target = os.readlink(f"/proc/{pid}/fd/{number}")
                 has_gpu = has_gpu or bool(_GPU.match(target))
                 has_direct = has_direct or (target.startswith("/") and _is_direct(pid, number))
-    return ClientFacts(pid, fields["Name"], private, mapped if is_seen else 1, has_direct, has_gpu)
+    private = resident + swapped
+    return ClientFacts(pid, fields["Name"], private, mapped if is_seen else 1, has_direct, has_gpu, locked)
 
 
 def _is_direct(pid: int, number: str) -> bool:

@@ -24,7 +24,8 @@ from llmcache.procfs import descendants, mappings, mounts, status_of
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
-VARIABLES = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MMPROJ", "LLAMA_ARG_MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL")
+VARIABLES = tuple(f"LLAMA_ARG_{name}" for name in ("MODEL", "MMPROJ", "SPEC_DRAFT_MODEL", "MODEL_DRAFT", "MODELS_DIR"))
+"""Of llama.cpp, which name a model file or a directory with such files."""
 _HEADER_BYTES = 9  # of safetensors: the length of the header, then a brace
 _LONGEST_HEADER = 100 << 20
 _HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")

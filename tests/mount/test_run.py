@@ -351,4 +351,4 @@ def test_stats_of_a_copying_client_name_the_flag(model: Path) -> None:
         process.stdin.close()
     findings = {entry["name"]: entry for entry in json.loads(done.stdout)["findings"]}
     assert findings["model file"]["facts"]["path"] == str(model)
-    assert findings["weights"]["facts"]["cause"] == "no-mmap" and "--no-mmap" in findings["weights"]["remedy"]
+    assert findings["weights"]["facts"]["cause"] == "no-mmap" and "--load-mode mmap" in findings["weights"]["remedy"]

@@ -100,6 +100,7 @@ def test_llama_cpp_is_kept_from_copying_what_does_not_fit(
         (ClientFacts(1, "llama-server", 1100 * MB, 0), "no-mmap"),
         (ClientFacts(1, "llama-server", 1100 * MB, 0, has_direct=True), "direct-io"),
         (ClientFacts(1, "llama-server", 200 * MB, 1000 * MB, has_gpu=True), "gpu"),
+        (ClientFacts(1, "llama-server", 200 * MB, 1000 * MB, locked_bytes=1000 * MB), "mlock"),
         (ClientFacts(1, "cat", 1 * MB, 0), None),
     ],
 )
