@@ -274,8 +274,9 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         shutil.rmtree(place)
 
 
-def mounted_by_nobody() -> list[str]:
-    return [one.point for one in mounts().values() if one.fstype == mountpoint.FSTYPE and one.owner == 65534]
+def points_of(run: subprocess.Popen[str]) -> list[str]:
+    """Mount points that a run has made, as other processes see them."""
+    return [one.point for one in mounts().values() if os.path.basename(one.point).startswith(f"run-{run.pid}-")]
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
@@ -285,7 +286,7 @@ def test_ordinary_users_have_a_mount_that_ends_with_the_command(
     process = as_user("30", namespaces=namespaces)
     try:
         assert process.stdout.readline().strip() == digest, process.stderr.read()
-        points = mounted_by_nobody()
+        points = points_of(process)
         assert bool(points) is not namespaces, "a private mount is seen by the command alone"
         _, said = process.communicate(timeout=60)
     finally:
@@ -293,7 +294,7 @@ def test_ordinary_users_have_a_mount_that_ends_with_the_command(
     assert process.returncode == 0
     assert ("in a private mount namespace" if namespaces else "with the paths among its arguments changed") in said
     assert "not in place: mode inplace needs root" in said and "over FUSE (arena)" in said
-    wait_for(lambda: not mounted_by_nobody(), "nothing is mounted any more")
+    wait_for(lambda: not points_of(process), "nothing is mounted any more")
     assert not [point for point in points if os.path.exists(point)]
 
 
@@ -309,19 +310,20 @@ def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any],
         if victim == "command":
             assert process.returncode == -signal.SIGKILL
         wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends")
-        wait_for(lambda: not mounted_by_nobody(), "its mount ends with it")
-        wait_for(lambda: not daemons_of_nobody(), "and its daemon")
+        wait_for(lambda: not points_of(process), "its mount ends with it")
+        wait_for(lambda: not daemons_for(child), "and its daemon")
     finally:
         process.kill()
         process.communicate()
 
 
-def daemons_of_nobody() -> list[int]:
+def daemons_for(pid: int) -> list[int]:
+    """Daemons that end with process `pid`."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-            if b"mount" in words and b"--while" in words and os.stat(f"/proc/{name}").st_uid == 65534:
+            if b"--while" in words and words[words.index(b"--while") + 1] == str(pid).encode():
                 found.append(int(name))
     return found
 
