@@ -36,6 +36,7 @@ from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
 from llmcache.fs.engine.state import LOADS_S, WRITE, CacheState, References
+from llmcache.fs.layout.names import SCAN_S
 from llmcache.memory import limits_of_process_apart
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Engine:
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
         self.state.running = True
+        self.tree.names.refresh(SCAN_S)
         self._stopping.clear()
         self.state.references.resume()
         # In place the helper opens what is in SOURCE, and so does not keep MOUNT busy.
@@ -289,7 +291,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        names = self.tree.names
+        names.refresh(0)  # for the next time: this reply waits for no storage
+        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
         result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
         return result
 

@@ -167,6 +167,7 @@ class Group:
         self.apart_ns = -(1 << 62)  # when there were several, last
         self.listed_open = False  # as the references were told
         self.last_pid = 0  # of a reader
+        self.names_version = 0  # of the names by which its files were found
         self.copied: Copied | None = None  # by the last reader, instead of reading it again
         self.only_extents: dict[int, int] = {}  # by reader: the extent that it has touched, or _SEVERAL
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)

@@ -186,6 +186,16 @@ def shard_name(name: str) -> ShardName | None:
     return ShardName(number - 1, count)
 
 
+def shard_names(name: str) -> tuple[str, ...]:
+    """Return the names of all shards of the model of which `name` is one, in their order; `name` of a file on its own."""
+    shard = shard_name(name)
+    if shard is None:
+        return (name,)
+    at = name.rindex("-of-")
+    digits = at - name.rindex("-", 0, at) - 1
+    return tuple(f"{name[: at - digits]}{number:0{digits}d}{name[at:]}" for number in range(1, shard.count + 1))
+
+
 REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
 """Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
 
