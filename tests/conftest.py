@@ -1,7 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model (gemma)
-and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model
+(gemma) and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tools.bench.clients.server_tokens import SITE
 from tools.bench.harness import MODELS
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -107,6 +108,7 @@ TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
         "apt-get install fuse3",
     ),
     "llama": (_lacking(*LLAMA), INSTALLED),
+    "stock": (_lacking(files=[SITE / "xllamacpp"]), INSTALLED),
     "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
     "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),
     "gemma": (_lacking(*LLAMA, files=[GEMMA]), "tools/test fetches it"),

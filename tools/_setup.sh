@@ -1,9 +1,10 @@
 # Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call one of these.
 #
 #   setup               system packages, .venv with the pinned versions, this package (editable)
-#   setup_llama         setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
-#   setup_tests         setup_llama, torch with transformers (the pinned version and, beside it, the oldest), and the small
-#                       programs that some tests run, and two small models in ~/.cache/llmcache/models
+#   setup_server        setup, and the stock llama.cpp server, from a wheel (xllamacpp), in .venv/server
+#   setup_tests         setup_server; llama-cpp-python, compiled once, the wheel kept in ~/.cache/llmcache/wheels; torch with
+#                       transformers (the pinned version and, beside it, the oldest); the small programs that some tests
+#                       run, and two small models in ~/.cache/llmcache/models
 #   setup_kvpress       setup_tests, and kvpress with a transformers of its own, which tools/bench kvmodels compares with
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
@@ -167,12 +168,19 @@ make_venv() {
     pip install --no-deps -r "$root/requirements/lock.txt"
     pip install --no-deps --no-build-isolation -e "$root"
     pip check
-    say "compiling the policies that llmcache simulate compares unless told otherwise"
-    "$venv/bin/llmcache" simulate "$root/traces/kilobytes.parquet" --cache 10% --mrc >/dev/null
     stamp_of "${inputs[@]}" >"$venv/.stamp"
 }
 
-# How llama.cpp is built. Not for the native CPU: with AMX it crashes on virtual machines that list AMX but do not enable
+# Else the first tests that simulate would do it, each for itself.
+compile_policies() {
+    local pins=$root/requirements/lock.txt
+    is_current .stamp-policies "$pins" && return
+    say "compiling the policies that llmcache simulate compares by default"
+    "$venv/bin/llmcache" simulate "$root/traces/kilobytes.parquet" --cache 10% --mrc >/dev/null
+    stamp_of "$pins" >"$venv/.stamp-policies"
+}
+
+# How llama-cpp-python is built. Not for the native CPU: with AMX it crashes on virtual machines that list AMX but do not enable
 # it, and AMX, like repacking, copies the weights into anonymous memory, where no file cache can help.
 cmake_arguments() {
     local flag
@@ -223,6 +231,18 @@ install_transformers() {
     rm -rf "$venv/transformers-oldest"
     pip install --no-deps --no-compile --target "$venv/transformers-oldest" -r "$oldest"
     stamp_of "$pins" "$oldest" >"$venv/.stamp-transformers"
+}
+
+# The wheel for x86-64 is compiled for AVX2.
+can_serve() { [[ $(uname -m) != x86_64 ]] || grep -qw avx2 /proc/cpuinfo; }
+
+install_server() {
+    local pins=$root/requirements/server.txt
+    is_current .stamp-server "$pins" && return
+    say "installing the stock llama.cpp server in $venv/server"
+    rm -rf "$venv/server"
+    pip install --no-deps --no-compile --only-binary :all: --target "$venv/server" -r "$pins"
+    stamp_of "$pins" >"$venv/.stamp-server"
 }
 
 install_kvpress() {
@@ -290,11 +310,23 @@ locked() (
 )
 
 _setup() { install_packages; make_mtab; make_venv; install_libbpf; }
-_setup_llama() { _setup; install_llama; }
-_setup_tests() { _setup; install_tested_programs; install_llama; install_transformers; fetch_models; }
+_setup_server() {
+    can_serve || give_up "the prebuilt llama.cpp server needs a processor with AVX2" "run it on another machine"
+    _setup
+    install_server
+}
+_setup_tests() {
+    _setup
+    compile_policies
+    install_tested_programs
+    if can_serve; then install_server; else say "no AVX2: tests of the stock llama.cpp server are skipped"; fi
+    install_llama
+    install_transformers
+    fetch_models
+}
 _setup_kvpress() { _setup_tests; install_kvpress; }
 
 setup() { locked _setup; }
-setup_llama() { locked _setup_llama; }
+setup_server() { locked _setup_server; }
 setup_tests() { locked _setup_tests; }
 setup_kvpress() { locked _setup_kvpress; }

@@ -33,7 +33,7 @@ from tests.fuzz.target import Machine, Target
 
 MODULES = (
     *(f"tests.fuzz.test_{name}" for name in ("gguf", "safetensors", "trace", "spill", "spill_index", "prompt_blocks")),
-    *(f"tests.fuzz.test_{name}" for name in ("spill_operations", "control", "settings")),
+    *(f"tests.fuzz.test_{name}" for name in ("spill_operations", "control", "settings", "names")),
     "tests.mount.test_fsx",
 )
 ROUND = 300

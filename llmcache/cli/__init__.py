@@ -22,7 +22,7 @@ from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, run_cli
 
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("llmcache.cli.run:command", "Run an engine with the page cache under its model files steered."),
+    "run": ("llmcache.cli.run_engine:command", "Run an engine, or attach to one, with its model files steered."),
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
     "umount": ("llmcache.cli.operation:umount_command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.operation:stats_command", "Show what a mount keeps, hits and reads; or list the mounts."),

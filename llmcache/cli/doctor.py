@@ -9,14 +9,16 @@ from llmcache.cli import base, types
 
 @base.command("doctor")
 @click.argument("directory", metavar="[DIR]", required=False, type=types.DIRECTORY)
+@click.option("--pid", type=int, metavar="PID", help="Examine a running engine instead: has it copied its weights?")
 @base.json_option("llmcache.doctor/1")
-def command(directory: str | None, as_json: bool) -> int:
+def command(directory: str | None, pid: int | None, as_json: bool) -> int:
     """Say what this machine offers to llmcache, and what to do about what it lacks; DIR's storage is measured.
 
     \b
     Examples:
       llmcache doctor
       sudo llmcache doctor ~/models
+      sudo llmcache doctor --pid 4711
       llmcache doctor --json | jq '.findings[] | select(.status != "ok")'
 
     \b
@@ -29,6 +31,6 @@ def command(directory: str | None, as_json: bool) -> int:
     """
     from llmcache.doctor import examine, show
 
-    diagnosis = examine(directory)
+    diagnosis = examine(directory, pid)
     show(diagnosis, as_json)
     return diagnosis.exit_code

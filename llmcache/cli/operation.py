@@ -125,9 +125,9 @@ def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: boo
       llmcache warmup /mnt/models 'llama-70b*.gguf'
       llmcache warmup /mnt/models --check
 
-    GLOBs are matched with paths below MOUNT and with names. Without one: models and small files; files of no known
-    format only if a GLOB names them. What would stream through the budget is not read. What was brought in is kept
-    until it has been used, or others need the room. Sizes are by the mount's own count.
+    GLOBs are matched with paths below MOUNT, names of files and names of models (llama3.2:3b). Without one: models and
+    small files; files of no known format only if a GLOB names them. What would stream through the budget is not read.
+    What was brought in is kept until it has been used, or others need the room. Sizes are by the mount's own count.
 
     Exit code 4 if something that should be kept is not there.
     """
@@ -147,6 +147,7 @@ def evict_command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
     Examples:
       llmcache evict /mnt/models
       llmcache evict /mnt/models 'llama-8b*' '*.json'
+      llmcache evict ~/.ollama/models 'llama3.2:*'
 
     Shards of one model go together. Files of --pin stay. Programs that read on bring their files back.
     """

@@ -15,7 +15,7 @@ from llmcache.units import parse_duration, parse_size_with_unit
 @click.option(
     "--loop", type=types.above("size", parse_size_with_unit, "70M"), help="Bytes that a token reads of the weights: 70M."
 )
-@click.option("--model", type=types.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
+@click.option("--model", type=types.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a directory.")
 @click.option("--cache", type=types.SIZE_WITH_UNIT, help="A cache to judge, hot set included: 64M.")
 @click.option("--ram", type=types.SIZE_WITH_UNIT, help="Memory to judge: 16G [default, without --cache: this machine's].")
 @click.option(

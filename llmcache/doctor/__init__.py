@@ -67,11 +67,15 @@ class Diagnosis:
         return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": findings}
 
 
-def examine(directory: str | None) -> Diagnosis:
-    """What was found on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
+def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
+    """Return what was found on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
 
-    UsageError: `directory` is none.
+    `pid`: return what was found on that process instead. UsageError: `directory` is none.
     """
+    if pid is not None:
+        from llmcache.doctor.engine import examine as examine_engine
+
+        return Diagnosis({"engine": examine_engine(pid)})
     if directory is not None and not os.path.isdir(directory):
         raise UsageError(f"DIR: {directory} is not a directory", "name a directory on the storage to measure")
     return Diagnosis(dict(_area(file, directory) for file in AREAS))
@@ -99,6 +103,8 @@ def show(diagnosis: Diagnosis, as_json: bool) -> None:
             console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}"))
             if check.remedy is not None:
                 console.print(Text(f"{'':<28}> {check.remedy}"))
+    if "mount" not in diagnosis.areas:
+        return
     failed, limited = diagnosis.count(FAILED), diagnosis.count(LIMITED)
     verdict = f"a mount is not possible: {failed} failed" if failed else "a mount is possible"
     console.print(Text(f"{verdict}; {limited} limited" if limited else verdict))

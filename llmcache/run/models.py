@@ -14,14 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import escape, glob
 from pathlib import Path
 
+from llmcache.cache.sizing import ModelBytes
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.copies import Copied, client_facts, find_copy
 from llmcache.fs.layout.gguf import MAGIC
+from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.fs.layout.tensors import shard_name
-from llmcache.procfs import mounts
-from llmcache.trace.processes import descendants, mappings
+from llmcache.procfs import descendants, mappings, mounts, status_of
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
-VARIABLES = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MMPROJ", "LLAMA_ARG_MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL")
+VARIABLES = tuple(f"LLAMA_ARG_{name}" for name in ("MODEL", "MMPROJ", "SPEC_DRAFT_MODEL", "MODEL_DRAFT", "MODELS_DIR"))
+"""Of llama.cpp, which name a model file or a directory with such files."""
 _HEADER_BYTES = 9  # of safetensors: the length of the header, then a brace
 _LONGEST_HEADER = 100 << 20
 _HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")
@@ -96,6 +100,67 @@ def opened_by(pid: int) -> list[str]:
                 status = os.stat(real)
                 seen[status.st_dev, status.st_ino] = real
     return sorted(seen.values())
+
+
+def of_process(pid: int) -> list[str]:
+    """Return the model files of a running process: open, mapped, or named by its arguments."""
+    named: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        found = in_words(map(os.fsdecode, words[1:]), {}, os.readlink(f"/proc/{pid}/cwd"))
+        named = [own for path in found if (own := visible_path(pid, path)) is not None]
+    return list(dict.fromkeys((*named, *opened_by(pid))))
+
+
+def check_process(option: str, pid: int) -> None:
+    """Raise an error unless `pid` is a process, other than this one, that this user may examine."""
+    hint = "list processes with: ps -e"
+    try:
+        fields = status_of(pid)
+    except OSError:
+        raise EnvironmentProblem(f"{option}: process {pid} does not exist", hint) from None
+    if pid == os.getpid():
+        raise UsageError(f"{option}: {pid} is llmcache itself", hint)
+    if int(fields["Tgid"]) != pid:
+        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
+        raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
+
+
+def first_shards(paths: Iterable[str]) -> list[str]:
+    """Return models instead of files: of shards the first that exists."""
+    return list(dict.fromkeys(shards_of(path)[0] for path in paths))
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of all shards of a model file."""
+    return sum(os.stat(one).st_size for one in shards_of(path))
+
+
+def bytes_of(path: str) -> ModelBytes | None:
+    """Return what the header of a model says; None if it cannot be read."""
+    with contextlib.suppress(LlmcacheError, OSError):
+        return model_bytes(path)
+    return None
+
+
+def copies_of(pid: int, paths: Iterable[str]) -> list[Copied]:
+    """Return the copies of model files that a process and its descendants have made."""
+    found = []
+    for path in first_shards(paths):
+        model = bytes_of(path)
+        repacked_bytes = 0 if model is None else model.repacked_bytes
+        for each in descendants(pid):
+            with contextlib.suppress(OSError):
+                keys = set()
+                for shard in shards_of(path):
+                    for seen in (shard, f"/proc/{each}/root{shard}"):
+                        with contextlib.suppress(OSError):
+                            status = os.stat(seen)
+                            keys.add((status.st_dev, status.st_ino))
+                copied = find_copy(client_facts(each, keys), size_of(path), repacked_bytes)
+                found += [] if copied is None else [copied]
+    return found
 
 
 def visible_path(pid: int, path: str) -> str | None:

@@ -23,11 +23,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def enter_private() -> None:
     """Give this process, which has a single thread, a mount namespace of its own. OSError: the kernel refuses it.
 
-    Mounts and unmounts of other namespaces still arrive; those made here stay here.
+    Mounts and unmounts of other namespaces still arrive; those made here stay here. A process without the right to make it
+    gets a user namespace as well.
     """
     uid, gid = os.geteuid(), os.getegid()
-    _check(_libc.unshare(_CLONE_NEWNS if uid == 0 else _CLONE_NEWNS | _CLONE_NEWUSER), "unshare")
-    if uid != 0:
+    if _libc.unshare(_CLONE_NEWNS) != 0:
+        _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER), "unshare")
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import json
 import os
 import select
 import sys
@@ -16,23 +17,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from llmcache.cache.sizing import ModelBytes
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, printable
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
-from llmcache.fs.client.mountpoint import check_machine
-from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import tightest
-from llmcache.procfs import IN_MEMORY, fstype_at, status_of
+from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
 from llmcache.run.child import Child, User, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.units import format_size
 
+SCHEMA = "llmcache.run/1"
 LOOK_S, LATE_LOOK_S, LATE_S = 1.0, 5.0, 120.0
 """The opened files of the command are listed so often; after LATE_S less often."""
+COPIES_S = 10.0
+"""From one look at what the command has copied to the next."""
 NO_REPACK = "LLAMA_ARG_NO_REPACK"
 _REPACK_WORDS = frozenset(("--repack", "--no-repack", "-nr"))
 _REPACK_VARIABLES = (NO_REPACK, "LLAMA_ARG_REPACK")
@@ -42,14 +44,15 @@ FITTING_SHARE = 0.9
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Options of `llmcache run`. `cache`: as --cache of a mount; `directories`, `globs`: where and which model files are."""
+    """Options of `llmcache run`. `directories`, `globs`: where and which model files are."""
 
-    cache: str | None = None
+    cache_bytes: int | None = None
     memory_bytes: int | None = None
     user: str | None = None
     directories: tuple[str, ...] = ()
     globs: tuple[str, ...] = ()
     set_environment: bool = True
+    as_json: bool = False
 
 
 def say(text: str) -> None:
@@ -74,30 +77,40 @@ class Session:
         self.files += new
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
 
+    def without_memory(self, sources: Sequence[str]) -> list[str]:
+        """Return the directories that are on storage, and say which are in memory already."""
+        for source in sources:
+            if (kind := fstype_at(source)) in IN_MEMORY:
+                self.refused[source] = kind
+                say(f"not steering {self._models_in(source)}: {source} is on {kind}, its files are in memory already")
+        return [source for source in sources if source not in self.refused]
+
     def _is_wanted(self, path: str) -> bool:
         globs = self.settings.globs
         return not globs or any(fnmatch.fnmatch(path, one) or fnmatch.fnmatch(os.path.basename(path), one) for one in globs)
 
-    def steer(self, source: str, point: str, mode: str, lifetime_pid: int) -> None:
-        """Steer a directory, unless a mount does that already; say which. What is refused is said, and not tried again."""
+    def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
+        """Steer a directory, unless a mount does that already; say which. What is refused is said, and not tried again.
+
+        A budget that was given and is refused is an error, if the command has not started: LlmcacheError.
+        """
         mounted = steering.served_already(source)
         if mounted is not None:
             say(f"{self._models_in(source)}: steered already by the mount on {mounted.point} ({mounted.mode})")
         else:
             try:
-                kind = fstype_at(source)
-                if kind in IN_MEMORY:
-                    raise EnvironmentProblem(f"{source} is on {kind}: its files are in memory already")
                 mounted = steering.start(
                     source,
                     point,
                     mode,
                     lifetime_pid,
-                    cache=self.settings.cache,
+                    cache_bytes=self.settings.cache_bytes,
                     group=self.group,
                     namespaces=self.namespaces,
                 )
             except LlmcacheError as error:
+                if is_starting and self.settings.cache_bytes is not None:
+                    raise
                 self.refused[source] = error.message
                 say(f"not steering {source}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
                 return
@@ -130,21 +143,13 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 def _described(path: str) -> str:
     """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
-    files = models.shards_of(path)
-    if path != files[0]:
+    if path not in models.first_shards([path]):
         return ""
-    size_bytes = sum(os.stat(one).st_size for one in files)
-    facts = [format_size(size_bytes)]
-    if (model := _model(path)) is not None and model.experts is not None:
+    facts = [format_size(models.size_of(path))]
+    if (model := models.bytes_of(path)) is not None and model.experts is not None:
         used = "" if model.used is None else f", {model.used} used"
         facts.append(f"MoE, {model.experts} experts{used}")
     return f"{os.path.basename(path)} ({', '.join(facts)})"
-
-
-def _model(path: str) -> ModelBytes | None:
-    with contextlib.suppress(LlmcacheError, OSError):
-        return model_bytes(path)
-    return None
 
 
 def engine_variables(
@@ -158,10 +163,10 @@ def engine_variables(
     if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
         return {}
     for path in files:
-        model = _model(path)
+        model = models.bytes_of(path)
         if model is None or not model.repacked_bytes:
             continue
-        if sum(os.stat(one).st_size for one in models.shards_of(path)) > FITTING_SHARE * room_bytes:
+        if models.size_of(path) > FITTING_SHARE * room_bytes:
             return {NO_REPACK: "1"}
     return {}
 
@@ -175,14 +180,14 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories] or words[1:]
     if user is not None:
         environment = user.environment(environment)
-    sources = session.add(models.in_words(given, environment, os.getcwd()))
+    sources = session.without_memory(session.add(models.in_words(given, environment, os.getcwd())))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
     with contextlib.ExitStack() as stack:
         if settings.memory_bytes is not None:
             session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
         stack.callback(session.close)
-        if reason is not None and not sources:
+        if reason is not None and not session.files:
             raise UsageError(
                 _not_found(given), f"in place no file need be named, but {reason}; name one with --dir or --files"
             )
@@ -191,7 +196,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                 environment[name] = value
                 say(f"setting {name}={value}: the model does not fit in memory, and llama.cpp would copy it (see --no-env)")
-        if reason is None:
+        if reason is None or not sources:
             child = _in_place(session, words, program, environment, user, sources)
         else:
             child = _over_fuse(session, words, program, environment, user, sources, reason)
@@ -220,7 +225,7 @@ def _in_place(
     child = Child(words, program, environment, user=user, group=session.group)
     try:
         for source in sources:
-            session.steer(source, source, "inplace", os.getpid())
+            session.steer(source, source, "inplace", os.getpid(), is_starting=True)
     except BaseException:
         child.cancel()
         raise
@@ -246,26 +251,22 @@ def _over_fuse(
         session.namespaces = Namespaces(child.pid)
         way = "in a private mount namespace"
     except OSError as error:
-        control.make_directory()
-        points = {source: _make_point(source, f"{name}-{number}") for number, source in enumerate(sources)}
+        points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
         child = Child(_rewritten(words, points), program, environment, user=user, group=session.group)
         way = f"by a mount of its own, with the paths among its arguments changed (no private namespace: {error.strerror})"
     say(f"over FUSE {way}; not in place: {reason}")
     try:
         for source in sources:
-            session.steer(source, points[source], "auto", child.pid)
+            session.steer(source, points[source], "auto", child.pid, is_starting=True)
         if not session.steered:
-            raise EnvironmentProblem("no model file can be steered here", "see the lines above; llmcache doctor")
+            raise EnvironmentProblem(
+                "no model file can be steered here",
+                "llmcache doctor lists what this machine lacks; the command itself runs without llmcache as before",
+            )
     except BaseException:
         child.cancel()
         raise
     return child
-
-
-def _make_point(source: str, name: str) -> str:
-    point = os.path.join(control.directory(os.geteuid()), name)
-    os.mkdir(point, 0o700)
-    return point
 
 
 def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
@@ -285,7 +286,7 @@ def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
 
 def attach(pid: int, settings: RunSettings) -> int:
     """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
-    _check_process(pid)
+    models.check_process("--pid", pid)
     if reason := why_not():
         raise EnvironmentProblem(
             f"cannot steer a running process: {reason}",
@@ -295,7 +296,7 @@ def attach(pid: int, settings: RunSettings) -> int:
     try:
         end = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise _gone(pid) from None
+        raise EnvironmentProblem(f"--pid: process {pid} has ended") from None
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, end)
@@ -310,34 +311,25 @@ def attach(pid: int, settings: RunSettings) -> int:
     return EXIT_OK
 
 
-def _gone(pid: int) -> EnvironmentProblem:
-    return EnvironmentProblem(f"--pid: process {pid} does not exist", "list processes with: ps -e")
-
-
-def _check_process(pid: int) -> None:
-    try:
-        fields = status_of(pid)
-    except OSError:
-        raise _gone(pid) from None
-    if pid == os.getpid():
-        raise UsageError(f"--pid: {pid} is llmcache itself", "list processes with: ps -e")
-    if int(fields["Tgid"]) != pid:
-        raise UsageError(f"--pid: {pid} is a thread of process {fields['Tgid']}", f"--pid {fields['Tgid']}")
-    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
-        raise EnvironmentProblem(f"--pid: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
-
-
 def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
     """Return at the end of a process. Meanwhile, in place (`owner_pid`), steer model files that it opens."""
     began = time.monotonic()
     looks = _looks(began)
+    said: set[tuple[int, str]] = set()
+    due = began + COPIES_S
     end = os.pidfd_open(pid) if not has_ended() else -1
     try:
         while not has_ended():
             if owner_pid is not None:
-                for source in session.add(models.opened_by(pid)):
+                for source in session.without_memory(session.add(models.opened_by(pid))):
                     session.steer(source, source, "inplace", owner_pid)
                 session.renew(owner_pid)
+            if time.monotonic() >= due:
+                due = time.monotonic() + COPIES_S
+                for copied in models.copies_of(pid, session.files):
+                    if (copied.pid, copied.cause) not in said:
+                        say(str(copied))
+                    said.add((copied.pid, copied.cause))
             select.select([end], [], [], next(looks))
     finally:
         if end >= 0:
@@ -350,11 +342,24 @@ def _looks(began: float) -> Iterator[float]:
 
 
 def _summarize(session: Session, seconds: float) -> None:
-    """Say what was read while the command ran."""
+    """Say what was read while the command ran, or print it as JSON."""
+    found = [(mounted, mounted.stats()) for mounted in session.steered.values()]
+    if session.settings.as_json:
+        steered = [
+            {
+                "source": mounted.source,
+                "mount": mounted.point,
+                "mode": mounted.mode,
+                **{key: None if stats is None else stats[key] for key in ("budget_bytes", "backing_read_bytes")},
+            }
+            for mounted, stats in found
+        ]
+        document = {"schema": SCHEMA, "seconds": seconds, "files": session.files, "steered": steered}
+        print(json.dumps(document | {"not_steered": session.refused}), file=sys.stderr, flush=True)
+        return
     if not session.files:
         say("no model file was opened: nothing was steered")
-    for mounted in session.steered.values():
-        if (stats := mounted.stats()) is None:
-            continue
-        read, budget = (format_size(int(stats[key])) for key in ("backing_read_bytes", "budget_bytes"))
-        say(f"{mounted.source}: {read} read from storage in {seconds:.0f} s ({mounted.mode}, budget {budget})")
+    for mounted, stats in found:
+        if stats is not None:
+            read, budget = (format_size(int(stats[key])) for key in ("backing_read_bytes", "budget_bytes"))
+            say(f"{mounted.source}: {read} read from storage in {seconds:.0f} s ({mounted.mode}, budget {budget})")

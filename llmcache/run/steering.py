@@ -53,6 +53,9 @@ class Steered:
         with contextlib.suppress(MountProblem):
             control.request(self.point, {"op": "stop", "force": True}, uid=self.uid, timeout_s=END_S)
         control.wait_until_gone(control.files(self.point, self.uid), END_S)
+        with contextlib.suppress(MountProblem):  # of a daemon that was killed
+            mountpoint.detach(self.point, lazy=True)
+        mountpoint.remove_made(self.point)
 
 
 def start(
@@ -61,7 +64,7 @@ def start(
     mode: str,
     lifetime_pid: int,
     *,
-    cache: str | None = None,
+    cache_bytes: int | None = None,
     group: Cgroup | None = None,
     namespaces: Namespaces | None = None,
 ) -> Steered:
@@ -78,7 +81,7 @@ def start(
             namespaces.join()
 
     words = ["mount", source, point, "--json", "--mode", mode, "--while", str(lifetime_pid)]
-    words += [] if cache is None else ["--cache", cache]
+    words += [] if cache_bytes is None else ["--cache", str(cache_bytes)]
     needs_entering: Callable[[], None] | None = enter if group is not None or namespaces is not None else None
     done = subprocess.run(
         [sys.executable, "-m", "llmcache", *words],

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
 
-from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
+from llmcache.errors import EXIT_OK, UsageError
 from llmcache.files import Output, writing
 from llmcache.fs.client import control, mountpoint
-from llmcache.procfs import status_of
 from llmcache.run.child import Child, resolve, user_of
+from llmcache.run.models import check_process
 from llmcache.tokens.models import Find, ProcessTree
 from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
 from llmcache.tokens.summary import Interval, Token, TokenSummary
@@ -26,7 +26,6 @@ from llmcache.tokens.watch import TokenWatch
 END_POLL_S = 0.1
 LINES_PER_HEADING = 40
 _EXAMPLE = "llmcache tokens PID, llmcache tokens /mnt/models, or llmcache tokens -- COMMAND"
-_LIST = "list processes with: ps -e"
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,9 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 def _checked(word: str) -> int:
-    """The process that a number names. EnvironmentProblem."""
-    pid = int(word) if len(word) <= 10 else 0
-    try:
-        if not 0 < pid < 1 << 31:
-            raise ProcessLookupError(pid)
-        fields = status_of(pid)
-    except OSError:
-        raise EnvironmentProblem(f"PID: process {word} does not exist", _LIST) from None
-    if pid == os.getpid():
-        raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
-    if int(fields["Tgid"]) != pid:
-        raise UsageError(f"PID: {pid} is a thread of process {fields['Tgid']}", f"llmcache tokens {fields['Tgid']}")
-    if fields["State"].startswith(("Z", "X")):
-        raise EnvironmentProblem(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
-    if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
-        said = f"PID: process {pid} ({fields['Name']}) belongs to another user"
-        raise EnvironmentProblem(said, f"sudo llmcache tokens {pid}")
-    return pid
+    """The process that a number names. LlmcacheError."""
+    check_process("PID", int(word[:10]))
+    return int(word)
 
 
 def _clients_of(path: str) -> Find:

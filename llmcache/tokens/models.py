@@ -12,7 +12,7 @@ from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.tensors import ModelLayout, shard_name
 from llmcache.tokens.clock import Key, Place
-from llmcache.trace.processes import FileMapping, descendants, mappings
+from llmcache.procfs import FileMapping, descendants, mappings
 from llmcache.units import BLOCK_BYTES
 
 Find = Callable[[], Iterable[int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
 from llmcache.fs.client import control, mountpoint
+from llmcache.fs.copies import client_facts, find_copy
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
 from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure
@@ -301,9 +303,15 @@ class TokenWatch:
         paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
         if not paths:
             return (
-                "the process maps no model file: it has read the weights into its own memory "
-                "(llama.cpp: --no-mmap or direct I/O), or has not loaded a model yet"
+                "the process maps no model file: it has read the weights into its own memory (llama.cpp: start it "
+                "with --load-mode mmap, older: without --no-mmap), or has not loaded a model yet"
             )
+        for process in processes:
+            for model in process.models:
+                with contextlib.suppress(OSError):  # it has ended
+                    facts = client_facts(process.pid, set(model.layouts))
+                    if (copied := find_copy(facts, model.size_bytes, 0)) is not None and copied.cause != "mlock":
+                        return str(copied)
         return (
             f"the process maps {', '.join(paths)} and reads none of the tensors that were watched: "
             "it has copied the weights (to a GPU, or repacked), or has computed nothing yet"

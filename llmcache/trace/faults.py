@@ -31,9 +31,8 @@ from llmcache.arrays import Records, Uint64s
 from llmcache.bpf.perf import Attributes, is_known_processor, open_event
 from llmcache.bpf.ring import Fence
 from llmcache.errors import EnvironmentProblem
-from llmcache.procfs import status_of
+from llmcache.procfs import FileMapping, descendants, mappings, status_of
 from llmcache.trace.formats.strace import StraceLog
-from llmcache.trace.processes import FileMapping, descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
 from llmcache.trace.records import ACCESS, RECORD, Key, Scope, Source, no_records
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES

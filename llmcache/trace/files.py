@@ -23,8 +23,7 @@ import numpy as np
 
 from llmcache.arrays import Uint32s, Uint64s
 from llmcache.errors import LlmcacheError
-from llmcache.procfs import Mount, mounts
-from llmcache.trace.processes import FileMapping, mappings
+from llmcache.procfs import FileMapping, Mount, mappings, mounts
 from llmcache.trace.record import TraceFile
 from llmcache.trace.records import Key, distinct_files
 from llmcache.units import format_size

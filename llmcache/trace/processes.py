@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem, UsageError, printable
 from llmcache.procfs import status_of
-from llmcache.units import BLOCK_BYTES
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 _LIST = "list processes with: ps -e"
@@ -141,38 +138,3 @@ def _command_line(pid: int) -> str:
     except OSError:
         return ""
     return os.fsdecode(raw.rstrip(b"\0").replace(b"\0", b" "))
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The process and all its children, theirs too, as far as /proc shows them."""
-    yield pid
-    # Not psutil's, which reads the parent of every process there is.
-    for lists in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread is gone
-            for child in lists.read_text().split():
-                yield from descendants(int(child))
-
-
-@dataclass(frozen=True)
-class FileMapping:
-    """Addresses `low` .. `high` - 1; inode 0 for memory without a file. `block`: that of the file at `low`."""
-
-    low: int
-    high: int
-    dev: int
-    inode: int
-    block: int
-    path: str
-
-
-def mappings(pid: int) -> Iterator[FileMapping]:
-    """The address space of process `pid`, in ascending order; nothing if it is gone or belongs to somebody else."""
-    # Not psutil's, which reads the accounts of every page (smaps) and does not tell inodes.
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            span, _, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
-            low, _, high = span.partition("-")
-            major, _, minor = device.partition(":")
-            dev = os.makedev(int(major, 16), int(minor, 16))
-            block, name = int(offset, 16) // BLOCK_BYTES, path[0].replace("\\012", "\n") if path else ""
-            yield FileMapping(int(low, 16), int(high, 16), dev, int(inode), block, name)

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmcache.arrays import Flags, Records
 from llmcache.bpf.pagetables import ACCESSED, HUGE, PRESENT, TABLE_BYTES, TABLES, PageTables
-from llmcache.trace.processes import FileMapping, descendants, mappings
+from llmcache.procfs import FileMapping, descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.records import SAMPLED, no_records
 from llmcache.units import BLOCK_BYTES

@@ -1,53 +1,98 @@
-"""llama.cpp computes the same logits over the mount as over the plain file, in all modes, with too small a budget."""
+"""llama.cpp computes the same over the mount as over the plain file, in all modes, with too small a budget."""
 
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmcache.fs.layout.modelfile import model_bytes
 from tests.mount.live import live
-from tools.bench.runner import client
+from tools.bench.mount import answers, tokens
 from tools.make_model import main as make_model
 
 TOKENS = 5
 
-pytestmark = [pytest.mark.mount, pytest.mark.llama]
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that runs llama.cpp, and the file type of its model."""
+
+    file_type: str
+    command: Callable[[str, Path], list[str]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "model.gguf"
-    make_model([str(path), "--size", "48M"])
+ENGINES = {
+    "logits": Engine("q8_0", tokens(1, TOKENS)),
+    "stock server": Engine("q4_k_m", answers(1, 4, TOKENS)),
+}
+"""llama-cpp-python, whose logits are compared; and the server, which copies three quarters of its weights on x86."""
+
+
+def events(model: Path, command: Callable[[str, Path], list[str]]) -> list[dict[str, Any]]:
+    """Return the events of a client."""
+    result = subprocess.run(command("", model), capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-1000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def checksums(model: Path, engine: Engine) -> list[int]:
+    """Return a checksum of the logits of each token, or of all tokens up to it with their probabilities."""
+    return [event["crc"] for event in events(model, engine.command) if event["event"] == "step"]
+
+
+def made(directory: Path, file_type: str) -> Path:
+    path = directory / f"{file_type}.gguf"
+    make_model([str(path), "--size", "48M", "--type", file_type])
     return path
 
 
-def logits(model: Path) -> list[int]:
-    """Return a checksum of the logits of each token."""
-    command = client("llama_tokens", model, TOKENS, "--threads", 1)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr[-1000:]
-    events = [json.loads(line) for line in result.stdout.splitlines()]
-    return [event["crc"] for event in events if event["event"] == "step"]
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("logits", marks=pytest.mark.llama), pytest.param("stock server", marks=pytest.mark.stock)],
+)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return ENGINES[request.param]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
-    plain = logits(model)
+def model(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("models"), engine.file_type)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, model: Path) -> list[int]:
+    plain = checksums(model, engine)
     assert len(plain) == len(set(plain)) == TOKENS
     return plain
 
 
+@pytest.mark.mount
 @pytest.mark.parametrize("mode", ["steer", "arena", pytest.param("inplace", marks=pytest.mark.bpf)])
-def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str) -> None:
+def test_the_same_over_a_mount(engine: Engine, model: Path, expected: list[int], tmp_path: Path, mode: str) -> None:
     with live(model.parent, tmp_path / "mnt", "32Mi", "--mode", mode) as mount:
-        assert logits(mount.mountpoint / model.name) == expected
+        assert checksums(mount.mountpoint / model.name, engine) == expected
         entry = next(each for each in mount.stats()["files"] if each["path"].lstrip("/") == model.name)
         assert (entry["class"], entry["size_bytes"]) == ("loop", model.stat().st_size), "the header makes it one"
-        assert logits(mount.mountpoint / model.name) == expected, "the second run starts with what the first left"
+        assert checksums(mount.mountpoint / model.name, engine) == expected, "the second run starts with what the first left"
         stats = mount.stats()
     assert stats["mode"] == mode
     assert stats["read_bytes"] > 0
     assert stats["backing_read_bytes"] > 0 or mode == "inplace", "in place the kernel may have had all of it"
+
+
+@pytest.mark.stock
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors repack other types")
+def test_the_stock_server_copies_what_a_models_size_says(tmp_path: Path) -> None:
+    command = ENGINES["stock server"].command
+    mapped, copied = (made(tmp_path, file_type) for file_type in ("q8_0", "q4_k_m"))
+    own = {path: int(events(path, command)[-1]["anon_bytes"]) for path in (mapped, copied)}
+    assert model_bytes(str(mapped)).repacked_bytes == 0 and own[mapped] < 0.6 * mapped.stat().st_size
+    # The model of six layers also has a larger KV cache than that of three.
+    assert own[copied] - own[mapped] == pytest.approx(model_bytes(str(copied)).repacked_bytes, rel=0.2)

@@ -1,4 +1,4 @@
-"""llama.cpp over a capped page cache: what is recorded is the loop that the GGUF header tells, at the pace of the tokens."""
+"""The stock llama.cpp server over a capped page cache: the trace has the loop of the model's header, at the tokens' pace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mount.live import said
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 from tools.make_model import main as make_model
 
-pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
+pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.stock, pytest.mark.cgroup]
 
 KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
 TOKENS = 8
@@ -47,7 +47,8 @@ def run() -> Iterator[Run]:
         model = Path(directory) / "model.gguf"
         make_model([str(model), "--size", "80M"])
         loop = loop_bytes(model)
-        command = client("llama_tokens", model, TOKENS, "--threads", 1, "--pause", PAUSE_S)
+        words = ("--turns", 1, "--prompt", 4, "--answer", TOKENS, "--pause", PAUSE_S)
+        command = client("server_tokens", model, *words)
         cap = cap_bytes(model, command, int(KEPT * loop))
         made = record(model, command, Path(directory) / "trace.parquet", cap)
         yield Run(made, said("classify", made.trace), loop)

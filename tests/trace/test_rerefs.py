@@ -16,9 +16,9 @@ import pytest
 
 from llmcache.arrays import Records
 from llmcache.bpf.pagetables import Unreadable
+from llmcache.procfs import descendants, mappings
 from llmcache.trace import rerefs
 from llmcache.trace.kernel import FilemapSource
-from llmcache.trace.processes import descendants, mappings
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.records import SAMPLED, Scope
 from llmcache.trace.rerefs import Sampler

@@ -267,4 +267,4 @@ def test_a_process_that_reads_only_the_header_ends_no_pass() -> None:
         if now_ns % 7 == 0:
             passes.append(group.note(0, now_ns, False, pid=2))
     ended = [done for done in passes if done is not None]
-    assert [len(done.extents) for done in ended] == [39, 40, 40, 40]
+    assert [len(done.extents) for done in ended] == [40, 40, 40, 40]

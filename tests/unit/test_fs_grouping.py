@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from llmcache.fs.vfs.source import SourceTree
 from tests.fuzz.target import light
 from tests.unit.fs_parts import MIB, new_state
 from tests.unit.gguf_bytes import Gguf
+from tests.unit.names_parts import blob_of, hub_snapshot, safetensors_bytes
 
 TIB = 1 << 40
 MODEL = Gguf(data_bytes=8 * MIB).tensor("blk.0.attn_q.weight", [1 << 20], 0, 0).file()
@@ -30,8 +32,8 @@ PATIENCE_S = 60
 class Watched(Backing):
     """A file of SOURCE that notes when it is read, and waits where it is told to."""
 
-    def __init__(self, path: Path, writable: bool = False) -> None:
-        super().__init__(f"/{path.name}", os.open(path, os.O_RDONLY), os.stat(path), writable)
+    def __init__(self, path: Path, name: str, writable: bool = False) -> None:
+        super().__init__(f"/{name}", os.open(path, os.O_RDONLY), os.stat(path), writable)
         self.reads = 0
         self.reached = threading.Event()
         self.go_on = threading.Event()
@@ -69,7 +71,7 @@ class Files:
 
     def opened(self, name: str, writable: bool = False) -> Watched:
         """An open of it, which an application has."""
-        backing = Watched(self.directory / name, writable)
+        backing = Watched(self.directory / name, name, writable)
         wait = time.monotonic() + PATIENCE_S
         while not backing.identity.settled():  # what changes within a tick does not show
             assert time.monotonic() < wait
@@ -160,6 +162,46 @@ def test_a_header_is_read_once(files: Files, data: bytes) -> None:
     files.close(again)
     changed = files.file("a.gguf", MODEL)
     assert files.grouping.adopt(changed)[0].looping and changed.reads
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_shards_that_are_links_are_one_loop(files: Files, indexed: bool) -> None:
+    """The blobs have checksums for names; the links to them, or an index, tell which is which."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    contents: dict[str, bytes | Path] = {}
+    if indexed:
+        names = ["part-a.safetensors", "part-b.safetensors"]
+        index = {"weight_map": {str(place): name for place, name in enumerate(reversed(names))}}
+        contents["model.safetensors.index.json"] = json.dumps(index).encode()
+    tensors = (f"model.layers.{number}.mlp.up_proj.weight" for number in range(2))
+    shards = {name: safetensors_bytes(**{tensor: 40 * MIB}) for name, tensor in zip(names, tensors, strict=True)}
+    snapshot = hub_snapshot(files.directory, "org/tiny", contents | shards)
+    blobs = [f"models--org--tiny/blobs/{blob_of(snapshot / name)}" for name in names]
+    groups = [files.grouping.adopt(files.opened(blob))[0] for blob in reversed(blobs)]
+    assert groups[0] is groups[1] and [member.path for member in groups[0].members] == [f"/{blob}" for blob in blobs]
+    assert groups[0].loop_bytes > 79 * MIB and [*groups[0].order.extent_at] == sorted(groups[0].order.extent_at)
+
+
+@pytest.mark.parametrize("name", ["pinned.safetensors", "model-00001-of-00002.safetensors"])
+def test_names_that_come_late_count_from_the_next_open_on(files: Files, name: str) -> None:
+    """A program that downloads a model reads it, for its checksum, before it gives it a name."""
+    content = safetensors_bytes(**{"model.layers.0.mlp.up_proj.weight": 40 * MIB})
+    second = {"model-00002-of-00002.safetensors": content + b"2"}
+    snapshot = hub_snapshot(files.directory, "org/tiny", {name: content, **second})
+    link = snapshot / name
+    blob, text = f"models--org--tiny/blobs/{blob_of(link)}", os.readlink(link)
+    link.unlink()
+    first = files.opened(blob)
+    group = files.grouping.adopt(first)[0]
+    assert group.looping and not group.first
+    link.symlink_to(text)
+    files.grouping.tree.names.refresh(PATIENCE_S, at_once=True)
+    if not name.startswith("pinned"):
+        assert files.grouping.adopt(first)[0] is group and not files.ended, "it is in use"
+        files.close(first)
+        first = files.opened(blob)
+    now = files.grouping.adopt(first)[0]
+    assert files.ended == [group] and (now.first or len(now.members) == 2)
 
 
 def test_a_model_of_more_slices_than_can_be_steered_is_no_loop(files: Files, caplog: pytest.LogCaptureFixture) -> None:

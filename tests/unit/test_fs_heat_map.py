@@ -47,7 +47,7 @@ def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: lis
         group.set_state(number, kind)
         group.charge[number] = charge
         group.seen_ns[number] = now_ns if seen else 0
-    (file,) = heat_map(state, "steer")["files"]
+    (file,) = heat_map(state, "steer", str)["files"]
     first = HEADER
     for size, layer in zip(sizes, file["layers"][1:], strict=True):
         expected: Counter[str] = Counter()
@@ -80,7 +80,7 @@ def test_experts_that_are_kept_are_pages() -> None:
     assert member.mixture is not None
     for expert in (0, 1, 5):
         state.mixtures.arrived(member.mixture, expert, done=True)
-    _, layer = heat_map(state, "steer")["files"][0]["layers"]
+    _, layer = heat_map(state, "steer", str)["files"][0]["layers"]
     assert layer["experts"] == {"kept": 3, "count": 8} and layer["pages_bytes"] == 6 * MIB
     assert layer["cells"]["pages"] == "99990000009900" + "00"
 
@@ -91,7 +91,7 @@ def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
         group = new_group(state, f"{number}" * 200, 600, looping=True)
         tensors = [Tensor("層" * 300 + str(place), place * MIB, MIB, "F16") for place in range(600)]
         group.members[0].anatomy = Anatomy(ModelLayout("gguf", 0, tuple(tensors)))
-    found = heat_map(state, "steer")
+    found = heat_map(state, "steer", str)
     assert len(json.dumps(found)) < 1 << 20
     told = sum(len(file["layers"]) for file in found["files"])
     assert told == ROWS_MAX and found["left_out_files"] == 6
@@ -120,7 +120,7 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
     for _ in range(5):  # a processor that is taken away meanwhile may count as used
         state.lock = lock = HeldTimes()  # type: ignore[assignment]
         began = time.thread_time_ns()
-        found = heat_map(state, "steer")
+        found = heat_map(state, "steer", str)
         shares.append(lock.held_ns / (time.thread_time_ns() - began))
         assert len(found["files"][0]["layers"]) == 81
     assert min(shares) < 1 / 4
@@ -133,7 +133,7 @@ def test_of_a_running_engine_it_is_what_the_counters_say(tmp_path: Path, monkeyp
         rig.until_pinned(file)
         group = rig.engine.state.owners[file.backing][0]
         before = group.pinned_bytes
-        (layer,) = heat_map(rig.engine.state, "steer")["files"][0]["layers"]
+        (layer,) = heat_map(rig.engine.state, "steer", str)["files"][0]["layers"]
         after = group.pinned_bytes
         least, most = sorted((before, after))  # it goes on meanwhile
         assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB

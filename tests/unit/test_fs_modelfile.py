@@ -10,8 +10,10 @@ import pytest
 
 from llmcache.cache.mixture import MixtureBytes
 from llmcache.errors import DataError, UsageError
-from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.fs.layout.modelfile import ModelHeaders, model_bytes
+from llmcache.trace.record import TraceFile
 from tests.unit.gguf_bytes import U16, U32, Gguf
+from tests.unit.names_parts import blob_of, hub_snapshot, ollama_model, safetensors_bytes
 
 F32 = 0
 OUTPUT = ("output.weight", 64)
@@ -37,12 +39,7 @@ def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = 
 
 def safetensors(path: Path, **tensors: int) -> Path:
     """A safetensors file with `tensors` of so many bytes each."""
-    header, offset = {}, 0
-    for name, size_bytes in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [offset, offset + size_bytes]}
-        offset += size_bytes
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+    path.write_bytes(safetensors_bytes(**tensors))
     return path
 
 
@@ -117,6 +114,53 @@ def test_safetensors_with_companions_and_an_index(tmp_path: Path) -> None:
     found = model_bytes(str(index))
     assert (found.files, found.loop_bytes) == (2, 100)
     assert found.hot_bytes == plain.hot_bytes + 1000 + index.stat().st_size
+
+
+@pytest.mark.parametrize("given", ["link", "blob", "snapshot", "repository"])
+def test_a_model_in_a_hub_cache_is_found_by_any_of_its_paths(tmp_path: Path, given: str) -> None:
+    shards = [safetensors_bytes(**{"model.layers.0.mlp.up_proj.weight": 70}), safetensors_bytes(**{"lm_head.weight": 30})]
+    files = {f"model-0000{number + 1}-of-00002.safetensors": content for number, content in enumerate(shards)}
+    snapshot = hub_snapshot(tmp_path, "org/tiny", {**files, "config.json": b"{}"})
+    link = snapshot / "model-00002-of-00002.safetensors"
+    paths = {"link": link, "snapshot": snapshot, "repository": snapshot.parents[1]}
+    found = model_bytes(str(paths.get(given, link.resolve())))
+    assert (found.files, found.loop_bytes, found.kind) == (2, 100, "safetensors")
+    assert found.hot_bytes == sum(map(len, shards)) - 100 + 2, "with the configuration of the snapshot"
+
+
+def test_a_model_in_an_ollama_store_is_found_by_its_manifest_and_its_blob(tmp_path: Path) -> None:
+    model = gguf(tmp_path / "made.gguf", EMBEDDING, LAYER, OUTPUT)
+    manifest = ollama_model(tmp_path / "models", "llama3.2:3b", {"template": b"{{ . }}", "model": model})
+    blob = next(path for path in (tmp_path / "models" / "blobs").iterdir() if path.stat().st_size > 100)
+    for path in (manifest, blob):
+        assert model_bytes(str(path)).loop_bytes == 256 + 64
+    manifest.write_text("{}")
+    with pytest.raises(DataError, match="not an Ollama manifest"):
+        model_bytes(str(manifest))
+    blob.unlink()
+    ollama_model(tmp_path / "models", "llama3.2:3b", {"template": b"{{ . }}"})
+    with pytest.raises(DataError, match="names no model layer"):
+        model_bytes(str(manifest))
+
+
+def test_a_directory_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
+    gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2))
+    gguf(tmp_path / "m-00002-of-00002.gguf", OUTPUT, shard=(1, 2))
+    gguf(tmp_path / "mmproj-model.gguf", LAYER)
+    assert model_bytes(str(tmp_path)).files == 2
+    gguf(tmp_path / "other.gguf", LAYER)
+    with pytest.raises(UsageError, match=r"contains 2 models: m-00001-of-00002\.gguf, other\.gguf"):
+        model_bytes(str(tmp_path))
+
+
+def test_a_blob_of_a_trace_is_named_by_a_link_to_it(tmp_path: Path) -> None:
+    content = safetensors_bytes(**{"lm_head.weight": 30})
+    snapshot = hub_snapshot(tmp_path, "org/tiny", {"model.safetensors": content})
+    link = snapshot / "model.safetensors"
+    recorded = TraceFile(0, f"/elsewhere/blobs/{blob_of(link)}", dev=0, inode=1, generation=0, size_bytes=len(content))
+    for path in (link, snapshot):
+        found = ModelHeaders([str(path)], [recorded])(recorded)
+        assert [tensor.name for tensor in found] == ["header", "lm_head.weight"]
 
 
 def broken(tmp_path: Path) -> dict[str, Path]:

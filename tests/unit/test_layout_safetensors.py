@@ -46,6 +46,21 @@ def test_tensors_are_found() -> None:
     assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4, "an unknown type: by its offsets"
 
 
+def test_a_file_is_recognized_whatever_its_name_is() -> None:
+    """A file that only begins like one is no model then, rather than a damaged one."""
+    assert len(layout_of(encoded(GOOD), "0123456789abcdef").tensors) == 2
+    for content in (
+        encoded(GOOD)[:50],
+        encoded(GOOD, 31),
+        encoded(b"{}"),
+        encoded(b'{"a": 1}'),
+        bytes(100),
+        b"",
+        b"\x02" + bytes(9),
+    ):
+        assert read_layout(*reading(content), "0123456789abcdef") is None
+
+
 @pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 2), ("F6_E2M3", 3), ("F8_E4M3", 4), ("C64", 32), ("I64", 32)])
 def test_small_and_large_types_have_their_sizes(dtype: str, size_bytes: int) -> None:
     header = {"t": {"dtype": dtype, "shape": [2, 2], "data_offsets": [0, size_bytes]}}

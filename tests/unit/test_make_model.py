@@ -1,6 +1,7 @@
 """Generated models: right for llama.cpp, for the gguf package and for our own parser; the same bytes every time."""
 
 import hashlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,12 @@ import pytest
 
 from llmcache.errors import run_cli
 from tests.unit.command_parts import ended
+from tools.bench.harness import ROOT
 from tools.bench.routing import layout_of
+from tools.bench.sides import environment
 from tools.make_model import Shape, main, make_model
 
-pytestmark = pytest.mark.llama
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_model.py"
+TOOL = ROOT / "tools" / "make_model.py"
 
 
 def make(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +69,7 @@ def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.llama
 @pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, file_type: str, tmp_path: Path) -> None:
@@ -90,6 +92,7 @@ def types_of(path: Path) -> dict[str, tuple[str, int]]:
     return {tensor.name: (tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in GGUFReader(path).tensors}
 
 
+@pytest.mark.llama
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layers", [8, 13])
 def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(layers: int, tied: bool, tmp_path: Path) -> None:
@@ -109,6 +112,7 @@ def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(layers: int, tied: boo
     assert types_of(path) == types_of(theirs)
 
 
+@pytest.mark.llama
 @pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
 def test_weights_are_as_large_as_those_of_trained_models(file_type: str, tmp_path: Path) -> None:
     import numpy as np
@@ -129,6 +133,7 @@ def test_q4_k_m_is_about_as_large_as_asked_for(tmp_path: Path) -> None:
         assert abs(path.stat().st_size - size_bytes) < 0.12 * size_bytes
 
 
+@pytest.mark.stock
 @pytest.mark.parametrize(
     "args",
     [[], ["--tied", "--split", "3"], ["--type", "q4_k_m"], ["--type", "q4_k_m", "--experts", "8", "--slice", "100K"]],
@@ -136,12 +141,15 @@ def test_q4_k_m_is_about_as_large_as_asked_for(tmp_path: Path) -> None:
 )
 def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     first, *_ = made(tmp_path / "m.gguf", "--size", "3M", *args)
-    # In a process of its own: should the library crash, this test fails alone.
+    # In a process of its own: should the server crash, this test fails alone.
     code = (
-        "import sys, numpy as np; from llama_cpp import Llama\n"
-        "model = Llama(sys.argv[1], n_ctx=32, n_threads=1, use_mmap=True, logits_all=True, verbose=False)\n"
-        "model.eval([1, 300, 301]); model.eval([302])\n"
-        "assert np.isfinite(model.scores[:4]).all() and np.ptp(model.scores[3]) > 0\n"
+        "import sys; from tools.bench.clients.server_tokens import answer, serve\n"
+        "server = serve(sys.argv[1])\n"
+        "print(*(each.log_probability for each in answer(server.listening_address, [1, 300, 301], 4)))\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(first)], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code, str(first)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment())
     assert result.returncode == 0, result.stderr
+    told = [float(word) for word in result.stdout.split()]
+    vocabulary = 8000 if "--experts" in args else 2000
+    assert len(told) == 4 and all(-math.log(vocabulary) < each < 0 for each in told), "neither NaN nor all alike"

@@ -93,7 +93,7 @@ LAYERS = st.builds(
     digits=st.sampled_from("0123456789"),
 )
 FILES = st.builds(
-    lambda path, layers, more: HeatFile(f"/{path}", 100 * MB, tuple(layers), more),
+    lambda path, layers, more: HeatFile(f"/{path}", path, 100 * MB, tuple(layers), more),
     path=st.text(max_size=60),
     layers=st.lists(LAYERS, min_size=1, max_size=20),
     more=st.integers(0, 5),
@@ -101,7 +101,7 @@ FILES = st.builds(
 BYTES = st.integers(0, 1 << 50)
 LOOPS = st.builds(
     lambda path, size, period, share, readers, judgement: LoopState(
-        f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers), *judgement
+        f"/{path}", path, size, period, share * size // 9, 0, 3, True, tuple(readers), *judgement
     ),
     path=st.text(max_size=60),
     size=BYTES,

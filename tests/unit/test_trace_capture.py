@@ -17,7 +17,7 @@ import pytest
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
-from llmcache.procfs import Mount
+from llmcache.procfs import FileMapping, Mount
 from llmcache.report.classify import summary
 from llmcache.trace import files
 from llmcache.trace.capture import CaptureSettings
@@ -25,7 +25,7 @@ from llmcache.trace.faults import FORK, MMAP, AddressSpace, AddressSpaces
 from llmcache.trace.files import FileTable, LockedBytes
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
-from llmcache.trace.processes import FileMapping, target_of
+from llmcache.trace.processes import target_of
 from llmcache.trace.record import (
     LOCKED,
     MAP,

@@ -1,6 +1,9 @@
-"""The demo: llama.cpp over plain storage and over llmcachefs, same memory cap, same storage limit, in turns.
+"""The demo: the stock llama.cpp server over plain storage and over llmcachefs, same memory, same storage limit, in turns.
 
+The server has its default flags. Its model is of Q8_0, which llama.cpp maps and reads in place on x86-64; weights of Q4_0 or
+Q4_K it would copy into its own memory (repacking). The page cache runs with the machine's own read_ahead_kb and with 128.
 Then what `llmcache trace`, `classify` and `size` say of the same program.
+
 The model's loop (what each token reads) is larger than the memory that is left for caching. Run through tools/demo,
 which installs what is needed; ends by unmounting and removing its cgroups, also on Ctrl-C.
 """
@@ -9,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import shlex
 import subprocess
@@ -33,11 +35,12 @@ from . import machine, mount, routing
 from .experiment import Comparison, Experiment, Rig, Routed
 from .harness import MODELS, one_interrupt, report
 from .results import markdown
-from .runner import ROOM_BYTES, client, loop_bytes, record
-from .sides import Mounted, Plain, environment, kernels
+from .runner import ROOM_BYTES, loop_bytes, record
+from .sides import Mounted, environment, kernels
 
 KEPT = 0.2  # of the loop: pages that stay mapped are read without a fault, and no trace of faults shows them
-TOKENS = 5
+PROMPT, TOKENS = 4, 5  # tokens of the prompt, and of the answer that is traced
+COPIED = 0.5  # of the loop, which the server has in its own memory if it copies the weights; else it has a tenth
 _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 
@@ -53,7 +56,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     per_run = f"tokens per run [8, {mount.TOKEN_WARMUP} for warm-up; of a mixture 40, 15]"
     parser.add_argument("--tokens", type=int, help=per_run)
     parser.add_argument("--repeat", type=int, default=2, help="runs of each side, in turns")
-    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), default="auto")
     return parser.parse_args(argv)
 
@@ -79,7 +81,7 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
         file=model,
         loop_bytes=loop,
         cache_bytes=int(args.fraction * loop),
-        command=mount.tokens(args.threads, steps),
+        command=mount.answers(1, PROMPT, steps),
         steps=steps,
         warmup=mount.TOKEN_WARMUP if routed is None else min(15, steps // 2),
         read_bps=parse_rate(args.rate),
@@ -110,7 +112,7 @@ def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
 
 
 def same_answers(outcome: Comparison) -> bool:
-    """Return whether every run computed the same logits, token for token, as far as it came."""
+    """Return whether every run gave the same tokens with the same log-probabilities, as far as it came."""
     runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
     longest = max(runs, key=len)
     return all(run == longest[: len(run)] for run in runs)
@@ -126,8 +128,13 @@ def show(outcome: Comparison, console: Console) -> bool:
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
     console.print(
         f"llmcachefs: {kernel / median:.1f} x as fast as the page cache{bound}; "
-        f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
+        f"tokens and their probabilities {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
+    own = f"The server's own memory is {format_size(outcome.anon_bytes)}"
+    if outcome.anon_bytes < COPIED * outcome.experiment.loop_bytes:
+        console.print(f"{own}: it reads the weights from the page cache or from llmcachefs, and does not copy them.")
+    else:
+        console.print(f"{own}: here it copies the weights, so no file cache can help. llama-server has --no-repack.")
     return same and not any(outcome.problems(side) for side in outcome.sides)
 
 
@@ -135,6 +142,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     """Run the whole demo; returns the exit code."""
     began = time.monotonic()
     console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (made once, then kept)")
+    console.print("   the stock llama.cpp server maps Q8_0 on x86-64; Q4_0 and Q4_K it copies by default, see docs/index.md")
     model = make_model(args.dir.resolve(), args.size, args.experts, args.used)
     plan = experiment(args, model)
     host = machine.describe(model)
@@ -142,28 +150,27 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     if plan.routed is not None:
         asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
     console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
-    console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}, {args.threads} threads")
-    console.print("2. the client alone, with all memory: how long a token takes to compute")
+    console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}")
+    console.print("2. the server alone, with its default flags and all memory: how long a token takes to compute")
     console.print(
-        f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds client, daemon and page cache, "
-        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)"
+        f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds server, daemon and page cache, "
+        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)",
+        soft_wrap=True,
     )
     options: tuple[str, ...] = () if args.mode == "auto" else ("--mode", args.mode)
-    plain: tuple[Plain, ...] = (Plain(),)
-    if plan.routed is not None:  # what the kernel reads around a fault decides: the better is the opponent
-        plain = kernels(model.parent)
-        if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
-            options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
-    bench = Rig(scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
+    is_in_place = args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None)
+    if plan.routed is not None and is_in_place:  # what the kernel reads around a fault decides
+        options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
+    bench = Rig(scratch, (*kernels(model.parent), Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, console)
-    good = show_tools(outcome, args.threads, asked, scratch / "llama.parquet", console) and good
+    good = show_tools(outcome, asked, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 
 
-def show_tools(outcome: Comparison, threads: int, token_bytes: int, trace: Path, console: Console) -> bool:
+def show_tools(outcome: Comparison, token_bytes: int, trace: Path, console: Console) -> bool:
     """What trace, classify and size say of the same program, of whose model a token reads `token_bytes`.
 
     Returns whether nothing went wrong. Where tracing cannot work, says why and goes on.
@@ -172,7 +179,7 @@ def show_tools(outcome: Comparison, threads: int, token_bytes: int, trace: Path,
     header = ["--model", str(model)]
     console.print(f"\n5. llmcache trace: {TOKENS} tokens over the page cache, which holds little of the loop")
     try:
-        command = client("llama_tokens", model, TOKENS, "--threads", threads)
+        command = mount.answers(1, PROMPT, TOKENS)("trace", model)
         cap = outcome.anon_bytes + ROOM_BYTES + int(KEPT * loop_size)
         made = record(model, command, trace, cap)
     except LlmcacheError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import psutil
 from llmcache.procfs import status_of
 from llmcache.storage import PROC, SYSFS, disk_of
 
-PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
+from .clients.server_tokens import SITE
+
+PACKAGES = ("llama-cpp-python", "xllamacpp", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
 
 
 def describe(directory: Path) -> dict[str, Any]:
@@ -53,7 +56,5 @@ def _first(file: str, key: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    found = next(iter(metadata.distributions(name=package, path=[*sys.path, str(SITE)])), None)
+    return None if found is None else found.version

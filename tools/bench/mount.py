@@ -25,6 +25,7 @@ from llmcache.storage import disk_of
 from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
 
 from . import routing
+from .clients.server_tokens import SITE
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
@@ -54,7 +55,8 @@ LLAMA_COUNTS = MIXTURE_COUNTS[0.5]
 READ_AHEAD_SHARES = (0.2, 0.8)
 
 SERVER_BYTES = 1_145_000_000  # of a smaller one, half of the rest is within the 64 MiB that the kernel's side has more
-SERVER_TURNS, SERVER_ANSWER, SERVER_WARMUP = 2, 80, 10  # turns, tokens of each answer, tokens that do not count
+SERVER_TURNS, SERVER_PROMPT = 2, 60  # turns, tokens of each prompt
+SERVER_ANSWER, SERVER_WARMUP = 80, 10  # tokens of each answer, tokens that do not count
 SERVER_SHARES = {"half of the rest": 0.5, "the rest just fits": 1.0}
 """Memory for the loop of the server, relative to the loop: see `stock_server`."""
 MORE_READ = 0.01  # of the loop, which a mount may read for each token above the page cache
@@ -75,10 +77,9 @@ Judged = tuple[str, str, float, str, float]
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
-    server = "where xllamacpp is installed (pip install --target DIR xllamacpp); without it no case (h)"
-    parser.add_argument("--server", type=Path, metavar="DIR", help=server)
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)")
-    parser.add_argument("--only", default="".join(CASES), help="cases to run, for example ac [%(default)s]")
+    only = "cases to run, for example ac [%(default)s]; (h) only where tools/demo or tools/test has set up the server"
+    parser.add_argument("--only", default="".join(CASES), help=only)
     parser.add_argument("--match", default="", help="only experiments with this text in their name")
     parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
@@ -109,7 +110,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
-        plan = CasePlan(source, scratch, model, args.server, args.threads, args.fraction, args.quick)
+        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
         measured: list[Result] = []
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
             if args.match in experiment.name:
@@ -130,7 +131,6 @@ class CasePlan:
     source: Path
     scratch: Path
     model: Path | None
-    server: Path | None
     threads: int
     fraction: float
     quick: bool
@@ -165,6 +165,12 @@ class CasePlan:
 def tokens(threads: int, steps: int) -> Command:
     """Return the command of the llama.cpp client."""
     return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads)
+
+
+def answers(turns: int, prompt: int, answer: int) -> Command:
+    """Return the command of the stock llama.cpp server with its client: tokens of each turn's prompt and answer."""
+    words = ("--turns", turns, "--prompt", prompt, "--answer", answer)
+    return lambda _side, path: client("server_tokens", path, *words)
 
 
 def passes(how: str, steps: int, check: Path | None = None) -> Command:
@@ -299,17 +305,14 @@ def stock_server(plan: CasePlan) -> Iterator[Experiment]:
     `cache_bytes` is half of the rest, the rest (with the 64 MiB the page cache alone keeps it), or more than the file. In
     place runs with the small read-ahead, which the documentation advises, and with the machine's own.
     """
-    if plan.server is None:
+    if not SITE.is_dir():
         return
     kind = TYPES["q4_k_m"]
     shape = choose_shape(SERVER_BYTES, kind.mean_value_bytes, None, False, None, kind.block.values)
     (file,) = make_model(plan.source / "q4_k_m.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")
     rest = sum(tensor.size_bytes for tensor in routing.layout_of(file).tensors if tensor.dtype != "Q4_K")
     answer = SERVER_ANSWER // 4 if plan.quick else SERVER_ANSWER
-
-    def command(_side: str, path: Path) -> list[str]:
-        return client("server_tokens", path, "--site", plan.server, "--turns", SERVER_TURNS, "--answer", answer)
-
+    command = answers(SERVER_TURNS, SERVER_PROMPT, answer)
     rooms = {label: int(share * rest) for label, share in SERVER_SHARES.items()}
     rooms["all fits"] = int(1.1 * file.stat().st_size)
     own_kb = int(disk_of(file).read_ahead_file.read_text())

@@ -144,6 +144,9 @@ class Backend(Protocol):
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
 
+    def keys(self, group: Group) -> set[tuple[int, int]]:
+        """Return device and inode of the group's files, as clients have them open and mapped."""
+
     def read_bytes(self, group: Group) -> int:
         """Return the bytes of `group` that were read from storage so far, by clients and by this process. Lock held."""
 

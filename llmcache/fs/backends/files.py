@@ -32,6 +32,7 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
 from llmcache.fs.engine.state import LOADS_S
+from llmcache.fs.layout.names import NOT_THERE
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.source import LinkTarget
@@ -53,7 +54,6 @@ FAILURES_MAX = 16  # no large folios on this file system, or no memory in one pi
 LEAST_WINDOWS = 8  # of less the large folios do not pay: the kernel reclaims them whole
 HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)  # for good: a link that leads nowhere, say
 _LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
 
 
@@ -492,36 +492,41 @@ class Files:
         # A time that lies ahead says nothing: such a file would be left alone until then.
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
-    def _walk(self) -> tuple[Found, list[tuple[str, LinkTarget, os.stat_result]], bool]:
-        """Return the files of SOURCE that are to be steered, the links to some, and whether all of SOURCE was seen."""
+    def _walk(self) -> tuple[Found, dict[str, LinkTarget], bool]:
+        """Return the files of SOURCE that are to be steered, the links to those outside it, and whether all was seen."""
         found: Found = {}
-        links: list[tuple[str, LinkTarget, os.stat_result]] = []
         errors: list[OSError] = []
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
             for name in names:
                 try:
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    path = os.path.normpath(f"/{directory}/{name}")
-                    if stat.S_ISLNK(status.st_mode):
-                        target, status = self.tree.find_target(fd, name)
-                        if self._is_steered(status):
-                            links.append((path, target, status))
-                    elif self._is_steered(status):
-                        found[status.st_dev, status.st_ino] = (path, status)
+                    if self._is_steered(status):
+                        found[status.st_dev, status.st_ino] = (os.path.normpath(f"/{directory}/{name}"), status)
                 except OSError as error:
                     errors.append(error)
-        return found, links, all(error.errno in NOT_THERE for error in errors)
+        targets: dict[str, LinkTarget] = {}
+        followed: dict[str, str] = {}
+        for path in self.tree.names.outside:
+            try:
+                with self.tree.parent(path) as (dir_fd, name):
+                    target, status = self.tree.find_target(dir_fd, name)
+            except OSError as error:
+                errors.append(error)
+                continue
+            key = target.dev, target.ino
+            if self._is_steered(status):
+                if key not in found:
+                    found[key], targets[path] = (path, status), target
+                followed[path] = found[key][0]
+        self.tree.names.followed = followed
+        return found, targets, all(error.errno in NOT_THERE for error in errors)
 
     def _scan(self) -> None:
         """Watches what has come, forgets what has gone."""
-        found, links, is_complete = self._walk()
-        targets: dict[str, LinkTarget] = {}
-        for path, target, status in links:
-            key = target.dev, target.ino
-            # A blob of a Hugging Face cache has a digest for a name, which says nothing of its format and its shards.
-            if key not in found or "." not in os.path.basename(found[key][0]):
-                found[key] = (path, status)
-                targets[path] = target
+        self.tree.names.scan()
+        found, targets, is_complete = self._walk()
+        if self.tree.names.is_outdated:
+            self.tree.names.scan()
         gone = [file for key, file in self.by_key.items() if key not in found]
         if not is_complete:  # too many open files, an error of storage: what was not seen may be there
             kept = {file.path: file for file in gone if self._is_at_path(file)}

@@ -159,6 +159,10 @@ class FuseBackend:
         """Return True unless the space is left: any reader that moves may be one that reads in order."""
         return not group.left
 
+    def keys(self, group: Group) -> set[tuple[int, int]]:
+        """Return the mount's device and the nodes of the group's files."""
+        return {(self.slices.dev, member.node) for member in group.members if member.node is not None}
+
     def read_bytes(self, group: Group) -> int:
         """Return the bytes of `group` that were read from SOURCE so far."""
         return group.read_bytes
@@ -394,6 +398,7 @@ class SliceReader:
         self._due = 0  # pages to be taken out
         self._coldest: Iterator[int] = iter(())  # of whom next
         self._sorted = 0  # experts that had left when that was found
+        self.dev = 0  # of the mount
         self._programs = FilePrograms()
         self._over = threading.Event()
         self._samples: Samples | None = None
@@ -401,7 +406,7 @@ class SliceReader:
 
     def start(self, dev: int) -> None:
         """The threads that look begin; `dev` is the mount's. May follow `stop`."""
-        self._programs.dev = dev
+        self.dev = self._programs.dev = dev
         self._over.clear()
         self._samples = Samples(self.state, self._programs, logging.INFO)
         self._threads = [

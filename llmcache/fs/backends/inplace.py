@@ -193,6 +193,10 @@ class InPlaceBackend:
         left = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
         return group.looping and not group.left and not (left and time.monotonic_ns() - group.last_ns <= STILL_NS)
 
+    def keys(self, group: Group) -> set[tuple[int, int]]:
+        """Return device and inode of the group's files."""
+        return {(member.identity.dev, member.identity.ino) for member in group.members if member.identity is not None}
+
     def read_bytes(self, group: Group) -> int:
         """Return the bytes of `group` that were read from storage since its files are watched."""
         files = (self.files.of_node(member.node) for member in group.members)

@@ -194,6 +194,21 @@ def check(source: str, path: str) -> tuple[str, str]:
     return real, point
 
 
+def made_point(name: str) -> str:
+    """Make a mount point of our own, beside the files of daemons, and return its path. OSError."""
+    control.make_directory()
+    point = os.path.join(control.directory(os.geteuid()), name)
+    os.mkdir(point, 0o700)
+    return point
+
+
+def remove_made(point: str) -> None:
+    """Remove a mount point that `made_point` has made, if nothing is mounted there any more; others are left alone."""
+    if os.path.dirname(point) == control.directory(os.geteuid()):
+        with contextlib.suppress(OSError):
+            os.rmdir(point)
+
+
 def is_in_place(source: str, path: str) -> bool:
     """Return whether a living daemon of root serves SOURCE in place on the mount point `path`."""
     point = resolve(path)

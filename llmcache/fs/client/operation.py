@@ -25,6 +25,7 @@ from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
+from llmcache.fs.copies import Copied
 from llmcache.fs.readahead import restore_left
 from llmcache.procfs import Mount
 from llmcache.units import format_duration, format_percent, format_size
@@ -175,13 +176,13 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         console.print(_file_table(stats["files"]))
     for file in stats["files"]:
         for loop in file["loops"]:
-            if sentence := judgement(loop):
-                console.print(Text(f"{printable(file['path']).lstrip('/')}: {sentence}"))
+            for sentence in filter(None, (judgement(loop), copied(loop))):
+                console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
         if lacking := file.get("lacks_extents"):
             said = f"not steered: no room for {lacking:,} extents beside those of files in use"
-            console.print(Text(f"{printable(file['path']).lstrip('/')}: {said}"))
+            console.print(Text(f"{printable(shown_name(file))}: {said}"))
         if experts := file.get("experts"):
-            console.print(Text(f"{printable(file['path']).lstrip('/')}: {_experts(experts)}"))
+            console.print(Text(f"{printable(shown_name(file))}: {_experts(experts)}"))
 
 
 def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -191,6 +192,11 @@ def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)
     if log := stats.get("access_log"):
         yield "logged references", f"{log['rows']}, {log['lost_rows']} lost"
+
+
+def shown_name(file: dict[str, Any]) -> str:
+    """Return the name of a file that a daemon describes; the path if the daemon is of version 1.0, which sends no names."""
+    return control.text(file.get("name", file["path"])).lstrip("/")
 
 
 def judgement(loop: dict[str, Any]) -> str:
@@ -206,6 +212,14 @@ def judgement(loop: dict[str, Any]) -> str:
     return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
 
 
+def copied(loop: dict[str, Any]) -> str:
+    """Return which weights a client has copied, why, and the flag to change; empty if none."""
+    facts = loop.get("copied")
+    if not isinstance(facts, dict):
+        return ""
+    return str(Copied(*(facts[key] for key in ("pid", "process", "cause", "copied_bytes"))))
+
+
 def _experts(experts: dict[str, Any]) -> str:
     """Return what is kept of the experts."""
     if experts.get("alone"):
@@ -219,7 +233,7 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
         file=_NAME | {"max_width": 30}, size=_NUMBER, **{"class": {}}, loop=_NUMBER, period=_NUMBER, pinned=_NUMBER
     )
     for file in files:
-        name = (Text(printable(file["path"]).lstrip("/")), format_size(file["size_bytes"]), printable(file["class"]))
+        name = (Text(printable(shown_name(file))), format_size(file["size_bytes"]), printable(file["class"]))
         for loop in file["loops"]:
             period = f"{loop['period_s']:.2f} s" if loop["period_s"] else "-"
             table.add_row(*name, format_size(loop["bytes"]), period, format_size(loop["pinned_bytes"]))
@@ -285,7 +299,7 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_be_kept=_NUMBER, kept=_NUMBER)
     for row in reply["files"]:
         sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
-        table.add_row(Text(printable(row["path"].lstrip("/")) + (" (pinned)" if row["pinned"] else "")), *sizes)
+        table.add_row(Text(printable(shown_name(row)) + (" (pinned)" if row["pinned"] else "")), *sizes)
     console.print(table)
     kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
     spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
@@ -303,8 +317,8 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
         count = sum(len(group["paths"]) for group in reply["groups"])
         files = f"{count} {'file' if count == 1 else 'files'}"
         print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
-        for path in reply["pinned"]:
-            print(f"llmcache: {printable(path)} is pinned by --pin and stays", file=sys.stderr)
+        for name in reply.get("pinned_names", reply["pinned"]):  # a daemon of version 1.0 does not send names
+            print(f"llmcache: {printable(name)} is pinned by --pin and stays", file=sys.stderr)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from rich.text import Span, Text
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import ask
-from llmcache.fs.client.operation import hit_ratio, judgement
+from llmcache.fs.client.operation import copied, hit_ratio, judgement, shown_name
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -123,10 +123,11 @@ class LoopState:
 
     `left`: it is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`: bytes
     that steering, and the page cache, read in a pass; None while unknown. `unused_bytes`: bytes of the loop's files that no
-    client has used for some passes.
+    client has used for some passes. `copied`: the client that has copied the weights, and why; see `fs.copies`.
     """
 
     path: str
+    name: str
     size_bytes: int
     period_s: float | None
     pinned_bytes: int
@@ -138,6 +139,7 @@ class LoopState:
     unused_bytes: int = 0
     steered_pass_bytes: int | None = None
     lru_pass_bytes: int | None = None
+    copied: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class HeatFile:
     """The layers of one file, in the order in which they are computed; of a file of no known format just one."""
 
     path: str
+    name: str
     size_bytes: int
     layers: tuple[HeatLayer, ...]
     left_out_layers: int
@@ -242,12 +245,14 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
             LoopState,
             loop,
             path=control.text(file["path"]),
+            name=shown_name(file),
             size_bytes=control.whole(loop["bytes"]),
             readers=tuple(map(control.real, loop["readers"])),
             left=bool(loop.get("left")),  # a daemon of version 1.0 has neither this key nor the next ones
             unused_bytes=control.whole(loop.get("unused_bytes", 0)),
             steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
             lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
+            copied=loop.get("copied"),
         )
         for file in stats["files"]
         for loop in file["loops"]
@@ -258,7 +263,7 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
 def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
     """The reply to {"op": "heat"}; the file that was read last comes first."""
     files = [file for file in heat["files"] if file["layers"]]
-    found = [_told(HeatFile, file, layers=tuple(map(_layer_of, file["layers"]))) for file in files]
+    found = [_told(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
     return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
 
 
@@ -575,10 +580,10 @@ def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
     period = "-" if loop.period_s is None else _coarse(loop.period_s)
     share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
     passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
-    row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
+    row = _row(columns, loop.name, format_size(loop.size_bytes), period, share, passes)
     found = [Text(f"{row}   ").append_text(readers_strip(loop.readers, room))]
-    if sentence := judgement(asdict(loop)):
-        found.append(Text(f"  {sentence}", "dim"))
+    facts = asdict(loop)
+    found += [Text(f"  {printable(sentence)}", "dim") for sentence in (judgement(facts), copied(facts)) if sentence]
     return found
 
 
@@ -599,7 +604,7 @@ def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
     columns = (_NAME, 9, 8, 12)
     room = width - sum(columns) - 3
     legend = Text(f"   {STREAMED} streamed", "not bold").append(f"  {COLD} cold", "dim")
-    found = [Text(_row(columns, file.path.lstrip("/"), "size", "pinned", "read"), _TITLE).append_text(legend)]
+    found = [Text(_row(columns, file.name, "size", "pinned", "read"), _TITLE).append_text(legend)]
     layers = file.layers if rows is None else fold(file.layers, max(1, rows - 1))
     found += [_layer(layer, columns, room) for layer in layers]
     if file.left_out_layers and (rows is None or len(found) < rows):

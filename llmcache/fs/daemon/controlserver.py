@@ -25,7 +25,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import ControlFiles
 from llmcache.fs.engine.budget import settle_mode
 from llmcache.fs.engine.report import heat_map
-from llmcache.fs.engine.warmup import TELL_S, Tell
+from llmcache.fs.engine.warmup import NAMES_S, TELL_S, Tell
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
@@ -260,7 +260,7 @@ class Requests:
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
             "stats": lambda _request, _tell: engine.stats() | {"metrics": metrics},
-            "heat": lambda _request, _tell: heat_map(engine.state, engine.mode),
+            "heat": lambda _request, _tell: heat_map(engine.state, engine.mode, engine.tree.names.shown),
             "resize": self._resize,
             "warmup": self._warm,
             "evict": self._evict,
@@ -295,7 +295,8 @@ class Requests:
 
     def _evict(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """{"globs": […]}: gives up what is kept of the files that match, all without globs, but for what --pin names."""
-        globs, state = _globs(request), self.engine.state
+        globs, state, names = _globs(request), self.engine.state, self.engine.tree.names
+        names.refresh(NAMES_S, at_once=True)
         files: list[tuple[int, int]] = []  # node and size
         rows = []
         with state.lock:
@@ -308,14 +309,21 @@ class Requests:
             pinned = [member.path for group in chosen if group.first for member in group.members]
             for group in (group for group in chosen if not group.first):
                 size = sum(group.charge) + (group.pinned_bytes if self.engine.mode == "arena" else 0)
-                rows += [{"paths": [member.path for member in group.members], "evicted_bytes": size}]
+                paths = [member.path for member in group.members]
+                rows += [{"paths": paths, "names": [*map(names.shown, paths)], "evicted_bytes": size}]
                 files += self.engine.forget(group)
         if globs and not chosen:
             self.warmer.named(globs, tell)  # files of which nothing is kept, or a slip
         self.engine.pins.settle(UNLOCK_S)
         self._drop(files, tell)
         evicted = sum(int(str(row["evicted_bytes"])) for row in rows)
-        return {"schema": EVICT_SCHEMA, "evicted_bytes": evicted, "groups": rows, "pinned": pinned}
+        return {
+            "schema": EVICT_SCHEMA,
+            "evicted_bytes": evicted,
+            "groups": rows,
+            "pinned": pinned,
+            "pinned_names": [*map(names.shown, pinned)],
+        }
 
     def _drop(self, files: list[tuple[int, int]], tell: Tell) -> None:
         """Drops the pages of whole files. Waits for those that are being read; this thread owes no reply to a READ."""

@@ -192,6 +192,7 @@ class Daemon:
             controlserver.unlock_source(self._source_locks)
             self._files.remove()
             os.close(self._lock_fd)
+            mountpoint.remove_made(self._point)
         if self._failure is not None:
             raise self._failure
 

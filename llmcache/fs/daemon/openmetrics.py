@@ -154,7 +154,7 @@ def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
     from prometheus_client import metrics_core as metrics
 
     looping = [file for file in stats["files"] if file["loops"]]
-    labels = labels_of([file["path"] for file in looping])
+    labels = labels_of([_label(file["path"], file.get("name")) for file in looping])
     loops = [(label, loop) for file, label in zip(looping, labels, strict=True) for loop in file["loops"]]
     passes = metrics.CounterMetricFamily("llmcache_loop_passes", "Observed passes.", labels=["mount", "file"])
     for label, loop in loops:
@@ -168,6 +168,10 @@ def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
                 gauge.add_metric([mount, label], loop[key])
         found.append(gauge)
     return found
+
+
+def _label(path: str, name: str | None) -> str:
+    return path if name is None or name == path.lstrip("/") else name
 
 
 def parse_address(text: str) -> tuple[str, int]:

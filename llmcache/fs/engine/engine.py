@@ -27,6 +27,7 @@ from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifie
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
+from llmcache.fs.copies import client_facts, find_copy
 from llmcache.fs.engine.budget import PressureGauge
 from llmcache.fs.engine.evidence import Judge
 from llmcache.fs.engine.group import PINNED, Group, Member
@@ -35,6 +36,7 @@ from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
 from llmcache.fs.engine.state import LOADS_S, WRITE, CacheState, References
+from llmcache.fs.layout.names import SCAN_S
 from llmcache.memory import limits_of_process_apart
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 POOL_BUFFERS = 12
 POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
+COPIES_S = 10.0  # from one look at clients that may have copied weights to the next
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
 BEYOND_PAUSE_S = 0.05  # what lies beyond the budget may be wanted soon
@@ -87,6 +90,7 @@ class Engine:
         self.gauge = PressureGauge(cache_bytes)
         self.state.services.on_broken = self._broken
         self._wake = threading.Event()
+        self._stopping = threading.Event()
         self._house: threading.Thread | None = None
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
@@ -98,6 +102,8 @@ class Engine:
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
         self.state.running = True
+        self.tree.names.refresh(SCAN_S)
+        self._stopping.clear()
         self.state.references.resume()
         # In place the helper opens what is in SOURCE, and so does not keep MOUNT busy.
         self.pins.start(self.tree.directory if self.backend.in_place else mountpoint)
@@ -106,6 +112,7 @@ class Engine:
         self.backend.start(notifier, mountpoint)
         self._house = self.state.services.thread("house", self._keep_house, mountpoint)
         self._house.start()
+        self.state.services.thread("copies", self._find_copies).start()
 
     def stop(self) -> None:
         """Unpins everything and ends the threads; reads are still answered, straight from SOURCE."""
@@ -119,6 +126,7 @@ class Engine:
             self.state.work.notify_all()
             self.state.room.notify_all()
         self._wake.set()
+        self._stopping.set()
         self.pins.stop()
         self.loader.join()
         self.backend.stop()
@@ -283,7 +291,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
-        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads())
+        names = self.tree.names
+        names.refresh(0)  # for the next time: this reply waits for no storage
+        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
         result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
         return result
 
@@ -410,6 +420,20 @@ class Engine:
             self.pins.detach(member.path)
 
     # Housekeeping
+
+    def _find_copies(self) -> None:
+        """Look for clients that have copied the weights of a model, and say so once for each."""
+        while not self._stopping.wait(COPIES_S):
+            with self.state.lock:
+                groups = [group for group in self.state.groups.values() if group.looping and group.last_pid]
+            for group in groups:
+                found = None
+                with contextlib.suppress(OSError):  # the client has ended
+                    client = client_facts(group.last_pid, self.backend.keys(group))
+                    found = find_copy(client, group.size_bytes, sum(member.repacked_bytes for member in group.members))
+                if found is not None and (group.copied is None or group.copied.pid != found.pid):
+                    log.warning("inode %d: %s", group.inode, found)
+                group.copied = found
 
     def _keep_house(self, mountpoint: str) -> None:
         limit_before = -1

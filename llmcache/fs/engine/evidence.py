@@ -87,7 +87,7 @@ class Judge:
         if group.first or any(member.mixture is not None for member in group.members):
             return
         self._guard_of(group).leave()
-        log.info("inode %d: left to the kernel: clients have begun to use other parts of it", self._inode(group))
+        log.info("inode %d: left to the kernel: clients have begun to use other parts of it", group.inode)
         pinned = self.holder.pinned(group)
         self.turn(group, True)
         if self.backend.in_place:
@@ -365,7 +365,7 @@ class Judge:
         evidence.tried_bytes = None
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
         what = "left to the kernel" if is_left else "steered again"
-        log.info("inode %d: %s: steering reads %s a pass, LRU %s", self._inode(group), what, steered, lru)
+        log.info("inode %d: %s: steering reads %s a pass, LRU %s", group.inode, what, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
         self.turn(group, is_left)
 
@@ -402,7 +402,7 @@ class Judge:
         self._guard_of(group).leave()
         log.info(
             "inode %d: left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
-            self._inode(group),
+            group.inode,
             format_size(steered_bytes),
         )
         self.turn(group, True)
@@ -451,10 +451,6 @@ class Judge:
                 if group.state(extent) in (ABSENT, SPARSE):
                     group.set_state(extent, SPARSE if group.use.unused[extent] else ABSENT)
         self._replan()
-
-    @staticmethod
-    def _inode(group: Group) -> int:
-        return next((member.identity.ino for member in group.members if member.identity is not None), 0)
 
 
 def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:

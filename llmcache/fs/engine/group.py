@@ -24,6 +24,7 @@ from llmcache.cache.shadow import Guard
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import MemoryRegion
+    from llmcache.fs.copies import Copied
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
@@ -55,6 +56,7 @@ class Member:
     loads: int = 0  # reads of the backing file that fetches have under way
     file_id: int = -1  # in the access log
     anatomy: Anatomy | None = None  # of a model
+    repacked_bytes: int = 0  # of tensors that llama.cpp copies
     mixture: Mixture | None = None  # of experts, where they are steered
     tensors: array[int] = field(default_factory=lambda: array("Q"))  # first byte and end of each, in file order
 
@@ -165,6 +167,8 @@ class Group:
         self.apart_ns = -(1 << 62)  # when there were several, last
         self.listed_open = False  # as the references were told
         self.last_pid = 0  # of a reader
+        self.names_version = 0  # of the names by which its files were found
+        self.copied: Copied | None = None  # by the last reader, instead of reading it again
         self.only_extents: dict[int, int] = {}  # by reader: the extent that it has touched, or _SEVERAL
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
@@ -172,6 +176,11 @@ class Group:
     def looping(self) -> bool:
         """True by a header's guess or an observed second pass."""
         return self.learner.looping
+
+    @property
+    def inode(self) -> int:
+        """Inode of its first file that a client has opened, for the log; 0 if there is none."""
+        return next((member.identity.ino for member in self.members if member.identity is not None), 0)
 
     @property
     def loop_bytes(self) -> int:
@@ -222,7 +231,7 @@ class Group:
         self.cursors.loops = True  # they wrap round from now on
 
     def note(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
-        """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: process or thread, if known."""
+        """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: its process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
         if pid and self._is_peek(extent, pid):
             return None

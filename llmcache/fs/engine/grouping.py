@@ -10,9 +10,10 @@ import ctypes
 import itertools
 import logging
 import os
+import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.models import first_guess
@@ -21,8 +22,7 @@ from llmcache.errors import DataError
 from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.safetensors import SUFFIX
-from llmcache.fs.layout.tensors import MOST_SLICES, Anatomy, Experts, ModelLayout, Region, shard_name
+from llmcache.fs.layout.tensors import MOST_SLICES, Anatomy, Experts, ModelLayout, Region
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -36,17 +36,20 @@ log = logging.getLogger(__name__)
 HEADER_READ_BYTES = 256 << 10
 EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 40 bytes each, in arena 60
 PAGED_EXTENTS = 256  # of a group that finds no room for as many as it should have
-SHARDS_MAX = 1024
 UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any."""
+    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any.
+
+    `repacked_bytes`: of tensors that llama.cpp copies.
+    """
 
     size_bytes: int
     regions: tuple[Region, ...]
     anatomy: Anatomy
     experts: Experts | None
+    repacked_bytes: int
 
 
 class Grouping:
@@ -70,17 +73,46 @@ class Grouping:
         # Headers are read one at a time, and not again in vain: each may cost what the limits in `layout` allow. It is
         # taken before the engine's lock, and guards the map.
         self._parsing = threading.Lock()
-        self._unusable: OrderedDict[tuple[Identity, bool], None] = OrderedDict()
+        self._unusable: OrderedDict[Identity, None] = OrderedDict()
 
     def adopt(self, backing: Backing) -> tuple[Group, Member]:
         """Returns the group and member of an open file, made if need be. Takes the lock itself; may read the header."""
+        large = backing.size > LEAST_LOOP_BYTES
+        if not backing.writable and (large or self.pinned):
+            self.tree.names.refresh()
+            self._end_renamed(backing)
         again = self._again(backing)
         if again is not None:
             return again
-        if backing.writable or backing.size <= LEAST_LOOP_BYTES:
+        if backing.writable or not large:
             return self._adopted(backing, None)
         with self._parsing:
             return self._again(backing) or self._adopted(backing, self._header_of(backing))
+
+    def _end_renamed(self, backing: Backing) -> None:
+        """End the group of a file whose names have changed, if that makes it pinned, or a shard of another model.
+
+        A program that downloads a model reads it, for its checksum, before it gives it a name. What is in use and not to be
+        pinned stays as it is.
+        """
+        version = self.tree.names.version
+        with self.state.lock:
+            places = self.state.places.get(backing.path, ())
+            groups = [group for group, _ in places if group.names_version != version and not group.written]
+        for group in groups:
+            is_model = any(member.anatomy is not None for member in group.members)
+            files = self._files(backing, is_model)
+            is_pinned = not group.paged and self._is_pinned(files)
+            with self.state.lock:
+                has_moved = [name for name, _ in files] != [member.path for member in group.members]
+                is_used = any(member.backing for member in group.members)
+                if not has_moved or not is_used:
+                    group.names_version = version
+                if group.alive and (is_pinned != group.first or (has_moved and not is_used)):
+                    self.end(group)
+
+    def _is_pinned(self, files: list[tuple[str, int]]) -> bool:
+        return any(self.tree.matches(name, self.pinned) for name, _ in files)
 
     def _again(self, backing: Backing) -> tuple[Group, Member] | None:
         """The group and member of a file whose header was looked at before; None if it must be."""
@@ -89,11 +121,12 @@ class Grouping:
             return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
 
     def _adopted(self, backing: Backing, header: Header | None) -> tuple[Group, Member]:
-        files = self._files(backing, header)
+        files = self._files(backing, header is not None)
         with self.state.lock:
             known = self._known(backing)  # closed before, a shard, or another open was faster
             group, member = self._joined(*(known or self._begin(backing, files, header)), backing, header)
-            member.anatomy = member.anatomy or (None if header is None else header.anatomy)
+            if header is not None:
+                member.anatomy, member.repacked_bytes = member.anatomy or header.anatomy, header.repacked_bytes
             return group, member
 
     def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[Group, Member]:
@@ -133,10 +166,11 @@ class Grouping:
         self.state.owners[backing] = (group, member)
         return group, member
 
-    def _files(self, backing: Backing, header: Header | None) -> list[tuple[str, int]]:
+    def _files(self, backing: Backing, is_model: bool) -> list[tuple[str, int]]:
         """Returns (path, size) of the file, or of all shards of the model that it is one of."""
-        if header is not None and (shard := shard_name(backing.path)) is not None and shard.count <= SHARDS_MAX:
-            return self._siblings(backing.path, shard.number, shard.count) or [(backing.path, backing.size)]
+        for paths in self.tree.names.shards(backing.path) if is_model else ():
+            if backing.path in paths and len(set(paths)) == len(paths) and (files := self._found(paths)):
+                return files
         return [(backing.path, backing.size)]
 
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
@@ -156,11 +190,11 @@ class Grouping:
             members.append(Member(name, length, base, count))
             base += count
         group = Group(next(self._keys), members, extent_bytes)
-        group.written, group.paged = written, paged
+        group.written, group.paged, group.names_version = written, paged, self.tree.names.version
         if paged and extent_bytes_for(total, EXTENTS_MAX, large) <= LARGEST_EXTENT:
             group.lacks_extents = full_count
             log.warning("no room for %d extents beside those of files in use: a file is not steered for now", full_count)
-        group.first = not written and not paged and any(self.tree.matches(name, self.pinned) for name, _ in files)
+        group.first = not written and not paged and self._is_pinned(files)
         if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
             if not written and not paged:
@@ -200,7 +234,7 @@ class Grouping:
 
     def _header_of(self, backing: Backing) -> Header | None:
         """What the file's header says, None if it is no model's; what cannot be used is not read again in vain."""
-        key = backing.identity, backing.path.endswith(SUFFIX)
+        key = backing.identity
         if key in self._unusable:
             self._unusable.move_to_end(key)
             return None
@@ -215,24 +249,25 @@ class Grouping:
                 "inode %d is cached without a layout: it has more than %d slices of experts", backing.ino, MOST_SLICES
             )
         elif layout is not None and experts is not None:
-            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts if experts.count else None)
-        if key[0].settled():
+            mixed = experts if experts.count else None
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), mixed, layout.repacked_bytes)
+        if key.settled():
             self._unusable[key] = None
             if len(self._unusable) > UNUSABLE_MAX:
                 self._unusable.popitem(last=False)
         return None
 
-    def _siblings(self, path: str, number: int, count: int) -> list[tuple[str, int]]:
+    def _found(self, paths: Iterable[str]) -> list[tuple[str, int]]:
         """Returns (path, size) of all shards, or nothing when one is missing: then each shard is on its own."""
-        mine = f"{number + 1:05d}-of-"
-        at = path.rindex(mine)
         files = []
-        for index in range(count):
-            name = f"{path[:at]}{index + 1:05d}{path[at + 5 :]}"
+        for path in paths:
             try:
-                files.append((name, self.tree.stat(name).st_size))
+                status = self.tree.stat(path)
             except OSError:
                 return []
+            if not stat.S_ISREG(status.st_mode):
+                return []
+            files.append((path, status.st_size))
         return files
 
     def suppose(self, group: Group) -> None:

@@ -13,7 +13,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,16 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache.stats/1"
 
 
-def snapshot(state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None) -> dict[str, Any]:
-    """Return everything as JSON-ready values. Takes the lock. `reads`: of the kernel, in place."""
+NameOf = Callable[[str], str]
+
+
+def snapshot(
+    state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
+) -> dict[str, Any]:
+    """Return everything as JSON-ready values. Takes the lock.
+
+    `reads`: of the kernel, in place. `name_of(path)`: the name that is shown of a file.
+    """
     with state.lock:
         counters, log = asdict(state.counters), state.references.log
         result: dict[str, Any] = {
@@ -63,7 +71,7 @@ def snapshot(state: CacheState, mode: str, helper_pids: Sequence[int], reads: Cl
             "arena": _arena(state.references),
             "services": state.services.facts(),
             "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
-            "files": _files(state),
+            "files": _files(state, name_of),
         }
         held_bytes = state.held_bytes
     helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
@@ -86,15 +94,16 @@ def _arena(references: References) -> dict[str, int] | None:
     }
 
 
-def _files(state: CacheState) -> list[dict[str, Any]]:
+def _files(state: CacheState, name_of: NameOf) -> list[dict[str, Any]]:
     owners = state.owners.items()
     in_use = {member for backing, (_, member) in owners if state.opens.get(backing)}
-    return [_file(group, member, member in in_use) for group in state.groups.values() for member in group.members]
+    return [_file(group, member, member in in_use, name_of) for group in state.groups.values() for member in group.members]
 
 
-def _file(group: Group, member: Member, is_open: bool) -> dict[str, Any]:
+def _file(group: Group, member: Member, is_open: bool, name_of: NameOf) -> dict[str, Any]:
     return {
         "path": member.path,
+        "name": name_of(member.path),
         "size_bytes": member.size_bytes,
         "class": _class(group),
         "open": is_open,
@@ -123,6 +132,7 @@ def _loop(group: Group) -> dict[str, Any]:
         "readers": [cursor.head / group.count for cursor in group.cursors.live],
         "guessed": learner.guessed,
         "unused_bytes": group.use.unused.count(1) * group.extent_bytes,
+        "copied": None if group.copied is None else group.copied.facts(),
         **judgement(group),
     }
 
@@ -187,8 +197,11 @@ class _Copy:
     mixtures: tuple[tuple[Mixture, list[int]], ...]
 
 
-def heat_map(state: CacheState, mode: str) -> dict[str, Any]:
-    """Returns the layers of every model and looping file, JSON-ready. Takes the lock, once for each group."""
+def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
+    """Return the layers of every model and looping file, JSON-ready. Takes the lock, once for each group.
+
+    `name_of(path)`: the name that is shown of a file.
+    """
     with state.lock:
         groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]
     files: list[dict[str, Any]] = []
@@ -200,7 +213,7 @@ def heat_map(state: CacheState, mode: str) -> dict[str, Any]:
             _charge_experts(copy, mixture, kept)
         for member in copy.members:
             if left > 0 and member.size_bytes:
-                files.append(_heat_file(copy, member, left))
+                files.append({"name": name_of(member.path), **_heat_file(copy, member, left)})
                 left -= len(files[-1]["layers"])
     told = len(files)
     total = sum(1 for group in groups for member in group.members if member.size_bytes)

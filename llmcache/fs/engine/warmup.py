@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
+NAMES_S = 5.0  # for a scan of SOURCE
 DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
 _LONGEST_SHOWN = 500
 _ROUNDS = 8  # of bringing in what a changed plan wants: others may change it for ever
@@ -125,8 +126,8 @@ class Warmer:
     def named(self, globs: list[str], tell: Tell) -> list[str]:
         """Paths of the regular files that match `globs`, all without globs. UsageError: there are globs and no file."""
         tree = self.engine.tree
-        paths = list(_while_telling(self._paths(), tell))  # all, before it is known where links lead
-        paths = [path for path in paths if not globs or tree.matches(path, globs)]
+        tree.names.refresh(NAMES_S, at_once=True)
+        paths = [path for path in _while_telling(self._paths(), tell) if not globs or tree.matches(path, globs)]
         if globs and not paths:
             shown, hint = " ".join(globs)[:_LONGEST_SHOWN], "write globs in quotes: '*.gguf', 'directory/*'"
             raise UsageError(f"GLOB: no file of the mount matches {shown}", hint)
@@ -142,8 +143,6 @@ class Warmer:
                     mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
                     if stat.S_ISREG(mode) or path in self.engine.tree.targets:
                         yield path
-                    elif stat.S_ISLNK(mode) and not self.engine.backend.in_place:
-                        self.engine.tree.note_link(path, os.readlink(name, dir_fd=fd))
 
     def _open(self, path: str, stack: ExitStack) -> bool:
         """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""
@@ -220,6 +219,7 @@ class Warmer:
             return [
                 {
                     "path": member.path,
+                    "name": self.engine.tree.names.shown(member.path),
                     "size_bytes": member.size_bytes,
                     "wanted_bytes": sums[group.key, member.path][0],
                     "warm_bytes": sums[group.key, member.path][1],

@@ -15,8 +15,17 @@ from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.safetensors import index_shards
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Region, Tensor, is_embedding, order_shards, shard_name
+from llmcache.fs.layout.names import INDEX_SUFFIX, MANIFEST_BYTES, ModelNames, manifest_layers, manifest_place
+from llmcache.fs.layout.safetensors import SUFFIX, index_shards
+from llmcache.fs.layout.tensors import (
+    Experts,
+    ModelLayout,
+    Region,
+    Tensor,
+    order_shards,
+    shard_name,
+    shard_names,
+)
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -24,19 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTION = "--model"
-_NAMED = "give a .gguf or .safetensors file, or the first of its shards"
-_INDEX_SUFFIX = ".safetensors.index.json"
+_NAMED = "give a .gguf or .safetensors file, the first of its shards, or a directory with one model"
 _LONGEST_INDEX = 64 << 20
 _LONGEST_CONFIG = 4 << 20
-REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
-"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
 
 # What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def model_bytes(path: str) -> ModelBytes:
-    """What the model at `path` (a GGUF or safetensors file, any of its shards, or its index) reads per token.
+    """Return what the model at `path` reads per token.
+
+    `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
+    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in such a
+    store.
 
     Experts count whole in its loop; how many a token uses says the header of a GGUF, or the config.json beside safetensors.
     UsageError: no such file; DataError: a damaged one, no model, or a missing shard; EnvironmentProblem: it cannot be read.
@@ -59,13 +69,8 @@ def model_bytes(path: str) -> ModelBytes:
         sparse_bytes=sparse_bytes,
         experts=experts,
         used=used,
-        repacked_bytes=_repacked_bytes(layouts),
+        repacked_bytes=sum(layout.repacked_bytes for layout in layouts),
     )
-
-
-def _repacked_bytes(layouts: Sequence[ModelLayout]) -> int:
-    tensors = (tensor for layout in layouts if layout.kind == "gguf" for tensor in layout.tensors)
-    return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
 
 def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int | None]:
@@ -100,19 +105,76 @@ def _total(regions: Sequence[Region], role: str) -> int:
 
 
 def _files(path: str) -> list[str]:
-    """All files of the model, in the order of its shards."""
-    if path.endswith(_INDEX_SUFFIX):
+    """Return all files of the model, in the order of its shards."""
+    path = _named_file(path)
+    if path.endswith(INDEX_SUFFIX):
         return _indexed(path)
-    shard = shard_name(path)
-    if shard is None:
-        return [path]
-    digits = len(path.rpartition("-of-")[0].rpartition("-")[2])
-    files = [_numbered(path, f"{number:0{digits}d}") for number in range(1, shard.count + 1)]
+    files = list(shard_names(path))
     missing = [file for file in files if file != path and not os.path.exists(file)]
     if missing and os.path.exists(path):
         there = f"{len(files) - len(missing)} of {len(files)} are there"
         raise DataError(f"{OPTION}: the shard {missing[0]} is missing ({there})")
     return files
+
+
+def _named_file(path: str) -> str:
+    """Return the file that a path stands for, with the name by which its shards are found.
+
+    A directory stands for the model in it, an Ollama manifest for its model layer, and a file in the `blobs` of a hub cache
+    for the link to it. Any other path is returned as it is.
+    """
+    if os.path.isdir(path):
+        return _in_directory(path)
+    whole = os.path.abspath(path)
+    if (place := manifest_place(whole)) is not None and os.path.isdir(f"{place[0]}/blobs"):
+        return _in_manifest(path, f"{place[0]}/blobs")
+    blobs, _, _ = whole.rpartition("/")
+    repository = os.path.dirname(blobs)
+    if os.path.basename(blobs) == "blobs" and os.path.isdir(f"{repository}/snapshots"):
+        links = _scanned(repository).links_to(f"/blobs/{os.path.basename(whole)}")
+        return f"{repository}{links[0]}" if links else path
+    return path
+
+
+def _in_directory(path: str) -> str:
+    """Return the first file of the one model in a directory, or of the newest snapshot of a model in a hub cache."""
+    with _errors(path):
+        if os.path.isdir(snapshots := os.path.join(path, "snapshots")):
+            revisions = [os.path.join(snapshots, name) for name in os.listdir(snapshots)]
+            path = max(revisions, key=lambda revision: (os.stat(revision).st_mtime_ns, revision), default=path)
+        names = sorted(os.listdir(path))
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith((".gguf", SUFFIX)) and not name.startswith("mmproj")]
+    first = [name for name in files if (shard := shard_name(name)) is None or shard.number == 0] or files[:1]
+    found = indexes or first
+    if not found:
+        raise UsageError(f"{OPTION}: {path} is a directory without a model", _NAMED)
+    if len(found) > 1:
+        raise UsageError(f"{OPTION}: {path} contains {len(found)} models: {', '.join(found[:3])}, ...", _NAMED)
+    return os.path.join(path, found[0])
+
+
+def _in_manifest(path: str, blobs: str) -> str:
+    """Return the file of the model layer of an Ollama manifest."""
+    with _errors(path), open(path, "rb") as file:
+        layers = manifest_layers(file.read(MANIFEST_BYTES))
+    found = [layer.blob for layer in layers if layer.kind == "model"]
+    if not found:
+        raise DataError(f"{OPTION}: {path} names no model layer")
+    files = [os.path.join(blobs, name) for name in (found[0], found[0].replace("-", ":"))]
+    return next(filter(os.path.exists, files), files[0])
+
+
+def _scanned(directory: str) -> ModelNames:
+    """Return the names of the files below a directory."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        names = ModelNames(directory, fd)
+    finally:
+        os.close(fd)
+    names.scan()
+    names.close()
+    return names
 
 
 def _numbered(path: str, number: str) -> str:
@@ -185,9 +247,10 @@ class ModelHeaders:
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
         """Reads the headers of `models`. UsageError for one that none of `files` can be; DataError for no model."""
         self._given: dict[int, ModelLayout] = {}
-        for path in models:
+        for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")
-            named = [file for file in files if os.path.basename(file.path) == os.path.basename(path)]
+            own = {os.path.basename(path), os.path.basename(os.path.realpath(path))}  # of a link: a trace has real paths
+            named = [file for file in files if os.path.basename(file.path) in own]
             matches = named or [file for file in files if file.size_bytes == size]
             if not matches:
                 raise UsageError(

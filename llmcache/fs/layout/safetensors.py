@@ -38,6 +38,7 @@ _BITS = {
 _MOST_DIMENSIONS = 64
 # The reference implementation allows 100 MB; real headers have a few MB.
 _LONGEST_JSON = 32 * 2**20
+_LEAST_BYTES = 8 + len("{}")  # of a file
 _METADATA = "__metadata__"
 _MOST_METADATA = 2**13
 _LONGEST_ENTRY = 2**14  # bytes of a name with escapes, or of what describes a tensor
@@ -47,6 +48,14 @@ _PIECE = 2**16
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _STRING_BODY = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _ENTRY = re.compile(rb"[^}]*+\}")
+
+
+def begins_safetensors(read: ReadAt, file_bytes: int) -> bool:
+    """Return True if the first bytes may be those of a safetensors file: the length of a header, and its brace."""
+    if file_bytes <= _LEAST_BYTES or len(first := read(0, 9)) < 9:
+        return False
+    length = int.from_bytes(first[:8], "little")
+    return first[8:] == b"{" and _LEAST_BYTES - 8 <= length <= min(_LONGEST_JSON, file_bytes - 8)
 
 
 def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:

@@ -186,6 +186,20 @@ def shard_name(name: str) -> ShardName | None:
     return ShardName(number - 1, count)
 
 
+def shard_names(name: str) -> tuple[str, ...]:
+    """Return the names of all shards of the model of which `name` is one, in their order; `name` of a file on its own."""
+    shard = shard_name(name)
+    if shard is None:
+        return (name,)
+    at = name.rindex("-of-")
+    digits = at - name.rindex("-", 0, at) - 1
+    return tuple(f"{name[: at - digits]}{number:0{digits}d}{name[at:]}" for number in range(1, shard.count + 1))
+
+
+REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
+"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
+
+
 @dataclass(frozen=True)
 class ModelLayout:
     """The header of a model file: its length, and the tensors in file order.
@@ -199,6 +213,12 @@ class ModelLayout:
     tensors: tuple[Tensor, ...]
     shard: tuple[int, int] | None = None
     experts_used: int | None = None
+
+    @property
+    def repacked_bytes(self) -> int:
+        """Return the bytes of tensors that llama.cpp copies, rearranged, with its default settings; rows are looked up."""
+        tensors = self.tensors if self.kind == "gguf" else ()
+        return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
     @property
     def has_output(self) -> bool:

@@ -447,9 +447,7 @@ class LlmcacheOperations:
     def readlink(self, path: str) -> str:
         """A link as it is: the kernel resolves it, in the mount or outside of it."""
         with self._tree.parent(path) as (dir_fd, name):
-            text = os.readlink(name, dir_fd=dir_fd)
-        self._tree.note_link(path, text)
-        return text
+            return os.readlink(name, dir_fd=dir_fd)
 
     def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
         """Change permission bits."""

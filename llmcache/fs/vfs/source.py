@@ -24,13 +24,13 @@ import errno
 import os
 import pwd
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from llmcache.fs import syscalls
+from llmcache.fs.layout.names import ModelNames, open_below
 from llmcache.procfs import status_of
 
 _DEFAULT_LIST = "system.posix_acl_default"
@@ -171,9 +171,6 @@ def is_at(dir_fd: int, name: str, fd: int) -> bool:
     return os.path.samestat(found, os.fstat(fd))
 
 
-_STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
 def relative(path: str) -> str:
     """`a/b` for the mount's `/a/b`, and `.` for its root."""
     return path.lstrip("/") or "."
@@ -190,27 +187,19 @@ class LinkTarget(NamedTuple):
 class SourceTree:
     """SOURCE by a directory descriptor opened before the mount may cover it.
 
-    `targets`: by path, the symbolic links whose target stands for them. Over FUSE there are none.
-    `links`: over FUSE, by path of a file, the symbolic links below SOURCE that were found to lead to it. They are names of
-    it as well: the files of a Hugging Face hub cache are named by checksums.
+    `targets`: by path, the symbolic links that stand for files outside SOURCE. Over FUSE there are none.
+    `names`: the names of the files, by links to them and what else names them.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.targets: dict[str, LinkTarget] = {}
-        self.links: dict[str, set[str]] = {}
         self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def note_link(self, path: str, text: str) -> None:
-        """Remember where a symbolic link at `path` leads, if it is relative and stays below SOURCE."""
-        target = os.path.normpath(os.path.join(relative(os.path.dirname(path)), text))
-        if not os.path.isabs(text) and target.split("/")[0] != "..":
-            self.links.setdefault("/" + target, set()).add(path)
+        self.names = ModelNames(directory, self.fd)
 
     def matches(self, path: str, globs: Iterable[str]) -> bool:
-        """Return True if a file, or a link that leads to it, matches one of `globs` by relative path or base name."""
-        names = list(self.links.get(path, ()))
-        return any(matches(name, globs) for name in [path, *names])
+        """Return True if a name of a file matches one of `globs`, whole or by its base name."""
+        return any(matches(name, globs) for name in self.names.all_of(path))
 
     @contextlib.contextmanager
     def parent(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[tuple[int, str]]:
@@ -220,23 +209,12 @@ class SourceTree:
             yield self.fd, name
             return
         with caller.rights():
-            fd = self._walk(above)
+            fd = open_below(self.fd, above)
         try:
             caller.check_search(fd)
             yield fd, name
         finally:
             os.close(fd)
-
-    def _walk(self, steps: list[str]) -> int:
-        fd = self.fd
-        for step in steps:
-            try:
-                below = os.open(step, _STEP, dir_fd=fd)
-            finally:
-                if fd != self.fd:
-                    os.close(fd)
-            fd = below
-        return fd
 
     @contextlib.contextmanager
     def item(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[str]:
@@ -277,6 +255,7 @@ class SourceTree:
 
     def close(self) -> None:
         """Close SOURCE."""
+        self.names.close()
         os.close(self.fd)
 
 
@@ -292,35 +271,29 @@ def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
     """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
 
     Over FUSE: those that lead out of MOUNT, where they are resolved. In place, where links to files are followed: those to
-    files on other file systems, and to directories outside SOURCE. Looks for LINKS_S at most.
+    files on other file systems, and to directories outside SOURCE. Looks for SCAN_S at most.
     """
-    end, device, found = time.monotonic() + LINKS_S, os.stat(source).st_dev, []
-    for directory, directories, names in os.walk(source):
-        for name in sorted([*directories, *names]):
-            path = os.path.join(directory, name)
-            with contextlib.suppress(OSError):
-                if os.path.islink(path) and _leads_out(path, source, mount, device, in_place=in_place):
-                    found.append(os.path.relpath(path, source))
-        if time.monotonic() > end:
-            break
-    return found
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    names = ModelNames(source if in_place else mount, fd, links_only=True)
+    try:
+        names.scan()
+        found = [path.lstrip("/") for path in names.outside]
+        device = os.fstat(fd).st_dev
+        return [path for path in found if not in_place or not _is_followed(os.path.join(source, path), device)]
+    finally:
+        names.close()
+        os.close(fd)
 
 
-def _leads_out(path: str, source: str, mount: str, device: int, *, in_place: bool) -> bool:
-    if not in_place:
-        at = os.path.join(mount, os.path.relpath(os.path.dirname(path), source))
-        return not _is_below(os.path.normpath(os.path.join(at, os.readlink(path))), mount)
-    status = os.stat(path)
-    if stat.S_ISDIR(status.st_mode):
-        return not _is_below(os.path.realpath(path), source)
-    return stat.S_ISREG(status.st_mode) and status.st_dev != device
+def _is_followed(path: str, device: int) -> bool:
+    """Return True for a link to a file on a file system, or to none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return True
+    return not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_dev == device)
 
 
-def _is_below(path: str, directory: str) -> bool:
-    return os.path.commonpath([path, directory]) == directory
-
-
-LINKS_S = 2.0
 DEFAULT_SPILL = ("*.kv",)
 
 

@@ -1,9 +1,12 @@
-"""Client: the stock llama.cpp server with its default flags, in this process, over a mapped model; two turns of one chat.
+"""Client: the stock llama.cpp server with its default flags, in this process, over a mapped model; turns of one chat.
 
 The wheel `xllamacpp` embeds the server; the client sets the path of the model and silences the log. For each turn it sends
 the chat and `--prompt` new random tokens over HTTP, and reads an answer of `--answer` tokens. A step is one token of an
-answer; the first step of a turn includes the evaluation of the prompt. `crc` covers all tokens up to this step. The server
-chooses them greedily, so they are the same over plain storage and over a mount.
+answer; the first step of a turn includes the evaluation of the prompt. The server samples as it does by default, from a
+fixed seed: greedily, a model with random weights soon repeats one token, and of an MoE model the same experts. `crc` covers
+all tokens up to this step with their log-probabilities: the same over plain storage and over a mount, or a byte was wrong.
+
+With `--pause` each token is a request of its own, because the server decodes ahead of a client that waits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 # For a script, Python searches its directory for modules and not the repository.
@@ -24,11 +28,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.bench.clients import Told, steps
 
+SITE = Path(sys.prefix) / "server"
+"""Where `setup_server` of tools/_setup.sh installs the wheel."""
 FIRST_WORD, LAST_WORD = 300, 1300  # ordinary words in every vocabulary of tools/make_model.py
-SETTINGS = {"temperature": 0, "ignore_eos": True, "stream": True, "return_tokens": True}
+# The server sends nothing for a token that ends within a UTF-8 character, so the bytes 0x80 to 0xFF are excluded.
+NO_PARTIAL_CHARACTERS = [[token, False] for token in range(3 + 0x80, 3 + 0x100)]
+SETTINGS = {"seed": 0, "ignore_eos": True, "stream": True, "n_probs": 1, "logit_bias": NO_PARTIAL_CHARACTERS}
 
 
-def answer(address: str, prompt: list[int], count: int) -> Iterator[int]:
+class AnsweredToken(NamedTuple):
+    """A token that the server chose, and the logarithm of its probability."""
+
+    token: int
+    log_probability: float
+
+
+def serve(model: str) -> Any:
+    """Return a server of `model`, which serves at its `listening_address` for as long as it is referenced."""
+    sys.path.append(str(SITE))
+    import xllamacpp  # slow: not for --help
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.verbosity = 0  # no log: the standard output is for events
+    return xllamacpp.Server(parameters)
+
+
+def answer(address: str, prompt: list[int], count: int) -> Iterator[AnsweredToken]:
     """Yield the tokens of one answer as the server sends them."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc)
     body = json.dumps({"prompt": prompt, "n_predict": count, **SETTINGS})
@@ -38,18 +64,20 @@ def answer(address: str, prompt: list[int], count: int) -> Iterator[int]:
         raise OSError(f"the server replied {response.status}: {response.read().decode()}")
     for line in response:
         event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else {}
-        yield from event.get("tokens", [])
+        for token in event.get("completion_probabilities", []):
+            yield AnsweredToken(token["id"], token["logprob"])
     connection.close()
 
 
-def chat(address: str, turns: int, prompt_tokens: int, answer_tokens: int) -> Iterator[int]:
-    """Yield the tokens of all answers; each prompt contains the whole chat before it."""
+def chat(address: str, turns: int, prompt_tokens: int, answer_tokens: int, at_once: int) -> Iterator[AnsweredToken]:
+    """Yield the tokens of all answers, `at_once` of them per request; each prompt contains the whole chat before it."""
     words, said = random.Random(0), [1]
     for _ in range(turns):
         said += [words.randrange(FIRST_WORD, LAST_WORD) for _ in range(prompt_tokens)]
-        for token in answer(address, said.copy(), answer_tokens):
-            said.append(token)
-            yield token
+        for start in range(0, answer_tokens, at_once):
+            for answered in answer(address, said.copy(), min(at_once, answer_tokens - start)):
+                said.append(answered.token)
+                yield answered
 
 
 def main() -> None:
@@ -59,26 +87,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=60, help="tokens of each prompt")
     parser.add_argument("--answer", type=int, default=80, help="tokens of each answer")
-    parser.add_argument("--site", type=Path, metavar="DIR", help="directory in which xllamacpp is installed")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between tokens")
     args = parser.parse_args()
-    if args.site is not None:
-        sys.path.append(str(args.site))
-    import xllamacpp  # slow: not for --help
 
     begin = time.perf_counter()
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = args.model
-    parameters.verbosity = 0  # no log: the standard output is for events
-    server = xllamacpp.Server(parameters)
-    tokens = chat(server.listening_address, args.turns, args.prompt, args.answer)
+    server = serve(args.model)
+    at_once = 1 if args.pause else args.answer
+    tokens = chat(server.listening_address, args.turns, args.prompt, args.answer, at_once)
     crc = 0
 
     def token(_index: int) -> Callable[[], Told]:
         nonlocal crc
-        crc = zlib.crc32(next(tokens).to_bytes(4, "little"), crc)
+        crc = zlib.crc32(repr(tuple(next(tokens))).encode(), crc)
         return lambda: {"crc": crc}
 
-    steps(begin, args.turns * args.answer, token)
+    steps(begin, args.turns * args.answer, token, pause=args.pause)
 
 
 if __name__ == "__main__":

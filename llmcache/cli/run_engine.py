@@ -12,21 +12,25 @@ from llmcache.cli import base, types
 )
 @click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.option("--pid", type=int, metavar="PID", help="Attach to a running process until it ends, or until Ctrl-C.")
-@click.option("--cache", metavar="SIZE", help="Memory that may be pinned, e.g. 6G [default: what memory can spare].")
+@click.option(
+    "--cache", type=types.SIZE, metavar="SIZE", help="Memory that may be pinned, e.g. 6G [default: what memory can spare]."
+)
 @click.option("--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size (root).")
 @click.option("--user", metavar="NAME", help="User that the command runs as [default: the user that called sudo].")
 @click.option("--dir", "directories", multiple=True, type=types.DIRECTORY, help="Directory with the model files.")
 @click.option("--files", "globs", multiple=True, metavar="GLOB", help="Steer only model files that match.")
 @click.option("--env/--no-env", default=True, help="Set variables of the engine that keep weights in the file.")
+@base.json_option("llmcache.run/1", ": the summary, on stderr")
 def command(
     words: tuple[str, ...],
     pid: int | None,
-    cache: str | None,
+    cache: int | None,
     memory: int | None,
     user: str | None,
     directories: tuple[str, ...],
     globs: tuple[str, ...],
     env: bool,
+    as_json: bool,
 ) -> int:
     """Run an engine with the page cache under its model files steered; nothing needs to be mounted.
 
@@ -34,7 +38,7 @@ def command(
     Examples:
       sudo llmcache run -- llama-server -m ~/models/llama-8b-q8_0.gguf
       sudo llmcache run --memory 12G -- llama-cli -m model.gguf -p "Hello"
-      sudo llmcache run --pid $(pidof ollama)
+      sudo llmcache run --pid 4711
       llmcache run -- llama-server -m model.gguf
 
     As root the files are steered in place, also those that the command opens later. Without root they are served over FUSE
@@ -45,7 +49,7 @@ def command(
 
     if (pid is None) == (not words):
         raise UsageError("run: give either a command after -- or --pid", "llmcache run -- llama-server -m model.gguf")
-    settings = session.RunSettings(cache, memory, user, directories, globs, env)
+    settings = session.RunSettings(cache, memory, user, directories, globs, env, as_json)
     if pid is not None:
         if memory is not None or user is not None:
             raise UsageError("run: --memory and --user are for a command that is started", "leave them out with --pid")

@@ -1,0 +1,356 @@
+"""`llmcache run` with real commands: as root in place, over FUSE for ordinary users, and however either side ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import control, mountpoint
+from llmcache.memory import cgroup_version
+from llmcache.procfs import mounts
+from tests.mount.live import llmcache, wait_for
+from tests.mount.test_lifecycle import NOBODY, copy_packages, python_of_nobody
+from tools.bench.runner import forget
+from tools.bench.sides import environment
+from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model
+
+SIZE = 40_000_000
+READER = """
+import hashlib, sys, time
+print(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest(), flush=True)
+for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
+    open(sys.argv[1], 'rb').read()
+    time.sleep(.1)
+"""
+# Refuses new namespaces for a program, as AppArmor does on Ubuntu. Installed by root, the filter leaves setuid alone.
+NO_NAMESPACES = """
+import ctypes, os, struct, sys
+number = {"x86_64": 272, "aarch64": 97}[os.uname().machine]
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(Filter(len(steps), ctypes.addressof(code))), 0, 0):
+    sys.exit("the filter is refused")
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+needs_in_place = pytest.mark.skipif(why_not() is not None, reason=f"mode inplace: {why_not()}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GGUF, alone in its directory."""
+    path = tmp_path_factory.mktemp("models") / "model.gguf"
+    make_model(path, choose_shape(SIZE, BYTES_PER_VALUE["gguf"], None, False), "gguf", 1, 0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def digest(model: Path) -> str:
+    """What READER prints of the model."""
+    return subprocess.run([sys.executable, "-c", READER, model], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(model: Path) -> Iterator[None]:
+    """After each test nothing steers the directory of the model, and nothing is mounted there."""
+    yield
+    wait_for(lambda: not is_steered(model.parent), "steering has ended")
+    assert mountpoint.find(str(model.parent)) is None
+
+
+def is_steered(directory: Path) -> bool:
+    """Whether a daemon serves `directory`."""
+    return control.is_locked(control.files(str(directory)))
+
+
+@contextlib.contextmanager
+def running(*words: str | Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """`llmcache run WORDS` in a process group of its own; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "llmcache", "run", *map(str, words)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes, **more)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def said_by(process: subprocess.Popen[str], text: str) -> str:
+    """The line of stderr with `text`, read from a running process."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"it never says {text!r}")
+
+
+@needs_in_place
+def test_root_steers_in_place_and_the_exit_code_is_that_of_the_command(model: Path, digest: str) -> None:
+    forget(model.parent)
+    done = llmcache("run", "--", sys.executable, "-c", READER + "sys.exit(7)", model)
+    assert done.returncode == 7
+    assert done.stdout.split()[0] == digest
+    assert f"llmcache: steering {model.name} (" in done.stderr and " in place, budget " in done.stderr
+    assert f"llmcache: {model.parent}: " in done.stderr and "read from storage" in done.stderr
+
+
+@needs_in_place
+def test_a_model_that_the_command_opens_later_is_steered(model: Path, digest: str) -> None:
+    code = f"import sys, time; sys.argv[1:] = ['{model}', '40']; file = open(sys.argv[1], 'rb'); time.sleep(3)" + READER
+    with running("--", sys.executable, "-c", code) as process:
+        assert "in place" in said_by(process, "steering model.gguf")
+        out, _ = process.communicate(timeout=60)
+        assert out.split()[0] == digest and process.returncode == 0
+
+
+@needs_in_place
+def test_signals_reach_the_command(model: Path) -> None:
+    trap = "trap 'echo term; exit 5' TERM; trap 'echo hup' HUP; echo ready; while :; do sleep .1; done"
+    with running("--", "sh", "-c", trap, "sh", model) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "hup\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        assert (out, process.returncode) == ("term\n", 5)
+    with running("--", "sh", "-c", "trap 'exit 9' INT; echo ready; while :; do sleep .1; done") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        process.communicate(timeout=60)
+        assert process.returncode == 9
+    with running("--", "sh", "-c", "kill -KILL $$") as process:
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+
+
+@needs_in_place
+@pytest.mark.parametrize("victim", ["run", "daemon"])
+def test_the_command_survives_the_death_of_run_and_of_its_daemon(model: Path, digest: str, victim: str) -> None:
+    with running("--", sys.executable, "-c", READER, model, "20") as process:
+        assert process.stdout is not None and process.stdout.readline().strip() == digest
+        (child,) = children_of(process.pid)
+        daemon = control.daemon_pid(str(model.parent))
+        assert daemon is not None
+        os.kill(process.pid if victim == "run" else daemon, signal.SIGKILL)
+        if victim == "run":
+            wait_for(lambda: not is_steered(model.parent), "the daemon ends with run")
+            assert Path(f"/proc/{child}").exists(), "the command goes on"
+            wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends by itself")
+        else:
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@needs_in_place
+def test_two_runs_on_one_model(model: Path) -> None:
+    with running("--", sys.executable, "-c", READER, model, "40") as first:
+        said_by(first, "steering model.gguf")
+        with running("--", sys.executable, "-c", READER, model, "100") as second:
+            assert "steered already by the mount on" in said_by(second, "model.gguf")
+            first.communicate(timeout=60)
+            assert first.returncode == 0
+            assert "in place" in said_by(second, "steering model.gguf"), "the second takes over"
+
+
+@needs_in_place
+def test_a_running_process_is_attached_to(model: Path, digest: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", READER, model, "600"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline().strip() == digest
+            with running("--pid", str(process.pid)) as run:
+                said_by(run, "steering model.gguf")
+                run.send_signal(signal.SIGINT)
+                run.communicate(timeout=60)
+                assert run.returncode == 0 and process.poll() is None, "Ctrl-C detaches"
+            with running("--pid", str(process.pid)) as run:
+                said_by(run, "steering model.gguf")
+                process.kill()
+                run.communicate(timeout=60)
+                assert run.returncode == 0, "the end of the process is the end of the run"
+        finally:
+            process.kill()
+
+
+@needs_in_place
+@pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
+def test_memory_limits_the_command_by_a_cgroup(model: Path) -> None:
+    show = (
+        "find /sys/fs/cgroup -path '*llmcache-run-*' -name memory.limit_in_bytes -o -path '*llmcache-run-*' -name memory.max"
+    )
+    show = f"cat /proc/self/cgroup $({show})"
+    done = llmcache("run", "--memory", "256Mi", "--", "sh", "-c", f"{show}; cat {model} > /dev/null")
+    assert done.returncode == 0, done.stderr
+    assert "llmcache-run-" in done.stdout and str(256 << 20) in done.stdout
+    assert not list(Path("/sys/fs/cgroup").glob("**/llmcache-run-*"))
+
+
+@needs_in_place
+def test_a_command_of_root_runs_as_the_user_of_sudo(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmcache", "run", "--", "sh", "-c", "id -u; echo $HOME $USER", model],
+        env=environment() | {"SUDO_USER": "nobody"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["65534", "/nonexistent", "nobody"], done.stderr
+
+
+@needs_in_place
+def test_models_in_memory_are_not_steered(model: Path) -> None:
+    directory = Path("/dev/shm/llmcache-run-test")
+    directory.mkdir(exist_ok=True)
+    try:
+        shutil.copy(model, directory)
+        done = llmcache("run", "--", "wc", "-c", directory / model.name)
+        assert done.returncode == 0 and done.stdout.split()[0] == str(model.stat().st_size)
+        assert "its files are in memory already" in done.stderr
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_bad_input(model: Path) -> None:
+    for words, code, text in (
+        (["--", "nosuch-program"], 127, "cannot run 'nosuch-program'"),
+        (["--", str(model)], 126, "it is not executable"),
+        ([], 2, "give either a command after -- or --pid"),
+        (["--pid", "1", "--", "true"], 2, "give either a command after -- or --pid"),
+        (["--pid", "999999999"], 3, "process 999999999 does not exist"),
+        (["--pid", "1", "--memory", "1G"], 2, "are for a command that is started"),
+        (["--user", "nosuch-user", "--", "true"], 2, "there is no user 'nosuch-user'"),
+        (["--cache", "1K", "--", "true", str(model)], 3, "too small to stream through"),
+        (["--cache", "much", "--", "true", str(model)], 2, "--cache: "),
+    ):
+        done = llmcache("run", *words)
+        assert (done.returncode, text in done.stderr) == (code, True), (words, done.stderr)
+
+
+# Ordinary users
+
+
+@pytest.fixture
+def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Starts `llmcache run` as the user nobody on a model of theirs, and returns the process and the path of the model."""
+    if os.geteuid() != 0 or shutil.which(NOBODY[0]) is None:
+        pytest.skip("only root with setpriv can try what an ordinary user can do")
+    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
+        pytest.skip("/dev/fuse is not open to ordinary users")
+    place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
+    (place / "models").mkdir(parents=True)
+    (place / "lib").mkdir()
+    copy_packages(place / "lib")
+    theirs = shutil.copy(model, place / "models/theirs.gguf")
+    for path in (place, place / "models", theirs):
+        os.chown(path, 65534, 65534)
+    (place / "no_namespaces.py").write_text(NO_NAMESPACES)
+    python = python_of_nobody()
+
+    def start(*words: str, namespaces: bool = True) -> subprocess.Popen[str]:
+        prefix = [] if namespaces else [sys.executable, str(place / "no_namespaces.py")]
+        command = [*prefix, *NOBODY, python, "-m", "llmcache", "run", "--cache", "16Mi", "--", python, "-c", READER]
+        more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PYTHONPATH": str(place / "lib")}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*command, theirs, *words], env={**environment(), **more}, cwd=place, **pipes)
+
+    try:
+        yield start
+    finally:
+        shutil.rmtree(place)
+
+
+def points_of(run: subprocess.Popen[str]) -> list[str]:
+    """Mount points that a run has made, as other processes see them."""
+    return [one.point for one in mounts().values() if os.path.basename(one.point).startswith(f"run-{run.pid}-")]
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_ordinary_users_have_a_mount_that_ends_with_the_command(
+    as_user: Callable[..., Any], digest: str, namespaces: bool
+) -> None:
+    process = as_user("30", namespaces=namespaces)
+    try:
+        assert process.stdout.readline().strip() == digest, process.stderr.read()
+        points = points_of(process)
+        assert bool(points) is not namespaces, "a private mount is seen by the command alone"
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert ("in a private mount namespace" if namespaces else "with the paths among its arguments changed") in said
+    assert "not in place: mode inplace needs root" in said and "over FUSE (arena)" in said
+    wait_for(lambda: not points_of(process), "nothing is mounted any more")
+    assert not [point for point in points if os.path.exists(point)]
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize("victim", ["run", "command"])
+def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any], namespaces: bool, victim: str) -> None:
+    process = as_user("40", namespaces=namespaces)
+    try:
+        process.stdout.readline()
+        (child,) = children_of(process.pid)
+        os.kill(process.pid if victim == "run" else child, signal.SIGKILL)
+        process.wait(timeout=60)
+        if victim == "command":
+            assert process.returncode == -signal.SIGKILL
+        wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends")
+        wait_for(lambda: not points_of(process), "its mount ends with it")
+        wait_for(lambda: not daemons_for(child), "and its daemon")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def daemons_for(pid: int) -> list[int]:
+    """Daemons that end with process `pid`."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+            if b"--while" in words and words[words.index(b"--while") + 1] == str(pid).encode():
+                found.append(int(name))
+    return found
+
+
+def test_ordinary_users_must_name_the_model(as_user: Callable[..., Any]) -> None:
+    """Over FUSE a file that is opened later is not served: the error says what was looked at."""
+    python = python_of_nobody()
+    with as_user() as process:
+        process.communicate(timeout=60)
+    place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
+    more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PYTHONPATH": str(place / "lib")}
+    words = [*NOBODY, python, "-m", "llmcache", "run", "--", "sh", "-c", "echo started"]
+    done = subprocess.run(words, env={**environment(), **more}, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert "no model file is named: looked at: -c echo started" in done.stderr
+
+
+def test_stats_of_a_copying_client_name_the_flag(model: Path) -> None:
+    """`doctor --pid` on a process that holds the whole file in private memory."""
+    code = "import sys; data = open(sys.argv[1], 'rb').read(); print('read', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        done = llmcache("doctor", "--pid", str(process.pid), "--json")
+        process.stdin.close()
+    findings = {entry["name"]: entry for entry in json.loads(done.stdout)["findings"]}
+    assert findings["model file"]["facts"]["path"] == str(model)
+    assert findings["weights"]["facts"]["cause"] == "no-mmap" and "--load-mode mmap" in findings["weights"]["remedy"]
