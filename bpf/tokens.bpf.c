@@ -1,8 +1,8 @@
-/* What the threads of watched processes do with their time, and when they read watched memory (llmcache/tokens/observer.py).
+/* The time of the threads of observed processes, and their reads of watched memory (llmcache/tokens/observer.py).
  *
  * User space names the processes (`watch`) and opens hardware breakpoints on bytes of their tensors, whose program is `hit`.
  * The time of a process is divided at each switch of one of its threads: into time in which at least one thread waits for
- * storage, time in which none does and at least one runs, and the rest. A hit reports the sums so far. */
+ * storage, time in which none does and at least one runs, and the rest. A hit reports the sums until then. */
 #include "kernel.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
@@ -14,7 +14,7 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define BLOCKED 2	/* it waits in the kernel for storage, */
 #define AWAY 3		/* it waits for something else, or for a processor */
 #define CHUNK_SHIFT 6	/* a thread that waits again for the same 64 pages reports it */
-#define QUIET_NS 4000000	/* no sooner than after so much time: there are as many reports as new data, not as faults */
+#define QUIET_NS 4000000	/* not before this time has passed: reports are bounded by the rate of new data, not of faults */
 #define TASK_UNINTERRUPTIBLE 0x2
 #define TASK_NOLOAD 0x400
 
@@ -45,8 +45,8 @@ struct {
 	__type(value, struct thread);
 } threads SEC(".maps");
 
-/* `place`: the role of the tensor that was read (HIT), or the page of `file` (WAIT). Of a WAIT, `wait_ns` is how long the
- * thread has waited since it reported the last one. */
+/* `place`: the role of the tensor (HIT), or the page of `file` (WAIT). The `wait_ns` of a WAIT is the time that the thread
+ * has waited since its last report. */
 struct event {
 	u64 t_ns;
 	u32 kind, pid;
@@ -78,7 +78,7 @@ static __always_inline void send(struct event *event)
 		__sync_fetch_and_add(count, 1);
 }
 
-/* Adds the time since the last change. Each stretch of time is taken by one processor: who exchanges the clock. */
+/* Adds the time since the last change. The exchange gives each stretch of time to exactly one processor. */
 static __always_inline void advance(struct account *account, u64 now)
 {
 	u64 since = __sync_lock_test_and_set(&account->since_ns, now);
@@ -122,7 +122,7 @@ static __always_inline void become(struct account *account, struct thread *threa
 		__sync_fetch_and_add(&account->blocked, 1);
 }
 
-/* Adds what the kernel has counted for a thread since the last time. */
+/* Adds the growth of the kernel's counters of a thread. */
 static __always_inline void take_counts(struct account *account, struct thread *thread, struct task_struct *task)
 {
 	u64 faults = task->maj_flt, bytes = task->ioac.read_bytes;

@@ -24,7 +24,8 @@ def command(words: tuple[str, ...], seconds: float | None, output: str | None, f
       sudo llmcache tokens --json -d 1m 4711 | jq .storage_ns
 
     For any engine that maps its model file, whether a mount serves the file or not. A summary follows at the end or after
-    Ctrl-C. Of a COMMAND the lines go to stderr, and its exit code is that of llmcache.
+    Ctrl-C. With COMMAND, the lines are
+    written to stderr, and llmcache exits with the exit code of the command.
     """
     from llmcache.tokens.command import Settings, observe
 

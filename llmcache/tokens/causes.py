@@ -22,7 +22,7 @@ class _File:
         self.experts = Experts(layout)
 
     def where(self, page: int) -> Where:
-        """What is in the middle of a page: at a boundary, most of it."""
+        """Return the owner of the middle of a page, which at a boundary has most of it."""
         byte = page * PAGE_BYTES + PAGE_BYTES // 2
         at = bisect_right(self.starts, byte) - 1
         layer = self.layers[at] if at >= 0 else "header"
@@ -55,7 +55,7 @@ class Attribution:
         return None if file is None else file.where(page)
 
     def causes(self, waits: Mapping[Where, int], storage_ns: int) -> Causes:
-        """Return what the waits of a pass were for. The waits of parallel threads overlap: layers share `storage_ns`."""
+        """Return the causes of the waits of a pass. The waits of parallel threads overlap: layers share `storage_ns`."""
         layers: dict[str, int] = {}
         for where, wait_ns in waits.items():
             layers[where.layer] = layers.get(where.layer, 0) + wait_ns
@@ -67,6 +67,6 @@ class Attribution:
 
 
 def short_layer(name: str) -> str:
-    """Return the number of a layer ("31" of "blk.31"), or the name of what is in none, without ".weight"."""
+    """Return the number of a layer ("31" of "blk.31"), or the name of a tensor outside the layers without ".weight"."""
     number = _NUMBER.search(name)
     return number[1] if number else name.removesuffix(".weight")

@@ -1,7 +1,7 @@
 """Which tensors show the passes over a model: candidates, best first.
 
 The tensors of a clock must be read from the file's mapping in each pass. Engines copy some tensors: llama.cpp repacks
-weights of some types, and copies what a GPU computes. Norms are small, in float32, and stay in the mapping; a norm is also
+weights of some types, and copies layers to a GPU. Norms are small, in float32, and stay in the mapping; a norm is also
 read once for each row of a batch, so its reads count the tokens of a prompt.
 """
 

@@ -107,13 +107,13 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 def _checked(word: str) -> int:
-    """The process that a number names. LlmcacheError."""
+    """Return the process that a number names. LlmcacheError."""
     check_process("PID", int(word[:10]))
     return int(word)
 
 
 def _clients_of(path: str) -> Find:
-    """What finds the processes that use files of a mount. MountProblem: no mount is there, or it is dead."""
+    """Return a function that finds the processes with files of a mount. MountProblem: there is no mount, or it is dead."""
     point = mountpoint.resolve(path)
     mount = mountpoint.find(point)
     if mount is None:

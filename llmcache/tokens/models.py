@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.tensors import ModelLayout, shard_name
-from llmcache.tokens.clock import Key, Place
 from llmcache.procfs import FileMapping, descendants, mappings
+from llmcache.tokens.clock import Key, Place
 from llmcache.units import BLOCK_BYTES
 
 Find = Callable[[], Iterable[int]]
@@ -71,7 +71,7 @@ class ModelFinder:
         return sorted(found, key=lambda model: -model.size_bytes)
 
     def _layout(self, pid: int, key: Key, mapping: FileMapping) -> ModelLayout | None:
-        """The header of a mapped file; None if it is no model, or cannot be read."""
+        """Return the header of a mapped file; None if it is no model, or cannot be read."""
         try:
             fd = _opened(pid, key, mapping)
         except OSError:
@@ -102,7 +102,7 @@ def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
 
 
 def _name_of_all(path: str, layout: ModelLayout) -> str:
-    """What the shards of one model share: their name without the number, or that their headers say they are shards."""
+    """Return a key that all shards of a model share: their name without the number, or the count in their headers."""
     if shard_name(path) is not None:
         return _NUMBER_OF_SHARD.sub("-*.", path)
     return f"{os.path.dirname(path)}/{layout.shard[1]} shards" if layout.shard is not None else path
@@ -130,7 +130,7 @@ def is_running(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Counters:
-    """What /proc counts of a process, without the right to observe it."""
+    """Counters of a process in /proc, which other users can read."""
 
     cpu_ns: int = 0
     read_bytes: int = 0
@@ -144,7 +144,7 @@ class CountersOfAll:
         self._last: dict[int, Counters] = {}
 
     def growth(self, pids: Iterable[int]) -> Counters:
-        """Return what the processes did since the last call; those that are new count from now on."""
+        """Return the growth since the last call; new processes count from now on."""
         now = {pid: counters for pid in pids for counters in _counters(pid)}
         grown = [(counters, self._last[pid]) for pid, counters in now.items() if pid in self._last]
         self._last = now

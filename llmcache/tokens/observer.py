@@ -1,4 +1,4 @@
-"""What the kernel reports of watched processes: bpf/tokens.bpf.c, and the hardware breakpoints that run it.
+"""The reports of the kernel on observed processes: bpf/tokens.bpf.c, and the hardware breakpoints that run it.
 
 A breakpoint is at 8 bytes of a tensor. It shows each read by the program, to the microsecond, whether the page is resident,
 pinned or neither, and costs nothing in between. Accessed bits in page tables would have to be cleared after each look, which
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.perf import is_known_processor, open_breakpoint
-from llmcache.bpf.ring import BUSY, DISCARDED, Ring
+from llmcache.bpf.ring import BUSY, DISCARDED, FRAME_BYTES, Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.tokens.passes import Event, Role
 
@@ -55,7 +55,7 @@ class Observer:
             self._object.close()
             hint = "tokens needs Linux 6.1 or later with BTF, root, and no lockdown"
             raise EnvironmentProblem(f"the kernel refuses to observe processes: {failure}", hint) from failure
-        self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
+        self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - FRAME_BYTES)
         self._breakpoints: dict[int, list[int]] = {}
 
     def look(self, pid: int) -> bool:
@@ -88,7 +88,7 @@ class Observer:
             os.close(fd)
 
     def events(self) -> list[Event]:
-        """Return what was reported since the last call, in the order of the reports."""
+        """Return the reports since the last call, in their order."""
         frames = bytes(self._ring.stretch())
         done, found = 0, []
         for length, _, *fields in _FRAME.iter_unpack(frames):

@@ -16,18 +16,18 @@ from typing import Literal, NamedTuple
 
 HIT, WAIT, LOOK = 1, 2, 3  # kinds of events
 IDLE_NS = 20_000_000  # a pause after a pass that is longer, in which no thread runs or waits for storage, is no part of it
-LONG_IDLE_NS = 1_000_000_000  # so is a longer one where the end of a pass is not known, if it is most of the time
-LONE_NS = 1_000_000_000  # so long no pass reads its first layer
+LONG_IDLE_NS = 1_000_000_000  # the same where the end of a pass is not known; it must be most of the time as well
+LONE_NS = 1_000_000_000  # longer than a pass reads its first layer
 SAME_PASS_NS = 2_000_000  # reads of the first layer that are closer than this are of one pass, where it alone shows passes
-BATCH_ROWS = 32  # so many rows at a time are a prompt
-PREFILL_FACTOR = 3.0  # a prompt computes for so many times as long as a token
+BATCH_ROWS = 32  # least rows of a batch that is always taken for a prompt
+PREFILL_FACTOR = 3.0  # least ratio of the computing time of a prompt to that of a token
 RECENT = 32  # passes that the median is taken of
 
 Kind = Literal["prefill", "decode"]
 
 
 class Role(enum.IntEnum):
-    """What a watched tensor stands for: the first layer, or a later part of a pass."""
+    """The part of a pass that a watched tensor marks: the first layer, or a later one."""
 
     FIRST = 0
     LATER = 1
@@ -55,7 +55,7 @@ class Event(NamedTuple):
 
 
 class Where(NamedTuple):
-    """What a thread waited for: a layer, and the expert where the page is of one."""
+    """The layer that a thread waited for, and the expert if the page belongs to one."""
 
     layer: str
     expert: int | None = None
@@ -83,7 +83,7 @@ class Pass:
 
     @property
     def time_ns(self) -> int:
-        """How long the pass took, without idle time."""
+        """Return the time of the pass without idle time."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
 
@@ -132,7 +132,7 @@ class Passes:
 
     @property
     def seems_lone(self) -> bool:
-        """Whether the first layer is read for longer than one pass reads it, and the later tensor is not."""
+        """Return whether the first layer is read for longer than one pass reads it, and the later tensor is not."""
         since_ns = 0 if self._last is None else self._last.t_ns - self._lone_since_ns
         return self.hits > 2 and not self.later_hits and since_ns > LONE_NS
 
@@ -159,7 +159,7 @@ class Passes:
         self._rows, self._waits, self._is_first = 1, {}, is_first
 
     def _look(self, event: Event) -> Iterator[Pass]:
-        """End a pass once the process is idle. What an idle process computes after the first look is no part of the pass."""
+        """End a pass once the process is idle. Work of an idle process after the first look is no part of the pass."""
         if self._start is None or self._end is None or not self._shows_end:
             return
         before = self._quiet or self._end
@@ -172,14 +172,14 @@ class Passes:
             self._quiet = event
 
     def _idle_ns(self, now: Event, last: Event) -> int:
-        """How long nothing has run since `last`, the last read; 0 for what is a pause within a pass, or a short one."""
+        """Return how long nothing has run since `last`, the last read; 0 for a pause within a pass, or a short one."""
         idle_ns = now.other_ns - last.other_ns
         if self._shows_end and last is self._end:
             return idle_ns if idle_ns > IDLE_NS else 0
         return idle_ns if idle_ns > max(LONG_IDLE_NS, (now.t_ns - last.t_ns) // 2) else 0
 
     def _closed(self, start: Event, end: Event, idle_ns: int = 0) -> Pass:
-        """The pass from `start` to `end`, without idle time."""
+        """Return the pass from `start` to `end`, without idle time."""
         return Pass(
             start_ns=start.t_ns,
             compute_ns=max(0, end.compute_ns - start.compute_ns),
@@ -195,7 +195,7 @@ class Passes:
 
 
 class Kinds:
-    """Tells prompts (prefill) from tokens (decode), pass by pass."""
+    """Distinguishes prompts (prefill) from tokens (decode), pass by pass."""
 
     def __init__(self) -> None:
         self._computes: deque[int] = deque(maxlen=RECENT)  # of the last decode passes

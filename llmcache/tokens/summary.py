@@ -1,4 +1,4 @@
-"""Tokens with their causes, and what they add up to. Pure."""
+"""Tokens with their causes, and their sums. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Token:
 
     @property
     def time_ns(self) -> int:
-        """How long the token took, without the time in which the process was idle after it."""
+        """Return the time of the token, without the time in which the process was idle after it."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
     def document(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What the processes did in an interval in which tokens cannot be seen: from /proc."""
+    """Counters of an interval in which tokens cannot be seen, from /proc."""
 
     start_ns: int
     time_ns: int
@@ -158,7 +158,7 @@ class Totals:
             self._slowest = sorted([*self._slowest, token], key=lambda one: -one.time_ns)[:SLOWEST]
 
     def summary(self, **more: Any) -> TokenSummary:
-        """Return what was added so far; `more` are the fields that are not sums of tokens."""
+        """Return the sums until now; `more` are the fields that are not sums of tokens."""
         return TokenSummary(
             tokens=self.tokens,
             seconds=self._sum("decode", "time_ns") / 1e9,

@@ -19,13 +19,14 @@ from llmcache.tokens.observer import Observer
 from llmcache.tokens.passes import HIT, WAIT, Event, Kinds, Pass, Passes, Role
 from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
 
-POLL_S = 0.1  # reports of the kernel are read so often,
-LOOK_S = 0.5  # sums requested,
-SCAN_S, FIRST_SCAN_S = 1.0, 0.05  # processes and their mappings looked up, more often until there is a model,
-SCAN_REST = 100  # but for so small a part of the time,
-SETTLING_S = 60.0  # or for so long,
-DAEMON_S, DAEMON_REST = 0.25, 50  # and the counters of the mounts read, but for so small a part of the time
-INTERVAL_S = 1.0  # of what is shown where tokens cannot be seen
+# Periods of the thread.
+POLL_S = 0.1  # reading the reports of the kernel
+LOOK_S = 0.5  # requesting sums
+SCAN_S, FIRST_SCAN_S = 1.0, 0.05  # scanning processes and their mappings; the second until a model is found
+SCAN_REST = 50  # scans take at most one part in SCAN_REST of the time
+SETTLING_S = 60.0  # FIRST_SCAN_S is used for at most this time
+DAEMON_S, DAEMON_REST = 0.25, 50  # reading the counters of mounts; at most one part in DAEMON_REST of the time
+INTERVAL_S = 1.0  # reports where tokens cannot be seen
 TRIAL_NS = 2_000_000_000  # of a busy process, after which another clock is tried; twice as long in each round
 MOST_TRIAL_NS = 64_000_000_000
 SILENCE_NS = 20_000_000_000  # of a busy process, after which its clock is doubted
@@ -102,7 +103,7 @@ class TokenWatch:
         self._thread.start()
 
     def stop(self) -> TokenSummary:
-        """Observe no more; returns what was seen."""
+        """End the observation; return its summary."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -111,7 +112,7 @@ class TokenWatch:
         return self.summary()
 
     def summary(self) -> TokenSummary:
-        """Return what was seen so far."""
+        """Return the summary until now."""
         observed_ns = max(1, self._ended_ns - self._began_ns)
         now = pressure()
         shares = {name: min(1.0, (now[name] - us) * 1e3 / observed_ns) for name, us in self._pressure.items() if name in now}
@@ -125,7 +126,7 @@ class TokenWatch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the watch goes on: it was started, and has neither failed nor been stopped."""
+        """Return whether the thread runs: it was started, and has neither failed nor been stopped."""
         return self._thread.is_alive()
 
     def _give_up(self, problem: LlmcacheError) -> None:
@@ -212,7 +213,7 @@ class TokenWatch:
             self._find_models(observer, process)
 
     def _is_settled(self) -> bool:
-        """Whether a clock is set, or none has been found for long."""
+        """Return whether a clock is set, or none has been found for long."""
         has_clock = any(process.clocks for process in self._processes.values())
         return has_clock or time.monotonic_ns() - self._began_ns > SETTLING_S * 1e9
 
@@ -230,7 +231,7 @@ class TokenWatch:
             (key, model.path) for other in self._processes.values() for model in other.models for key in model.layouts
         )
         if process.at >= 0:
-            # An engine that gives up parts of the mapping, as llama.cpp does after loading, may be in a pass.
+            # llama.cpp unmaps parts of the file after loading; a pass may be under way.
             before = process.clocks[process.at]
             same = (at for at, one in enumerate(usable) if one[1] == before[1] and _addresses(*one) == _addresses(*before))
             if (at := next(same, None)) is not None:
@@ -251,7 +252,7 @@ class TokenWatch:
         observer.set_clock(process.pid, _addresses(*process.clocks[at]))
 
     def _finish_pass(self, observer: Observer, process: _Process) -> None:
-        """Take what the present clock has shown, before another is set."""
+        """Take the reports of the present clock, before another is set."""
         self._take(observer.events())
         self._report(process, process.passes.finish())
 
@@ -284,7 +285,7 @@ class TokenWatch:
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
 
     def _try_later(self, observer: Observer, process: _Process) -> None:
-        """Try another later tensor with the first one, which is read; after the last of them, do without."""
+        """Try another later tensor with the same first one; after the last of them, use the first one alone."""
         first = process.clocks[process.at][1].places[Role.FIRST]
         same = [at for at, (_, clock) in enumerate(process.clocks) if clock.places[Role.FIRST] == first]
         others = [at for at in same if at > process.at]
@@ -297,7 +298,7 @@ class TokenWatch:
             self._on_note(f"cannot see tokens so far: {why}")
 
     def _unseen(self, processes: Sequence[_Process]) -> str | None:
-        """Why no token of these processes was seen, as far as it is known."""
+        """Return the reason why no token of these processes was seen, if it is known."""
         if self._totals.tokens or self._totals.prefill_passes or not processes:
             return None
         paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
@@ -375,13 +376,13 @@ class TokenWatch:
 
 
 def _addresses(model: Model, clock: Clock) -> dict[Role, int]:
-    """Where the tensors of a clock are mapped, as far as they are."""
+    """Return the addresses of the tensors of a clock that are mapped."""
     found = {role: model.address_of(place) for role, place in clock.places.items()}
     return {role: address for role, address in found.items() if address is not None}
 
 
 class _Daemons:
-    """What the daemons of mounts have read for the observed files: clients do not count it as theirs."""
+    """Bytes that the daemons of mounts have read for the observed files; the kernel does not count them for the clients."""
 
     def __init__(self) -> None:
         self._points: dict[str, int] = {}  # mount point -> its owner
@@ -397,7 +398,7 @@ class _Daemons:
         self._poll()
 
     def read_bytes(self, time_ns: int) -> int:
-        """Return the part of a token that took so long of what the daemons have read since they were asked last."""
+        """Return the share of a token of the bytes that daemons have read and that no token has been given."""
         if not self._points:
             return 0
         if time.monotonic() >= self._due_s:

@@ -24,6 +24,7 @@ from tools.make_model import main as make_model
 pytestmark = pytest.mark.bpf
 
 CLIENT = Path(__file__).parent / "token_client.py"
+ROOT = Path(__file__).resolve().parents[2]
 PASSES = 12
 
 
@@ -209,6 +210,31 @@ def test_two_observers_see_the_same_tokens(model: Path) -> None:
     assert [one.tokens + one.prefill_passes for one in summaries] == [8, 8]
     for one, other in zip(*seen, strict=True):
         assert abs(one.start_ns - other.start_ns) < one.time_ns
+
+
+@pytest.mark.clang
+def test_built_again_the_object_behaves_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([ROOT / "bpf" / "build", tmp_path], check=True)
+    monkeypatch.setattr(observer, "OBJECT", tmp_path / observer.OBJECT.name)
+    found, summary = watched(client(model, 5, "--pause", 0.05))
+    assert len(found) == 5
+    assert summary.lost_events == 0
+
+
+@pytest.mark.stock
+def test_tokens_and_prompts_of_the_stock_server_are_counted_exactly(directory: Path, tmp_path: Path) -> None:
+    """With its default flags, by which it repacks the weights of a Q4_K_M model."""
+    model = directory / "q4.gguf"
+    make_model([str(model), "--size", "60M", "--type", "q4_k_m"])
+    script, events = ROOT / "tools" / "bench" / "clients" / "server_tokens.py", tmp_path / "events"
+    words = [sys.executable, str(script), str(model), "--turns", "3", "--prompt", "60", "--answer", "20"]
+    passes, summary = observed(["sh", "-c", f"{shlex.join(words)} > {shlex.quote(str(events))}"], tmp_path / "lines")
+    # The first token of an answer comes with its prompt. The first turn may begin before the clock is set.
+    assert [one["rows"] for one in passes if one["kind"] == "prefill"][-2:] == [61, 61]
+    assert 2 * 19 <= summary["tokens"] <= 3 * 20
+    steps = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "step"]
+    seen_s = sum(one["time_ns"] for one in [one for one in passes if one["kind"] == "decode"][-38:]) / 1e9
+    assert 0.5 < seen_s / sum(step["seconds"] for step in steps[20:] if step["index"] % 20) < 1.5
 
 
 @pytest.mark.llama
