@@ -31,8 +31,9 @@ def summary_lines(summary: TokenSummary) -> Iterator[str]:
         yield f"no tokens were seen: {summary.why_not or 'the process has computed none'}"
         return
     if summary.tokens:
+        tokens = "1 token" if summary.tokens == 1 else f"{summary.tokens} tokens"
         yield (
-            f"{summary.tokens} tokens in {_duration(summary.seconds)}: {summary.tokens_per_s:.3g} tokens/s, "
+            f"{tokens} in {_duration(summary.seconds)}: {summary.tokens_per_s:.3g} tokens/s, "
             f"median {_duration(summary.median_s)}, p99 {_duration(summary.p99_s)}"
         )
         yield (
@@ -43,8 +44,9 @@ def summary_lines(summary: TokenSummary) -> Iterator[str]:
     if summary.prefill_passes:
         speed = "" if summary.prefill_tokens_per_s is None else f": {summary.prefill_tokens_per_s:.3g} tokens/s"
         tokens = "" if summary.prefill_tokens is None else f"{summary.prefill_tokens} tokens in "
+        passes = "1 pass" if summary.prefill_passes == 1 else f"{summary.prefill_passes} passes"
         yield (
-            f"prefill: {tokens}{summary.prefill_passes} passes, {_duration(summary.prefill_s)}{speed}, "
+            f"prefill: {tokens}{passes}, {_duration(summary.prefill_s)}{speed}, "
             f"{format_percent(summary.prefill_storage_share, 0)} of the time waiting for storage, "
             f"{format_size(summary.prefill_read_bytes)} read"
         )

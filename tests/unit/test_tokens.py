@@ -16,7 +16,7 @@ from llmcache.tokens import watch as watch_module
 from llmcache.tokens.causes import Attribution, short_layer
 from llmcache.tokens.clock import Key, candidates
 from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role, Where
-from llmcache.tokens.render import HEADING, summary_lines, token_line
+from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
 from llmcache.tokens.summary import Totals, quantile
 from tests.mount.live import wait_for
 
@@ -343,6 +343,12 @@ def test_the_row_of_a_token_stands_below_its_heading() -> None:
     for name, value in (("compute", "0.010 s"), ("storage", "0.090 s"), ("read", "1.00 KB"), ("experts missed", "-")):
         end = HEADING.index(name) + len(name)
         assert token_line(token(7, 90))[:end].endswith(value)
+
+
+def test_the_row_of_an_interval_stands_below_its_heading() -> None:
+    row = interval_line(Interval(0, 1000 * MS, 900 * MS, 5000, 7))
+    for name, value in (("interval", "1.00 s"), ("CPU", "0.900 s"), ("read", "5.00 KB"), ("major faults", "7")):
+        assert row[: INTERVAL_HEADING.index(name) + len(name)].endswith(value)
 
 
 @pytest.mark.parametrize(("values", "share", "expected"), [([], 0.99, 0), ([5], 0.99, 5), (list(range(1, 101)), 0.99, 99)])
