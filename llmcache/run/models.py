@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from glob import escape, glob
 from pathlib import Path
 
 from llmcache.cache.sizing import ModelBytes
@@ -19,15 +18,15 @@ from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.fs.copies import Copied, client_facts, find_copy
 from llmcache.fs.layout.gguf import MAGIC
 from llmcache.fs.layout.modelfile import model_bytes
-from llmcache.fs.layout.tensors import shard_name
+from llmcache.fs.layout.names import ModelNames
+from llmcache.fs.layout.safetensors import begins_safetensors
+from llmcache.fs.layout.tensors import shard_names
 from llmcache.procfs import descendants, mappings, mounts, status_of
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
 VARIABLES = tuple(f"LLAMA_ARG_{name}" for name in ("MODEL", "MMPROJ", "SPEC_DRAFT_MODEL", "MODEL_DRAFT", "MODELS_DIR"))
 """Of llama.cpp, which name a model file or a directory with such files."""
-_HEADER_BYTES = 9  # of safetensors: the length of the header, then a brace
-_LONGEST_HEADER = 100 << 20
 _HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")
 
 
@@ -46,12 +45,19 @@ def is_model(path: str) -> bool:
 def _begins_as_model(path: str, _dev: int, _ino: int, _mtime_ns: int, size_bytes: int) -> bool:
     """Return what the first bytes of a file say. They are read once, since a mount would observe each read."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            head = file.read(_HEADER_BYTES)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
-    length = int.from_bytes(head[:8], "little")
-    return head.startswith(MAGIC) or (head[8:9] == b"{" and 2 <= length <= min(_LONGEST_HEADER, size_bytes - 8))
+    try:
+
+        def read(offset: int, size: int) -> bytes:
+            return os.pread(fd, size, offset)
+
+        return read(0, len(MAGIC)) == MAGIC or begins_safetensors(read, size_bytes)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def in_words(words: Iterable[str], environment: Mapping[str, str], directory: str) -> list[str]:
@@ -79,11 +85,22 @@ def _models_at(path: str) -> Iterator[str]:
 
 def shards_of(path: str) -> list[str]:
     """Return a model file and the other shards of its model that exist beside it, in the order of their numbers."""
-    shard = shard_name(path)
-    if shard is None:
-        return [path]
-    head, tail = re.split(r"[0-9]+(?=-of-[0-9]+\.[a-z]+$)", path)
-    return sorted(other for other in glob(f"{escape(head)}*{escape(tail)}") if shard_name(other) is not None)
+    return [one for one in shard_names(path) if one == path or os.path.exists(one)]
+
+
+def shown_name(path: str) -> str:
+    """Return the name of a model file for people: for a blob of a cache or store that of its model."""
+    source, real = source_of(path), os.path.realpath(path)
+    if not _is_below(real, source):
+        return os.path.basename(path)
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        names = ModelNames(source, fd)
+        names.scan()
+        names.close()
+    finally:
+        os.close(fd)
+    return names.shown("/" + os.path.relpath(real, source))
 
 
 def opened_by(pid: int) -> list[str]:

@@ -149,7 +149,7 @@ def _described(path: str) -> str:
     if (model := models.bytes_of(path)) is not None and model.experts is not None:
         used = "" if model.used is None else f", {model.used} used"
         facts.append(f"MoE, {model.experts} experts{used}")
-    return f"{os.path.basename(path)} ({', '.join(facts)})"
+    return f"{models.shown_name(path)} ({', '.join(facts)})"
 
 
 def engine_variables(
