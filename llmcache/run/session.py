@@ -14,8 +14,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, printable
@@ -28,6 +29,9 @@ from llmcache.run import models, steering
 from llmcache.run.child import Child, User, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
+from llmcache.tokens.render import summary_lines
+from llmcache.tokens.summary import TokenSummary
+from llmcache.tokens.watch import TokenWatch
 from llmcache.units import format_size
 
 SCHEMA = "llmcache.run/1"
@@ -38,8 +42,8 @@ COPIES_S = 10.0
 NO_REPACK = "LLAMA_ARG_NO_REPACK"
 _REPACK_WORDS = frozenset(("--repack", "--no-repack", "-nr"))
 _REPACK_VARIABLES = (NO_REPACK, "LLAMA_ARG_REPACK")
-FITTING_SHARE = 0.9
-"""A model larger than this share of the memory that can be had does not fit there: the rest is the engine's own."""
+COPY_SHARE = 0.75
+"""Of the memory that can be had: a larger copy of the weights leaves too little for the rest of the model and the engine."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +161,14 @@ def engine_variables(
 ) -> dict[str, str]:
     """Return the variables to set for an engine whose defaults would copy more of the model than memory can hold.
 
-    llama.cpp copies ("repacks") tensors of some types into private memory. Where the model fits in `room_bytes`, that makes
-    it faster and nothing is set; nor where the words or variables of the user say whether to repack.
+    llama.cpp copies ("repacks") tensors of some types into private memory. Where the copy fits in `room_bytes`, it makes the
+    engine faster and nothing is set; nor where the words or variables of the user say whether to repack.
     """
     if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
         return {}
     for path in files:
         model = models.bytes_of(path)
-        if model is None or not model.repacked_bytes:
-            continue
-        if models.size_of(path) > FITTING_SHARE * room_bytes:
+        if model is not None and model.repacked_bytes > COPY_SHARE * room_bytes:
             return {NO_REPACK: "1"}
     return {}
 
@@ -195,17 +197,18 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             room_bytes = min(settings.memory_bytes or sys.maxsize, tightest().available_bytes)
             for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                 environment[name] = value
-                say(f"setting {name}={value}: the model does not fit in memory, and llama.cpp would copy it (see --no-env)")
+                say(f"setting {name}={value}: llama.cpp would copy more of the weights than fits in memory (see --no-env)")
         if reason is None or not sources:
             child = _in_place(session, words, program, environment, user, sources)
         else:
             child = _over_fuse(session, words, program, environment, user, sources, reason)
         stack.callback(child.cancel)
+        tokens = stack.enter_context(_tokens_of(child.pid))
         began = time.monotonic()
         with child.forwarding():
             child.release()
             _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
-        _summarize(session, time.monotonic() - began)
+        _summarize(session, time.monotonic() - began, tokens.stop())
     return child.end_alike()
 
 
@@ -305,10 +308,22 @@ def attach(pid: int, settings: RunSettings) -> int:
         def has_ended() -> bool:
             return bool(select.select([end], [], [], 0)[0])
 
+        tokens = stack.enter_context(_tokens_of(pid))
         with contextlib.suppress(KeyboardInterrupt):
             _watch(session, pid, has_ended, os.getpid())
-        _summarize(session, time.monotonic() - began)
+        _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _tokens_of(pid: int) -> Iterator[TokenWatch]:
+    """Observe the tokens of a process. This process has a second thread from then on."""
+    tokens = TokenWatch(pid)
+    tokens.start()
+    try:
+        yield tokens
+    finally:
+        tokens.stop()
 
 
 def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
@@ -341,8 +356,8 @@ def _looks(began: float) -> Iterator[float]:
         yield LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
 
 
-def _summarize(session: Session, seconds: float) -> None:
-    """Say what was read while the command ran, or print it as JSON."""
+def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
+    """Say what was computed and read while the command ran, or print it as JSON."""
     found = [(mounted, mounted.stats()) for mounted in session.steered.values()]
     if session.settings.as_json:
         steered = [
@@ -355,11 +370,31 @@ def _summarize(session: Session, seconds: float) -> None:
             for mounted, stats in found
         ]
         document = {"schema": SCHEMA, "seconds": seconds, "files": session.files, "steered": steered}
-        print(json.dumps(document | {"not_steered": session.refused}), file=sys.stderr, flush=True)
+        document |= {"not_steered": session.refused, "tokens": tokens.document()}
+        print(json.dumps(document), file=sys.stderr, flush=True)
         return
     if not session.files:
         say("no model file was opened: nothing was steered")
+        return
+    for line in summary_lines(tokens):
+        say(line)
+    loops = [loop for _, stats in found if stats is not None for file in stats["files"] for loop in file["loops"]]
+    if (ratio := page_cache_ratio(tokens, loops)) is not None:
+        say(f"the page cache alone would have needed about {ratio:.1f} times as long for a token (modelled)")
     for mounted, stats in found:
         if stats is not None:
             read, budget = (format_size(int(stats[key])) for key in ("backing_read_bytes", "budget_bytes"))
             say(f"{mounted.source}: {read} read from storage in {seconds:.0f} s ({mounted.mode}, budget {budget})")
+
+
+def page_cache_ratio(tokens: TokenSummary, loops: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the time of a token with an LRU page cache, as a multiple of the measured one; None if it is not known.
+
+    Modelled: the time waiting for storage grows with the bytes of a pass, which are measured for the mount and computed for
+    LRU from the observed touches; all other time stays.
+    """
+    known = [loop for loop in loops if not loop["left"] and loop["steered_pass_bytes"] and loop["lru_pass_bytes"]]
+    steered, lru = (sum(int(loop[key]) for loop in known) for key in ("steered_pass_bytes", "lru_pass_bytes"))
+    if not tokens.tokens or not steered:
+        return None
+    return 1 + tokens.storage_share * (lru / steered - 1)

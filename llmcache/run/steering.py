@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +74,17 @@ def start(
     `llmcache mount` reports.
     """
 
-    def enter() -> None:
-        if group is not None:
-            group.add(os.getpid())
-        if namespaces is not None:
-            namespaces.join()
-
-    words = ["mount", source, point, "--json", "--mode", mode, "--while", str(lifetime_pid)]
+    words = [sys.executable, "-m", "llmcache"]
+    words += ["mount", source, point, "--json", "--mode", mode, "--while", str(lifetime_pid)]
     words += [] if cache_bytes is None else ["--cache", str(cache_bytes)]
-    needs_entering: Callable[[], None] | None = enter if group is not None or namespaces is not None else None
     done = subprocess.run(
-        [sys.executable, "-m", "llmcache", *words],
+        words if group is None else group.wrap(words),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
-        preexec_fn=needs_entering,
+        preexec_fn=None if namespaces is None else namespaces.join,
     )
     if done.returncode != 0:
         raise _failure(done.returncode, done.stderr)
