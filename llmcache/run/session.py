@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageErr
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import check_machine, made_point
-from llmcache.memory import tightest
+from llmcache.memory import oom_kills, tightest
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
 from llmcache.run.child import Child, User, resolve, user_of
@@ -204,10 +205,13 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             child = _over_fuse(session, words, program, environment, user, sources, reason)
         stack.callback(child.cancel)
         tokens = stack.enter_context(_tokens_of(child.pid))
-        began = time.monotonic()
+        began, killed = time.monotonic(), oom_kills()
         with child.forwarding():
             child.release()
             _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
+        if child.status == signal.SIGKILL and oom_kills() > killed:
+            limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
+            say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
         _summarize(session, time.monotonic() - began, tokens.stop())
     return child.end_alike()
 
