@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -199,8 +200,8 @@ def test_memory_limits_the_command_by_a_cgroup(model: Path) -> None:
     show = f"cat /proc/self/cgroup $({show})"
     done = llmcache("run", "--memory", "256Mi", "--", "sh", "-c", f"{show}; cat {model} > /dev/null")
     assert done.returncode == 0, done.stderr
-    assert "llmcache-run-" in done.stdout and str(256 << 20) in done.stdout
-    assert not list(Path("/sys/fs/cgroup").glob("**/llmcache-run-*"))
+    (name,) = set(re.findall("llmcache-run-[0-9]+", done.stdout))
+    assert str(256 << 20) in done.stdout and not list(Path("/sys/fs/cgroup").glob(f"**/{name}"))
 
 
 @needs_in_place
