@@ -114,8 +114,9 @@ def opened_by(pid: int) -> list[str]:
                     candidates.add(os.readlink(f"/proc/{each}/fd/{number}"))
         for path in candidates:
             if path.startswith("/") and (real := visible_path(each, path)) is not None and is_model(real):
-                status = os.stat(real)
-                seen[status.st_dev, status.st_ino] = real
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    status = os.stat(real)
+                    seen[status.st_dev, status.st_ino] = real
     return sorted(seen.values())
 
 
@@ -140,6 +141,10 @@ def check_process(option: str, pid: int) -> None:
         raise UsageError(f"{option}: {pid} is llmcache itself", hint)
     if int(fields["Tgid"]) != pid:
         raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+    if fields["State"][0] in "ZX":
+        raise EnvironmentProblem(f"{option}: process {pid} has ended", hint)
+    if "VmSize" not in fields:
+        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a thread of the kernel, which reads no model", hint)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 
