@@ -205,8 +205,8 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                 environment[name] = value
                 say(f"setting {name}={value}: llama.cpp would copy more of the weights than fits in memory (see --no-env)")
-        if reason is None or not sources:
-            child = _in_place(session, words, program, environment, user, sources)
+        if reason is None or all(map(steering.served_already, sources)):
+            child = _at_their_paths(session, words, program, environment, user, sources)
         else:
             child = _over_fuse(session, words, program, environment, user, sources, reason)
         stack.callback(child.cancel)
@@ -243,7 +243,7 @@ def _not_found(given: Sequence[str]) -> str:
     return f"no model file is named: {looked}, and {', '.join(models.VARIABLES[:1])}"
 
 
-def _in_place(
+def _at_their_paths(
     session: Session,
     words: Sequence[str],
     program: str,
@@ -251,6 +251,7 @@ def _in_place(
     user: User | None,
     sources: Sequence[str],
 ) -> Child:
+    """Return the command with its directories steered in place, or by mounts that serve them already."""
     child = Child(words, program, environment, user=user, group=session.group)
     try:
         for source in sources:

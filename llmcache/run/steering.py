@@ -118,7 +118,9 @@ def served_already(source: str) -> Steered | None:
             return _joined(source, mount.point, mount.owner)
     for point, facts in control.root_points().items():
         served = str(facts.get("source"))
-        if facts.get("inplace") is not None and _overlap(source, served) and control.is_locked(control.files(point, 0)):
+        if facts.get("inplace") is None or not control.is_locked(control.files(point, 0)):
+            continue
+        if _overlap(source, served) or _is_below(source, point):
             return _joined(source, point, 0)
     return None
 

@@ -176,6 +176,16 @@ def test_two_runs_on_one_model(model: Path) -> None:
 
 
 @needs_in_place
+def test_a_mount_point_of_a_mount_in_place_is_steered_already(model: Path, tmp_path: Path) -> None:
+    assert llmcache("mount", model.parent, tmp_path, "--mode", "inplace", "--cache", "16Mi").returncode == 0
+    try:
+        done = llmcache("run", "--", "wc", "-c", tmp_path / model.name)
+        assert done.returncode == 0 and f"steered already by the mount on {tmp_path}" in done.stderr, done.stderr
+    finally:
+        llmcache("umount", tmp_path)
+
+
+@needs_in_place
 def test_a_model_that_is_removed_while_its_mount_ends(model: Path) -> None:
     with running("--", sys.executable, "-c", READER, model, "40") as first:
         said_by(first, "steering model.gguf")
@@ -237,7 +247,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 @needs_in_place
 def test_a_working_directory_that_was_removed(model: Path, tmp_path: Path) -> None:
     code = 'rmdir "$PWD"; exec "$@"'
-    words = ["sh", "-c", code, "sh", sys.executable, "-m", "llmcache", "run", "--", "wc", "-c", model]
+    words = ["sh", "-c", code, "sh", sys.executable, "-m", "llmcache", "run", "--", "wc", "-c", str(model)]
     (tmp_path / "removed").mkdir()
     done = subprocess.run(
         words, env=environment(), cwd=tmp_path / "removed", capture_output=True, text=True, timeout=60, check=False
@@ -417,16 +427,27 @@ def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any],
         process.communicate()
 
 
-def test_variables_and_links_lead_to_a_mount_elsewhere(as_user: Callable[..., Any], tmp_path: Path) -> None:
+def test_variables_and_links_lead_to_a_mount_elsewhere(as_user: Callable[..., Any]) -> None:
     place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
     (place / "links").mkdir()
     link, real = place / "links/link.gguf", place / "models/theirs.gguf"
-    link.symlink_to(real)
-    code = "import os, sys; print(os.environ['LLAMA_ARG_MODEL'], sys.argv[2])"
+    link.symlink_to("../models/theirs.gguf")
+    code = "import os, sys; open(sys.argv[2]); print(os.environ['LLAMA_ARG_MODEL'], sys.argv[2])"
     out, said = as_user(str(link), namespaces=False, code=code, LLAMA_ARG_MODEL=str(real)).communicate(timeout=60)
     assert out.split(), said
     for path in out.split():
         assert "/run-" in path and str(place) not in path
+
+
+def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
+    path = f"/var/tmp/llmcache-run-{os.getpid()}/models/theirs.gguf"
+    inner = (
+        f"os.execv(sys.executable, [sys.executable, '-m', 'llmcache', 'run', '--cache', '16Mi', '--', 'wc', '-c', '{path}'])"
+    )
+    process = as_user(code=f"import os, sys; {inner}")
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.split()[0] == str(os.stat(path).st_size), said
+    assert "steered already by the mount on" in said
 
 
 def daemons_for(pid: int) -> list[int]:

@@ -69,6 +69,10 @@ def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     of = models.source_of
     assert of(str(blob)) == of(str(snapshot)) == str(tmp_path / "hub/models--a--b")
     assert of(str(ollama)) == str(tmp_path / "ollama") and of(str(plain)) == str(plain.parent)
+    (tmp_path / "links").mkdir()
+    for file in (plain, blob, ollama):
+        (tmp_path / "links" / file.name).symlink_to(file)
+        assert of(str(tmp_path / "links" / file.name)) == of(str(file)), "a mount of the links would not hold the file"
     nested = sparse(tmp_path / "plain/blobs/more/model.gguf")
     assert models.sources_of([str(plain), str(nested)]) == [str(plain.parent)]
 
