@@ -215,6 +215,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
         with child.forwarding():
             child.release()
             _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
+        session.renew(None)
         _report_kills(session)
         _summarize(session, time.monotonic() - began, tokens.stop())
     return child.end_alike()
@@ -273,6 +274,7 @@ def _over_fuse(
 ) -> Child:
     """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
+    steering.remove_abandoned()
     name = f"run-{os.getpid()}"
     environment[control.SESSION] = os.environ[control.SESSION] = name
     try:

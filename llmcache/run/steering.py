@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,18 @@ def start(
         if "reduced" in line:
             print(line, file=sys.stderr)
     return Steered(source, point, os.geteuid(), json.loads(done.stdout.splitlines()[-1]))
+
+
+def remove_abandoned() -> None:
+    """Unmount what runs have left behind that were killed together with their daemons. Changes control.SESSION."""
+    directory = control.directory(os.geteuid())
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)
+        if found is not None and not os.path.exists(f"/proc/{found[2]}"):
+            os.environ[control.SESSION] = found[1]
+            left = Steered("", os.path.join(directory, name), os.geteuid(), {})
+            if not left.is_alive():
+                left.stop()
 
 
 def _failure(code: int, text: str) -> LlmcacheError:

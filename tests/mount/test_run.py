@@ -439,6 +439,23 @@ def test_variables_and_links_lead_to_a_mount_elsewhere(as_user: Callable[..., An
         assert "/run-" in path and str(place) not in path
 
 
+def test_a_mount_whose_run_and_daemon_were_killed_is_removed_by_the_next_run(as_user: Callable[..., Any]) -> None:
+    process = as_user("20", namespaces=False)
+    try:
+        process.stdout.readline()
+        (child,) = children_of(process.pid)
+        for pid in (process.pid, *daemons_for(child)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=60)
+        wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends")
+    finally:
+        process.kill()
+        process.communicate()
+    assert points_of(process)
+    as_user("0", namespaces=False).communicate(timeout=60)
+    assert not points_of(process)
+
+
 def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
     path = f"/var/tmp/llmcache-run-{os.getpid()}/models/theirs.gguf"
     inner = (
