@@ -127,6 +127,11 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
     return tuple((str(group), *files) for group, files in found.items())
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the OOM killer has ended on this machine since it was started, those in cgroups included."""
+    return _number(read(root / "proc/vmstat"), "oom_kill")
+
+
 def cgroup_version(root: Path = Path("/")) -> int | None:
     """Returns the version of the cgroups that account this process's memory, None without."""
     lines = [line.split(":", 2)[1] for line in (root / "proc/self/cgroup").read_text().splitlines()]

@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageErr
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import check_machine, made_point
-from llmcache.memory import tightest
+from llmcache.memory import oom_kills, tightest
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
 from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
@@ -205,6 +206,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                 environment[name] = value
                 say(f"setting {name}={value}: llama.cpp would copy more of the weights than fits in memory (see --no-env)")
+        killed = oom_kills()
         if reason is None or all(map(steering.served_already, sources)):
             child = _at_their_paths(session, words, program, environment, user, sources)
         else:
@@ -216,7 +218,9 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             child.release()
             _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
         session.renew(None)
-        _report_kills(session)
+        if child.status == signal.SIGKILL and oom_kills() > killed:
+            limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
+            say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
         _summarize(session, time.monotonic() - began, tokens.stop())
     return child.end_alike()
 
@@ -227,16 +231,6 @@ def _directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "/"
-
-
-def _report_kills(session: Session) -> None:
-    """Say if processes were killed because the memory of `--memory` was used up."""
-    if session.group is None or session.settings.memory_bytes is None:
-        return
-    with contextlib.suppress(OSError):
-        if kills := session.group.usage().oom_kills:
-            killed, size = "1 process" if kills == 1 else f"{kills} processes", format_size(session.settings.memory_bytes)
-            say(f"out of memory (OOM): the kernel killed {killed} within --memory {size}")
 
 
 def _not_found(given: Sequence[str]) -> str:

@@ -54,6 +54,8 @@ ALONE = (
         "llmcache plot $SHARE/traces/read-loop.parquet -o loop.svg",
         "llmcache simulate $SHARE/traces/read-loop.parquet --policy lru --cache 50%",
         "llmcache trace -o true.parquet -- true",
+        "llmcache tokens -- true",
+        "llmcache run -- true" if os.geteuid() == 0 else "llmcache run --help",
         "llmcache reproduce icecache -o paper",
         "llmcache edram model",
         "llmcache edram sweep --json > sweep.json",

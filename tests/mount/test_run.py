@@ -261,10 +261,10 @@ def test_a_command_that_runs_out_of_memory(model: Path) -> None:
     code = "print('started', flush=True); bytearray(400 << 20)"
     done = llmcache("run", "--memory", "200M", "--", sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "started\n")
-    assert "out of memory (OOM): the kernel killed 1 process within --memory 200 MB" in done.stderr
+    assert "the kernel's OOM killer ended the command" in done.stderr and "(--memory 200 MB)" in done.stderr
     done = llmcache("run", "--memory", "4K", "--", "true", model)
     assert done.returncode == -signal.SIGKILL and "Traceback" not in done.stderr
-    assert "ended by SIGKILL when it started" in done.stderr and "out of memory (OOM)" in done.stderr
+    assert "ended by SIGKILL when it started" in done.stderr and "OOM killer" in done.stderr
 
 
 @needs_in_place
@@ -308,9 +308,8 @@ def test_memory_limits_the_command_by_a_cgroup(model: Path) -> None:
     show = f"cat /proc/self/cgroup $({show})"
     done = llmcache("run", "--memory", "256Mi", "--", "sh", "-c", f"{show}; cat {model} > /dev/null")
     assert done.returncode == 0, done.stderr
-    name = re.search("llmcache-run-[0-9]+", done.stdout)
-    assert name is not None and str(256 << 20) in done.stdout
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/{name[0]}"))
+    (name,) = set(re.findall("llmcache-run-[0-9]+", done.stdout))
+    assert str(256 << 20) in done.stdout and not list(Path("/sys/fs/cgroup").glob(f"**/{name}"))
 
 
 @needs_in_place

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import READAHEAD_BYTES, MappedFile, Places, Program, read_ahead
+from llmcache.fs.backends.files import READAHEAD_BYTES, Files, MappedFile, Places, Program, read_ahead
 from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 
@@ -166,3 +167,20 @@ def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFil
         behind = SIZE - 2 * HUGE_BYTES
         assert syscalls.cached_blocks(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
         assert syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
+
+
+def test_a_program_that_has_closed_a_file_is_forgotten_while_others_read_it() -> None:
+    """A look at the header made a second reader, and the window four times as wide, for as long as the first one read."""
+    peek, loop = (
+        Mock(has=lambda *_key: False),
+        Mock(has=Mock(side_effect=AssertionError("the last reader is not looked at"))),
+    )
+    group = Mock(last_pid=2, last_ns=time.monotonic_ns())
+    file = Mock(group=group, unplaced=False, programs={1: peek, 2: loop}, looked_ns=0, key=(1, 1))
+    files = Mock(by_number={1: file})
+    Files._check_use(files)
+    files._leave.assert_called_once_with(file, 1)
+    del file.programs[1]
+    file.looked_ns = 0
+    Files._check_use(files)
+    assert files._leave.call_count == 1

@@ -738,15 +738,24 @@ class Files:
                 program.close()
 
     def _check_use(self) -> None:
-        """Takes leave of programs that live on and have closed what they read."""
+        """Forget programs that have closed a file and live on. While a file is read, its last reader is not looked at.
+
+        A program that has only looked at the header would count as a second reader of the loop otherwise, for which the
+        window is widened.
+        """
         now_ns = time.monotonic_ns()
         for file in self.by_number.values():
-            last_ns = 0 if file.group is None else file.group.last_ns
-            is_known = file.group is not None or file.unplaced
-            if not is_known or not file.programs or now_ns - max(last_ns, file.looked_ns) < IDLE_NS:
+            group = file.group
+            is_known = group is not None or file.unplaced
+            if not is_known or not file.programs or now_ns - file.looked_ns < IDLE_NS:
+                continue
+            reader = group.last_pid if group is not None and now_ns - group.last_ns < IDLE_NS else -1
+            if reader in file.programs and len(file.programs) == 1:
                 continue
             file.looked_ns = now_ns
             for pid, program in list(file.programs.items()):
+                if pid == reader:
+                    continue
                 if (program is None and pid == 0) or (program is not None and not program.has(*file.key)):
                     self._leave(file, pid)
 

@@ -408,12 +408,13 @@ class Judge:
         self.turn(group, True)
 
     def _guard_of(self, group: Group) -> Guard:
-        """Return the guard of a space, made when it is needed first."""
+        """Return the guard of a space, made when it is needed first. Its bound follows the memory that there is."""
         evidence = group.evidence
+        bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
         if evidence.guard is None:
             noise_bytes = WINDOW_PASSES * group.loop_bytes // NOISE_SHARE
-            bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
             evidence.guard = Guard(bound_bytes, noise_bytes)
+        evidence.guard.bound_bytes = bound_bytes
         return evidence.guard
 
     def _expected_bytes(self, group: Group) -> int:
