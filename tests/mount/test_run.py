@@ -219,6 +219,15 @@ def test_ctrl_c_while_the_daemon_starts_reaches_the_command_alone(model: Path) -
 
 
 @needs_in_place
+def test_ctrl_c_before_the_command_starts_is_no_success(model: Path) -> None:
+    with running("--", "sleep", "60", model) as process:
+        wait_for(lambda: bool(children_of(process.pid)), "the command waits, or the daemon starts")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGINT, said
+
+
+@needs_in_place
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_command_goes_on_without_a_reader_of_stderr(model: Path, options: list[str]) -> None:
     with running(*options, "--", "sh", "-c", "echo ready; sleep 2; exit 5", "sh", model) as process:
