@@ -148,9 +148,8 @@ def test_the_command_keeps_its_output_and_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--force", "-o", "/dev/full"]])
 def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words: list[str]) -> None:
-    code = f"import mmap, time; file = open({str(model)!r}, 'rb'); data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
-    code += "for _ in range(4): sum(data[::4096]); time.sleep(.5)\nprint('end')"
-    command = [sys.executable, "-m", "llmcache", "tokens", *words, "--", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "llmcache", "tokens", *words, "--", "sh", "-c", '"$@" > /dev/null; echo end', "sh"]
+    command += client(model, 8, "--pause", 0.3)
     with open("/dev/full", "w") as full:
         stderr = subprocess.PIPE if words else full
         done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
