@@ -208,6 +208,7 @@ class Cgroup:
         self.close()
 
     def _make(self, tree: Hierarchy, controllers: list[str]) -> None:
+        _remove_abandoned(tree)
         refused: OSError | None = None
         for parent in dict.fromkeys((tree.root, tree.own)):  # best first
             path = parent / self.name
@@ -290,6 +291,16 @@ class Cgroup:
                         f"cannot remove cgroup {path}: {error}", f"rmdir {path} when it is empty"
                     ) from error
             time.sleep(0.05)
+
+
+def _remove_abandoned(tree: Hierarchy) -> None:
+    """Remove empty groups whose maker was killed."""
+    for parent in {tree.root, tree.own}:
+        for path in parent.glob("llmcache-*-*"):
+            pid = path.name.rpartition("-")[2]
+            if pid.isdecimal() and not (storage.PROC / pid).exists():
+                with contextlib.suppress(OSError):  # a command that has survived runs in it
+                    path.rmdir()
 
 
 def is_ours(pid: int, name: str) -> bool:

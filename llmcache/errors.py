@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -61,9 +64,27 @@ def printable(text: str) -> str:
 
 def report(error: LlmcacheError) -> None:
     """Print `error` and its hint on stderr, in the form every command uses: a line each, whatever names they quote."""
-    print(f"llmcache: error: {printable(error.message)}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {printable(error.hint)}", file=sys.stderr)
+    with droppable(sys.stderr):
+        print(f"llmcache: error: {printable(error.message)}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {printable(error.hint)}", file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr among the output of a command."""
+    with droppable(sys.stderr):
+        print(f"llmcache: {printable(text)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def droppable(stream: TextIO) -> Iterator[None]:
+    """While it lasts, output to `stream` that fails (a closed pipe, a full disk) is dropped, with all that follows."""
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def is_interrupt(error: BaseException) -> bool:

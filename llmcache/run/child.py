@@ -17,21 +17,25 @@ from types import FrameType
 from typing import NoReturn
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import LlmcacheError, UsageError
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.run.namespaces import enter_private
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE")
-"""Signals that the command gets if `llmcache run` gets them. The terminal sends SIGINT, SIGQUIT, SIGTSTP and SIGWINCH to
-both by itself."""
-_DEFAULTS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""Signals that the command gets if `llmcache run` gets them, unless they are ignored (`nohup`)."""
+KEYS = (signal.SIGINT, signal.SIGQUIT)
+"""Signals of keys: the terminal sends them to the command as well, so those of others alone are forwarded."""
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class NotRunnable(LlmcacheError):
     """A command that does not exist (exit code 127) or cannot be executed (126), as shells report it."""
 
-    def __init__(self, command: str, code: int, reason: str) -> None:
-        hint = "name a program that is on PATH, or its path" if code == NOT_FOUND else "chmod +x it, or name its interpreter"
+    def __init__(self, command: str, code: int, reason: str, hint: str | None = None) -> None:
+        usual = (
+            "name a program that is on PATH, or its path" if code == NOT_FOUND else "chmod +x it, or name its interpreter"
+        )
+        hint = hint or usual
         super().__init__(f"cannot run '{command}': {reason}", hint)
         self.exit_code = code
 
@@ -77,15 +81,16 @@ def user_of(name: str | None, environment: Mapping[str, str]) -> User | None:
 
     UsageError: there is no such user, or this process is not root and may not change to it.
     """
-    is_root, chosen = os.geteuid() == 0, name
+    is_root, chosen, named_by = os.geteuid() == 0, name, "--user"
     if chosen is None and is_root:
-        chosen = environment.get("SUDO_USER")
+        chosen, named_by = environment.get("SUDO_USER") or None, "SUDO_USER"
     if chosen is None or (is_root and chosen == "root"):
         return None
     try:
-        entry = pwd.getpwuid(int(chosen)) if chosen.isdigit() else pwd.getpwnam(chosen)
+        entry = pwd.getpwuid(int(chosen)) if chosen.isascii() and chosen.isdigit() else pwd.getpwnam(chosen)
     except KeyError:
-        raise UsageError(f"--user: there is no user '{chosen}'", "list users with: getent passwd") from None
+        hint = "list users with: getent passwd" if name is not None else "unset SUDO_USER to run the command as root"
+        raise UsageError(f"{named_by}: there is no user '{chosen}'", hint) from None
     if entry.pw_uid == os.geteuid():
         return None
     if not is_root:
@@ -132,6 +137,11 @@ class Child:
         """In the new process: prepare, wait at the gate, and execute the program."""
         code = NOT_EXECUTABLE
         try:
+            for number in (*FORWARDED, *KEYS):
+                if not _is_ignored(number):
+                    signal.signal(number, signal.SIG_DFL)
+            for number in _IGNORED_BY_PYTHON:
+                signal.signal(number, signal.SIG_DFL)
             if self.group is not None:
                 self.group.add(os.getpid())
             if private:
@@ -139,10 +149,8 @@ class Child:
             os.write(report, b"0\n")
             if not os.read(gate, 1):
                 os._exit(0)
-            for number in _DEFAULTS:
-                signal.signal(number, signal.SIG_DFL)
             if self.user is not None:
-                self.user.become()
+                self._change_user(self.user, report)
             os.execve(self.program, self.words, self.environment)
         except OSError as error:
             code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
@@ -151,8 +159,19 @@ class Child:
         finally:
             os._exit(code)
 
+    @staticmethod
+    def _change_user(user: User, report: int) -> None:
+        try:
+            user.become()
+        except OSError as error:
+            os.write(report, f"{-(error.errno or errno.EIO)}\n".encode())
+            os._exit(NOT_EXECUTABLE)
+
     def _read_report(self) -> int:
-        """Return the next errno that the new process reports: 0 if it is ready, or (at the end of the pipe) executes."""
+        """Return the next errno that the new process reports: 0 if it is ready, or (at the end of the pipe) executes.
+
+        It is negative if the user cannot be changed.
+        """
         text = b""
         while not text.endswith(b"\n"):
             if not (more := os.read(self._report, 1)):
@@ -161,15 +180,21 @@ class Child:
         return int(text)
 
     def release(self) -> None:
-        """Let the command execute the program. NotRunnable."""
-        os.write(self._gate, b"\n")
+        """Let the command execute the program, unless a signal has ended it already. NotRunnable; EnvironmentProblem."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._gate, b"\n")
         os.close(self._gate)
         failed = self._read_report()
         os.close(self._report)
         if failed:
             self.wait()
-            code = NOT_FOUND if failed == errno.ENOENT else NOT_EXECUTABLE
-            raise NotRunnable(self.words[0], code, os.strerror(failed))
+            if failed < 0 and self.user is not None:
+                hint = "this needs CAP_SETUID and CAP_SETGID; run the command as root with SUDO_USER unset"
+                raise EnvironmentProblem(f"cannot become user '{self.user.name}': {os.strerror(-failed)}", hint)
+            if failed == errno.ENOENT:  # the program itself was found
+                hint = "its first line (#!) names the interpreter; file(1) shows the loader"
+                raise NotRunnable(self.words[0], NOT_FOUND, "its interpreter or loader does not exist", hint)
+            raise NotRunnable(self.words[0], NOT_EXECUTABLE, os.strerror(failed))
 
     def has_ended(self) -> bool:
         """Return whether the command has ended; its status is taken then."""
@@ -195,16 +220,8 @@ class Child:
 
     @contextlib.contextmanager
     def forwarding(self) -> Iterator[None]:
-        """While it lasts, signals for this process go to the command, or are the command's to answer.
-
-        SIGINT and SIGQUIT of the terminal reach both: this process ignores them and ends after the command.
-        """
-        before = {}
-        for name in FORWARDED:
-            number = getattr(signal, name)
-            before[number] = signal.signal(number, self._forward)
-        for number in (signal.SIGINT, signal.SIGQUIT):
-            before[number] = signal.signal(number, lambda _number, _frame: None)
+        """While it lasts, signals for this process go to the command. This process ends after the command."""
+        before = {number: signal.signal(number, self._forward) for number in (*FORWARDED, *KEYS) if not _is_ignored(number)}
         try:
             yield
         finally:
@@ -212,7 +229,7 @@ class Child:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        if self.status is None:
+        if self.status is None and not (number in KEYS and _has_terminal()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -222,11 +239,43 @@ class Child:
         code = os.waitstatus_to_exitcode(self.status)
         if code >= 0:
             return code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-        time.sleep(1.0)  # the signal arrives meanwhile, unless it is blocked
-        return 128 - code
+        return end_by_signal(-code)
+
+
+def end_by_signal(number: int) -> int:
+    """End this process by a signal, without a core dump; return 128 + `number` if it is blocked."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    time.sleep(1.0)  # the signal arrives meanwhile
+    return 128 + number
+
+
+@contextlib.contextmanager
+def ending_by_interrupt() -> Iterator[None]:
+    """End this process by SIGINT on Ctrl-C before the command starts: the exit code must not be that of success."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(end_by_signal(signal.SIGINT))
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+def _has_terminal() -> bool:
+    """Return whether this process is in the foreground of a terminal, whose keys send signals to all processes there."""
+    try:
+        fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:  # the terminal is closed
+        return False
+    finally:
+        os.close(fd)

@@ -114,8 +114,9 @@ def opened_by(pid: int) -> list[str]:
                     candidates.add(os.readlink(f"/proc/{each}/fd/{number}"))
         for path in candidates:
             if path.startswith("/") and (real := visible_path(each, path)) is not None and is_model(real):
-                status = os.stat(real)
-                seen[status.st_dev, status.st_ino] = real
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    status = os.stat(real)
+                    seen[status.st_dev, status.st_ino] = real
     return sorted(seen.values())
 
 
@@ -140,6 +141,10 @@ def check_process(option: str, pid: int) -> None:
         raise UsageError(f"{option}: {pid} is llmcache itself", hint)
     if int(fields["Tgid"]) != pid:
         raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+    if fields["State"][0] in "ZX":
+        raise EnvironmentProblem(f"{option}: process {pid} has ended", hint)
+    if "VmSize" not in fields:
+        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a thread of the kernel, which reads no model", hint)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 
@@ -217,20 +222,26 @@ def source_of(path: str) -> str:
     """Return the directory to steer for a model file: the one that holds it, or the cache or store that names it.
 
     A blob of a Hugging Face cache or of an Ollama store has its name beside the directory of blobs, and a snapshot links to
-    it: the directory above both is steered. A link to another file system is not followed by mounts: the directory of the
-    file that it leads to is steered instead.
+    it: the directory above both is steered. A mount shows links as links: of any other link that leads out of its directory,
+    or to another file system, the directory of the file is steered.
     """
-    parent = os.path.realpath(os.path.dirname(path))
-    with contextlib.suppress(OSError):
-        if os.stat(path).st_dev != os.stat(parent).st_dev:
-            parent = os.path.dirname(os.path.realpath(path))
-    above = Path(parent).parent
-    is_blob = os.path.basename(parent) == "blobs" and _HASH.fullmatch(os.path.basename(os.path.realpath(path)))
+    real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
+    source = _with_names(parent, real)
+    with contextlib.suppress(OSError):  # it was removed
+        if not _is_below(real, source) or os.stat(real).st_dev != os.stat(parent).st_dev:
+            source = _with_names(os.path.dirname(real), real)
+    return source
+
+
+def _with_names(directory: str, real: str) -> str:
+    """Return the cache or store that a directory with the model file `real` belongs to, else the directory itself."""
+    above = Path(directory).parent
+    is_blob = os.path.basename(directory) == "blobs" and _HASH.fullmatch(os.path.basename(real))
     if is_blob and any((above / name).is_dir() for name in ("manifests", "snapshots")):
         return str(above)
     if above.name == "snapshots" and (above.parent / "blobs").is_dir():
         return str(above.parent)
-    return parent
+    return directory
 
 
 def sources_of(paths: Sequence[str]) -> list[str]:

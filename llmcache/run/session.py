@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, printable
+from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, droppable, say
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import oom_kills, tightest
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
-from llmcache.run.child import Child, User, resolve, user_of
+from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.tokens.render import summary_lines
@@ -60,11 +60,6 @@ class RunSettings:
     as_json: bool = False
 
 
-def say(text: str) -> None:
-    """Print a line of our own on stderr, among the output of the command."""
-    print(f"llmcache: {printable(text)}", file=sys.stderr, flush=True)
-
-
 @dataclass
 class Session:
     """What a run knows: the files found so far, and the mounts that steer their directories."""
@@ -73,6 +68,7 @@ class Session:
     files: list[str] = field(default_factory=list)
     steered: dict[str, Steered] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     namespaces: Namespaces | None = None
     group: Cgroup | None = None
 
@@ -127,13 +123,21 @@ class Session:
         described = [_described(path) for path in self.files if models.source_of(path) == source]
         return ", ".join(dict.fromkeys(filter(None, described))) or source
 
-    def renew(self, lifetime_pid: int) -> None:
-        """Steer a directory anew whose mount, made by somebody else, has ended."""
+    def renew(self, owner_pid: int | None) -> None:
+        """Report the mounts that have ended. In place (`owner_pid`), directories of mounts of others are steered anew."""
         for source, mounted in list(self.steered.items()):
-            if not mounted.own and not mounted.is_alive():
-                del self.steered[source]
+            if source in self.ended or mounted.is_alive():
+                continue
+            self.ended.add(source)
+            if mounted.own:
+                log = control.files(mounted.point, mounted.uid).log
+                say(f"{source} is no longer steered: its daemon has ended (log: {log})")
+            else:
                 say(f"the mount on {mounted.point} has ended")
-                self.steer(source, source, "inplace", lifetime_pid)
+                if owner_pid is not None:
+                    del self.steered[source]
+                    self.ended.discard(source)
+                    self.steer(source, source, "inplace", owner_pid)
 
     def close(self) -> None:
         """End all mounts that were made here."""
@@ -150,11 +154,14 @@ def _described(path: str) -> str:
     """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
     if path not in models.first_shards([path]):
         return ""
-    facts = [format_size(models.size_of(path))]
+    try:
+        facts, name = [format_size(models.size_of(path))], models.shown_name(path)
+    except OSError:  # it was removed
+        return os.path.basename(path)
     if (model := models.bytes_of(path)) is not None and model.experts is not None:
         used = "" if model.used is None else f", {model.used} used"
         facts.append(f"MoE, {model.experts} experts{used}")
-    return f"{models.shown_name(path)} ({', '.join(facts)})"
+    return f"{name} ({', '.join(facts)})"
 
 
 def engine_variables(
@@ -183,10 +190,10 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories] or words[1:]
     if user is not None:
         environment = user.environment(environment)
-    sources = session.without_memory(session.add(models.in_words(given, environment, os.getcwd())))
+    sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
-    with contextlib.ExitStack() as stack:
+    with ending_by_interrupt(), contextlib.ExitStack() as stack:
         if settings.memory_bytes is not None:
             session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
         stack.callback(session.close)
@@ -199,16 +206,18 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                 environment[name] = value
                 say(f"setting {name}={value}: llama.cpp would copy more of the weights than fits in memory (see --no-env)")
-        if reason is None or not sources:
-            child = _in_place(session, words, program, environment, user, sources)
+        killed = oom_kills()
+        if reason is None or all(map(steering.served_already, sources)):
+            child = _at_their_paths(session, words, program, environment, user, sources)
         else:
             child = _over_fuse(session, words, program, environment, user, sources, reason)
         stack.callback(child.cancel)
         tokens = stack.enter_context(_tokens_of(child.pid))
-        began, killed = time.monotonic(), oom_kills()
+        began = time.monotonic()
         with child.forwarding():
             child.release()
             _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
+        session.renew(None)
         if child.status == signal.SIGKILL and oom_kills() > killed:
             limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
             say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
@@ -216,12 +225,20 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     return child.end_alike()
 
 
+def _directory() -> str:
+    """Return the working directory; the root directory if it was removed: no relative path leads to a file then."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
+
+
 def _not_found(given: Sequence[str]) -> str:
     looked = f"looked at: {' '.join(given)}" if given else "the command has no arguments"
     return f"no model file is named: {looked}, and {', '.join(models.VARIABLES[:1])}"
 
 
-def _in_place(
+def _at_their_paths(
     session: Session,
     words: Sequence[str],
     program: str,
@@ -229,6 +246,7 @@ def _in_place(
     user: User | None,
     sources: Sequence[str],
 ) -> Child:
+    """Return the command with its directories steered in place, or by mounts that serve them already."""
     child = Child(words, program, environment, user=user, group=session.group)
     try:
         for source in sources:
@@ -250,6 +268,7 @@ def _over_fuse(
 ) -> Child:
     """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
+    steering.remove_abandoned()
     name = f"run-{os.getpid()}"
     environment[control.SESSION] = os.environ[control.SESSION] = name
     try:
@@ -259,7 +278,9 @@ def _over_fuse(
         way = "in a private mount namespace"
     except OSError as error:
         points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
-        child = Child(_rewritten(words, points), program, environment, user=user, group=session.group)
+        environment |= {name: _moved(environment[name], points) for name in models.VARIABLES if name in environment}
+        rewritten = [words[0], *(_moved(word, points) for word in words[1:])]
+        child = Child(rewritten, program, environment, user=user, group=session.group)
         way = f"by a mount of its own, with the paths among its arguments changed (no private namespace: {error.strerror})"
     say(f"over FUSE {way}; not in place: {reason}")
     try:
@@ -276,19 +297,15 @@ def _over_fuse(
     return child
 
 
-def _rewritten(words: Sequence[str], points: dict[str, str]) -> list[str]:
-    """Return the words of a command with paths of model files in steered directories changed to the mounts of these."""
-
-    def one(word: str) -> str:
-        option, equals, value = word.rpartition("=")
-        path = os.path.abspath(os.path.expanduser(value))
+def _moved(word: str, points: dict[str, str]) -> str:
+    """Return a word of a command, with a path in a steered directory (also after "=") changed to the mount of that."""
+    option, equals, value = word.rpartition("=")
+    path = os.path.normpath(os.path.join(_directory(), os.path.expanduser(value)))
+    for real in (os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), os.path.realpath(path)):
         for source, point in points.items():
-            real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             if real == source or real.startswith(source + "/"):
                 return f"{option}{equals}{os.path.normpath(os.path.join(point, os.path.relpath(real, source)))}"
-        return word
-
-    return [words[0], *map(one, words[1:])]
+    return word
 
 
 def attach(pid: int, settings: RunSettings) -> int:
@@ -314,6 +331,8 @@ def attach(pid: int, settings: RunSettings) -> int:
 
         tokens = stack.enter_context(_tokens_of(pid))
         with contextlib.suppress(KeyboardInterrupt):
+            if not models.opened_by(pid):
+                say(f"process {pid} has no model file open: waiting until it opens one, or ends")
             _watch(session, pid, has_ended, os.getpid())
         _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
@@ -339,9 +358,10 @@ def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid:
     end = os.pidfd_open(pid) if not has_ended() else -1
     try:
         while not has_ended():
-            if owner_pid is not None:
-                for source in session.without_memory(session.add(models.opened_by(pid))):
-                    session.steer(source, source, "inplace", owner_pid)
+            with contextlib.suppress(OSError):  # files and directories may be removed at any time
+                if owner_pid is not None:
+                    for source in session.without_memory(session.add(models.opened_by(pid))):
+                        session.steer(source, source, "inplace", owner_pid)
                 session.renew(owner_pid)
             if time.monotonic() >= due:
                 due = time.monotonic() + COPIES_S
@@ -375,7 +395,8 @@ def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
         ]
         document = {"schema": SCHEMA, "seconds": seconds, "files": session.files, "steered": steered}
         document |= {"not_steered": session.refused, "tokens": tokens.document()}
-        print(json.dumps(document), file=sys.stderr, flush=True)
+        with droppable(sys.stderr):
+            print(json.dumps(document), file=sys.stderr, flush=True)
         return
     if not session.files:
         say("no model file was opened: nothing was steered")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -55,6 +57,7 @@ class Steered:
         control.wait_until_gone(control.files(self.point, self.uid), END_S)
         with contextlib.suppress(MountProblem):  # of a daemon that was killed
             mountpoint.detach(self.point, lazy=True)
+        control.remove_left(control.files(self.point, self.uid))
         mountpoint.remove_made(self.point)
 
 
@@ -70,8 +73,8 @@ def start(
 ) -> Steered:
     """Mount `source` on `point` by a daemon that ends with process `lifetime_pid`, and return once it serves.
 
-    The daemon runs in the cgroup `group`, so that what it fetches is charged to it, and in `namespaces`. LlmcacheError: what
-    `llmcache mount` reports.
+    The daemon runs in the cgroup `group`, so that what it fetches is charged to it, and in `namespaces`. It is in a session
+    of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
     """
 
     words = [sys.executable, "-m", "llmcache"]
@@ -84,6 +87,7 @@ def start(
         text=True,
         errors="replace",
         check=False,
+        start_new_session=True,
         preexec_fn=None if namespaces is None else namespaces.join,
     )
     if done.returncode != 0:
@@ -94,8 +98,23 @@ def start(
     return Steered(source, point, os.geteuid(), json.loads(done.stdout.splitlines()[-1]))
 
 
+def remove_abandoned() -> None:
+    """Unmount what runs have left behind that were killed together with their daemons. Changes control.SESSION."""
+    directory = control.directory(os.geteuid())
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)
+        if found is not None and not os.path.exists(f"/proc/{found[2]}"):
+            os.environ[control.SESSION] = found[1]
+            left = Steered("", os.path.join(directory, name), os.geteuid(), {})
+            if not left.is_alive():
+                left.stop()
+
+
 def _failure(code: int, text: str) -> LlmcacheError:
-    """Return the error that `llmcache mount` has printed."""
+    """Return the error that `llmcache mount` has printed, or the signal that has ended it."""
+    if code < 0:
+        hint = "the memory of the cgroup may be too small (dmesg shows OOM kills)" if code == -signal.SIGKILL else None
+        return MountProblem(f"the daemon was ended by {signal.Signals(-code).name} when it started", hint)
     lines = text.strip().splitlines()
     said = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[-1] if lines else "no message")
     hint = next((line.partition("hint: ")[2] for line in lines if line.startswith("hint: ")), None)
@@ -112,7 +131,9 @@ def served_already(source: str) -> Steered | None:
             return _joined(source, mount.point, mount.owner)
     for point, facts in control.root_points().items():
         served = str(facts.get("source"))
-        if facts.get("inplace") is not None and _overlap(source, served) and control.is_locked(control.files(point, 0)):
+        if facts.get("inplace") is None or not control.is_locked(control.files(point, 0)):
+            continue
+        if _overlap(source, served) or _is_below(source, point):
             return _joined(source, point, 0)
     return None
 

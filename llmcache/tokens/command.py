@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
 
-from llmcache.errors import EXIT_OK, UsageError
+from llmcache.errors import EXIT_OK, UsageError, droppable, printable, say
 from llmcache.files import Output, writing
 from llmcache.fs.client import control, mountpoint
-from llmcache.run.child import Child, resolve, user_of
+from llmcache.run.child import Child, ending_by_interrupt, resolve, user_of
 from llmcache.run.models import check_process
 from llmcache.tokens.models import Find, ProcessTree
 from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
@@ -69,7 +69,7 @@ def _observe_command(command: Sequence[str], settings: Settings) -> int:
     program = resolve(command[0], environment.get("PATH"))
     if user is not None:
         environment = user.environment(environment)
-    with _Lines(settings, sys.stderr) as lines, contextlib.ExitStack() as stack:
+    with ending_by_interrupt(), _Lines(settings, sys.stderr) as lines, contextlib.ExitStack() as stack:
         child = Child(command, program, environment, user=user)
         stack.callback(child.cancel)
         watch = lines.watch(ProcessTree(child.pid))
@@ -78,8 +78,10 @@ def _observe_command(command: Sequence[str], settings: Settings) -> int:
             with child.forwarding():
                 child.release()
                 _wait(lambda: not child.has_ended() and watch.is_alive, settings.seconds)
-                lines.close(watch.stop())
-                child.wait()
+                try:
+                    lines.close(watch.stop())
+                finally:  # also if the observation has failed
+                    child.wait()
         finally:
             watch.stop()
     return child.end_alike()
@@ -157,7 +159,7 @@ class _Lines:
 
     def watch(self, find: Find) -> TokenWatch:
         """Return a watch that prints here."""
-        return TokenWatch(find, on_token=self._token, on_interval=self._interval, on_note=_note)
+        return TokenWatch(find, on_token=self._token, on_interval=self._interval, on_note=say)
 
     def close(self, summary: TokenSummary) -> None:
         """Print the summary."""
@@ -165,7 +167,7 @@ class _Lines:
             self._print(json.dumps(summary.document()))
         else:
             self._print("")
-            for line in summary_lines(summary):
+            for line in map(printable, summary_lines(summary)):
                 self._print(f"llmcache: {line}" if self._stream is sys.stderr else line)
 
     def _token(self, token: Token) -> None:
@@ -182,10 +184,7 @@ class _Lines:
 
     def _print(self, text: str) -> None:
         try:
-            print(text, file=self._stream, flush=True)
+            with droppable(sys.stderr) if self._stream is sys.stderr else contextlib.nullcontext():
+                print(text, file=self._stream, flush=True)
         except BrokenPipeError:
             self.has_reader = False
-
-
-def _note(text: str) -> None:
-    print(f"llmcache: {text}", file=sys.stderr, flush=True)

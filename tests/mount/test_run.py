@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_signals_reach_the_command(model: Path) -> None:
         assert (out, process.returncode) == ("term\n", 5)
     with running("--", "sh", "-c", "trap 'exit 9' INT; echo ready; while :; do sleep .1; done") as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        process.send_signal(signal.SIGINT)  # as a supervisor does
         process.communicate(timeout=60)
         assert process.returncode == 9
     with running("--", "sh", "-c", "kill -KILL $$") as process:
@@ -153,8 +154,10 @@ def test_the_command_survives_the_death_of_run_and_of_its_daemon(model: Path, di
             assert Path(f"/proc/{child}").exists(), "the command goes on"
             wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends by itself")
         else:
+            assert "its daemon has ended" in said_by(process, "is no longer steered")
             process.communicate(timeout=60)
             assert process.returncode == 0
+            assert not os.path.exists(control.files(str(model.parent)).info), "nothing of the daemon is left"
 
 
 def children_of(pid: int) -> list[int]:
@@ -170,6 +173,120 @@ def test_two_runs_on_one_model(model: Path) -> None:
             first.communicate(timeout=60)
             assert first.returncode == 0
             assert "in place" in said_by(second, "steering model.gguf"), "the second takes over"
+
+
+@needs_in_place
+def test_a_mount_point_of_a_mount_in_place_is_steered_already(model: Path, tmp_path: Path) -> None:
+    assert llmcache("mount", model.parent, tmp_path, "--mode", "inplace", "--cache", "16Mi").returncode == 0
+    try:
+        done = llmcache("run", "--", "wc", "-c", tmp_path / model.name)
+        assert done.returncode == 0 and f"steered already by the mount on {tmp_path}" in done.stderr, done.stderr
+    finally:
+        llmcache("umount", tmp_path)
+
+
+@needs_in_place
+def test_a_model_that_is_removed_while_its_mount_ends(model: Path) -> None:
+    with running("--", sys.executable, "-c", READER, model, "40") as first:
+        said_by(first, "steering model.gguf")
+        path = model.parent / "removed.gguf"
+        shutil.copy(model, path)
+        code = "import sys, time; file = open(sys.argv[1]); print('opened', flush=True); time.sleep(8); sys.exit(5)"
+        with running("--", sys.executable, "-c", code, path) as second:
+            said_by(second, "steered already by the mount on")
+            assert second.stdout is not None and second.stdout.readline() == "opened\n"
+            path.unlink()
+            first.kill()
+            said_by(second, "the mount on")
+            _, said = second.communicate(timeout=60)
+            assert second.returncode == 5, said
+
+
+@needs_in_place
+def test_ctrl_c_while_the_daemon_starts_reaches_the_command_alone(model: Path) -> None:
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); file = open(sys.argv[1] + '.gguf')"
+        "; print('opened', flush=True); time.sleep(4); sys.exit(5)"
+    )
+    with running("--", sys.executable, "-c", code, model.with_suffix("")) as process:
+        assert process.stdout is not None and process.stdout.readline() == "opened\n"
+        for _ in range(15):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.1)
+        assert "in place" in said_by(process, "steering model.gguf")
+        process.communicate(timeout=60)
+        assert process.returncode == 5
+
+
+@needs_in_place
+def test_ctrl_c_before_the_command_starts_is_no_success(model: Path) -> None:
+    with running("--", "sleep", "60", model) as process:
+        wait_for(lambda: bool(children_of(process.pid)), "the command waits, or the daemon starts")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGINT, said
+
+
+@needs_in_place
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_command_goes_on_without_a_reader_of_stderr(model: Path, options: list[str]) -> None:
+    with running(*options, "--", "sh", "-c", "echo ready; sleep 2; exit 5", "sh", model) as process:
+        assert process.stderr is not None and process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.stderr.close()
+        process.stderr = None
+        assert process.wait(timeout=60) == 5
+
+
+@needs_in_place
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    """As by `nohup`. Those that the interpreter ignores are not: `SigIgn` is a mask of all signals."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    code = "grep SigIgn /proc/self/status; sleep 3; echo end"
+    with running("--", "sh", "-c", code, preexec_fn=ignore) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline().split()[1], 16) == 1 << signal.SIGHUP - 1
+        process.send_signal(signal.SIGHUP)
+        out, _ = process.communicate(timeout=60)
+        assert (out, process.returncode) == ("end\n", 0)
+
+
+@needs_in_place
+def test_a_working_directory_that_was_removed(model: Path, tmp_path: Path) -> None:
+    code = 'rmdir "$PWD"; exec "$@"'
+    words = ["sh", "-c", code, "sh", sys.executable, "-m", "llmcache", "run", "--", "wc", "-c", str(model)]
+    (tmp_path / "removed").mkdir()
+    done = subprocess.run(
+        words, env=environment(), cwd=tmp_path / "removed", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, str(model.stat().st_size)), done.stderr
+
+
+@needs_in_place
+@pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
+def test_a_command_that_runs_out_of_memory(model: Path) -> None:
+    code = "print('started', flush=True); bytearray(400 << 20)"
+    done = llmcache("run", "--memory", "200M", "--", sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "started\n")
+    assert "the kernel's OOM killer ended the command" in done.stderr and "(--memory 200 MB)" in done.stderr
+    done = llmcache("run", "--memory", "4K", "--", "true", model)
+    assert done.returncode == -signal.SIGKILL and "Traceback" not in done.stderr
+    assert "ended by SIGKILL when it started" in done.stderr and "OOM killer" in done.stderr
+
+
+@needs_in_place
+@pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
+def test_the_cgroup_of_a_run_that_was_killed_is_removed_by_the_next(model: Path) -> None:
+    with running("--memory", "256Mi", "--", "sh", "-c", "echo ready; sleep 2") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        (child,) = children_of(process.pid)
+        process.kill()
+        wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends by itself")
+    assert list(Path("/sys/fs/cgroup").glob(f"**/llmcache-run-{process.pid}"))
+    assert llmcache("run", "--memory", "256Mi", "--", "true").returncode == 0
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/llmcache-run-{process.pid}"))
 
 
 @needs_in_place
@@ -262,12 +379,12 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     (place / "no_namespaces.py").write_text(NO_NAMESPACES)
     python = python_of_nobody()
 
-    def start(*words: str, namespaces: bool = True) -> subprocess.Popen[str]:
+    def start(*words: str, namespaces: bool = True, code: str = READER, **variables: str) -> subprocess.Popen[str]:
         prefix = [] if namespaces else [sys.executable, str(place / "no_namespaces.py")]
-        command = [*prefix, *NOBODY, python, "-m", "llmcache", "run", "--cache", "16Mi", "--", python, "-c", READER]
+        command = [*prefix, *NOBODY, python, "-m", "llmcache", "run", "--cache", "16Mi", "--", python, "-c", code]
         more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PYTHONPATH": str(place / "lib")}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*command, theirs, *words], env={**environment(), **more}, cwd=place, **pipes)
+        return subprocess.Popen([*command, theirs, *words], env={**environment(), **more, **variables}, cwd=place, **pipes)
 
     try:
         yield start
@@ -316,6 +433,46 @@ def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any],
     finally:
         process.kill()
         process.communicate()
+
+
+def test_variables_and_links_lead_to_a_mount_elsewhere(as_user: Callable[..., Any]) -> None:
+    place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
+    (place / "links").mkdir()
+    link, real = place / "links/link.gguf", place / "models/theirs.gguf"
+    link.symlink_to("../models/theirs.gguf")
+    code = "import os, sys; open(sys.argv[2]); print(os.environ['LLAMA_ARG_MODEL'], sys.argv[2])"
+    out, said = as_user(str(link), namespaces=False, code=code, LLAMA_ARG_MODEL=str(real)).communicate(timeout=60)
+    assert out.split(), said
+    for path in out.split():
+        assert "/run-" in path and str(place) not in path
+
+
+def test_a_mount_whose_run_and_daemon_were_killed_is_removed_by_the_next_run(as_user: Callable[..., Any]) -> None:
+    process = as_user("20", namespaces=False)
+    try:
+        process.stdout.readline()
+        (child,) = children_of(process.pid)
+        for pid in (process.pid, *daemons_for(child)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=60)
+        wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends")
+    finally:
+        process.kill()
+        process.communicate()
+    assert points_of(process)
+    as_user("0", namespaces=False).communicate(timeout=60)
+    assert not points_of(process)
+
+
+def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
+    path = f"/var/tmp/llmcache-run-{os.getpid()}/models/theirs.gguf"
+    inner = (
+        f"os.execv(sys.executable, [sys.executable, '-m', 'llmcache', 'run', '--cache', '16Mi', '--', 'wc', '-c', '{path}'])"
+    )
+    process = as_user(code=f"import os, sys; {inner}")
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.split()[0] == str(os.stat(path).st_size), said
+    assert "steered already by the mount on" in said
 
 
 def daemons_for(pid: int) -> list[int]:

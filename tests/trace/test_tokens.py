@@ -146,6 +146,17 @@ def test_the_command_keeps_its_output_and_exit_code(tmp_path: Path) -> None:
     assert "no tokens were seen" in done.stderr
 
 
+@pytest.mark.parametrize("words", [[], ["--force", "-o", "/dev/full"]])
+def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words: list[str]) -> None:
+    command = [sys.executable, "-m", "llmcache", "tokens", *words, "--", "sh", "-c", '"$@" > /dev/null; echo end', "sh"]
+    command += client(model, 8, "--pause", 0.3)
+    with open("/dev/full", "w") as full:
+        stderr = subprocess.PIPE if words else full
+        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
+    assert done.stdout == "end\n"
+    assert done.returncode == (3 if words else 0)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -464,6 +465,16 @@ def answered(client: socket.socket) -> dict[str, Any]:
 
 def is_served() -> bool:
     return control.request(POINT, {"op": "x"}, timeout_s=120) == {"asked": {"op": "x"}}
+
+
+def test_a_directory_on_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, mode: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(control, "directory", lambda uid: str(tmp_path))
+    monkeypatch.setattr(os, "chmod", refuse)
+    with pytest.raises(EnvironmentProblem, match="cannot be made: Read-only file system"):
+        control.make_directory()
 
 
 @pytest.mark.parametrize("sent", [b'{"op": "stop"}', b'{"op": "stop", "force": tru', b'{"op": "st'])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import UsageError
+from llmcache.errors import LlmcacheError, UsageError
 from llmcache.fs.copies import ClientFacts, find_copy
 from llmcache.run import models, session
-from llmcache.run.child import NOT_EXECUTABLE, NOT_FOUND, NotRunnable, resolve, user_of
+from llmcache.run.child import NOT_EXECUTABLE, NOT_FOUND, Child, NotRunnable, resolve, user_of
 from tools.make_model import TYPES, choose_shape, make_model
 
 MB = 1_000_000
@@ -69,6 +69,10 @@ def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     of = models.source_of
     assert of(str(blob)) == of(str(snapshot)) == str(tmp_path / "hub/models--a--b")
     assert of(str(ollama)) == str(tmp_path / "ollama") and of(str(plain)) == str(plain.parent)
+    (tmp_path / "links").mkdir()
+    for file in (plain, blob, ollama):
+        (tmp_path / "links" / file.name).symlink_to(file)
+        assert of(str(tmp_path / "links" / file.name)) == of(str(file)), "a mount of the links would not hold the file"
     nested = sparse(tmp_path / "plain/blobs/more/model.gguf")
     assert models.sources_of([str(plain), str(nested)]) == [str(plain.parent)]
 
@@ -127,6 +131,23 @@ def test_commands_that_cannot_be_run(tmp_path: Path) -> None:
     assert resolve("sh", "/usr/bin:/bin").endswith("/sh")
 
 
+def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
+    path = tmp_path / "program"
+    path.write_text("#!/nonexistent\n")
+    path.chmod(0o755)
+    child = Child([str(path)], str(path), {})
+    with pytest.raises(NotRunnable, match="its interpreter or loader does not exist") as raised:
+        child.release()
+    assert raised.value.exit_code == NOT_FOUND
+
+
+@pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a thread of the kernel"), ("Z (zombie)", "has ended")])
+def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
+    monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
+    with pytest.raises(LlmcacheError, match=text):
+        models.check_process("--pid", 5)
+
+
 def test_user_of_a_command() -> None:
     with pytest.raises(UsageError, match="no user 'nosuch-user'"):
         user_of("nosuch-user", {})
@@ -135,6 +156,9 @@ def test_user_of_a_command() -> None:
             user_of("root", {})
         return
     assert user_of(None, {}) is None and user_of("root", {"SUDO_USER": "nobody"}) is None
+    assert user_of(None, {"SUDO_USER": ""}) is None
+    with pytest.raises(UsageError, match="SUDO_USER: there is no user '²'"):
+        user_of(None, {"SUDO_USER": "²"})
     sudo = user_of(None, {"SUDO_USER": "nobody"})
     assert sudo is not None and sudo.name == "nobody"
     assert sudo.environment({"HOME": "/root", "PATH": "/bin", "XDG_RUNTIME_DIR": "/run/user/0"})["HOME"] == sudo.home

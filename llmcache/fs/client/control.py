@@ -178,12 +178,12 @@ def make_directory() -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
+        os.chmod(path, 0o700)
     except OSError as error:
-        hint = "set XDG_RUNTIME_DIR to a directory of your own"
+        hint = "mount a tmpfs there" if os.geteuid() == 0 else "set XDG_RUNTIME_DIR to a directory of your own"
         raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", hint) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
-    os.chmod(path, 0o700)
 
 
 @contextlib.contextmanager
