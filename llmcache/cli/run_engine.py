@@ -18,7 +18,13 @@ from llmcache.cli import base, types
 @click.option("--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size (root).")
 @click.option("--user", metavar="NAME", help="User that the command runs as [default: the user that called sudo].")
 @click.option("--dir", "directories", multiple=True, type=types.DIRECTORY, help="Directory with the model files.")
-@click.option("--files", "globs", multiple=True, metavar="GLOB", help="Steer only model files that match.")
+@click.option(
+    "--files",
+    "globs",
+    multiple=True,
+    metavar="GLOB",
+    help="Model files: a path with wildcards, or a name; only these are steered.",
+)
 @click.option("--env/--no-env", default=True, help="Set variables of the engine that keep weights in the file.")
 @base.json_option("llmcache.run/1", ": the summary, on stderr")
 def command(

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from typing import Any
 
 from llmcache.cgroup import Cgroup
@@ -59,6 +60,16 @@ class RunSettings:
     set_environment: bool = True
     as_json: bool = False
 
+    def named(self) -> list[str]:
+        """Return the files that --files names by a path."""
+        return [path for glob_of in self.globs for path in sorted(glob(os.path.expanduser(glob_of)))]
+
+    def wants(self, path: str) -> bool:
+        """Return whether a model file is to be steered: --files matches its path or its name, or is not given."""
+        names = (path, os.path.basename(path))
+        globs = [os.path.abspath(os.path.expanduser(one)) if "/" in one else one for one in self.globs]
+        return not globs or any(fnmatch.fnmatch(name, one) for one in globs for name in names)
+
 
 @dataclass
 class Session:
@@ -74,7 +85,7 @@ class Session:
 
     def add(self, paths: Sequence[str]) -> list[str]:
         """Add model files; return the directories with files that were not known."""
-        new = [path for path in paths if path not in self.files and self._is_wanted(path)]
+        new = [path for path in paths if path not in self.files and self.settings.wants(path)]
         self.files += new
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
 
@@ -85,10 +96,6 @@ class Session:
                 self.refused[source] = kind
                 say(f"not steering {self._models_in(source)}: {source} is on {kind}, its files are in memory already")
         return [source for source in sources if source not in self.refused]
-
-    def _is_wanted(self, path: str) -> bool:
-        globs = self.settings.globs
-        return not globs or any(fnmatch.fnmatch(path, one) or fnmatch.fnmatch(os.path.basename(path), one) for one in globs)
 
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
         """Steer a directory, unless a mount does that already; say which. What is refused is said, and not tried again.
@@ -187,7 +194,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     user = user_of(settings.user, environment)
     program = resolve(words[0], environment.get("PATH"))
     session = Session(settings)
-    given = [*settings.directories] or words[1:]
+    given = [*settings.directories, *settings.named()] or words[1:]
     if user is not None:
         environment = user.environment(environment)
     sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))

@@ -304,7 +304,7 @@ class TokenWatch:
         paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
         if not paths:
             return (
-                "the process maps no model file: it has read the weights into its own memory (llama.cpp: start it "
+                "the process maps no model file. If it is an engine, it has copied the weights (llama.cpp: start it "
                 "with --load-mode mmap, older: without --no-mmap), or has not loaded a model yet"
             )
         for process in processes:

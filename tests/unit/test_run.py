@@ -162,3 +162,17 @@ def test_user_of_a_command() -> None:
     sudo = user_of(None, {"SUDO_USER": "nobody"})
     assert sudo is not None and sudo.name == "nobody"
     assert sudo.environment({"HOME": "/root", "PATH": "/bin", "XDG_RUNTIME_DIR": "/run/user/0"})["HOME"] == sudo.home
+
+
+def test_files_are_named_by_paths_or_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = sparse(tmp_path / "m/llama.gguf"), sparse(tmp_path / "m/qwen.gguf")
+    monkeypatch.chdir(tmp_path)
+    wanted = {
+        ("m/lla*",): ([str(one)], True, False),
+        ("qwen*",): ([], False, True),
+        (): ([], True, True),
+    }
+    for globs, (named, first, second) in wanted.items():
+        settings = session.RunSettings(globs=globs)
+        assert [str(tmp_path / path) for path in settings.named()] == named
+        assert (settings.wants(str(one)), settings.wants(str(other))) == (first, second)
