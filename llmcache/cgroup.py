@@ -251,7 +251,7 @@ class Cgroup:
         self._controllers["io"].set_read_bps(self.disk.number, bps)
 
     def usage(self) -> Usage:
-        """Return what the group uses now; without a disk, no bytes read."""
+        """Return the current use of the group; without a disk, no bytes read."""
         return Usage(**self._controllers["memory"].memory(), read_bytes=0 if self.disk is None else self.read_bytes())
 
     def read_bytes(self) -> int:

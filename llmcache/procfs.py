@@ -165,7 +165,7 @@ class FileMapping:
 
 
 def mappings(pid: int) -> Iterator[FileMapping]:
-    """The address space of process `pid`, in ascending order; nothing if it is gone or belongs to somebody else."""
+    """The address space of process `pid`, in ascending order; nothing if it is gone or belongs to another user."""
     # Not psutil's, which reads the accounts of every page (smaps) and does not tell inodes.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:

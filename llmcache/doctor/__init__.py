@@ -68,9 +68,9 @@ class Diagnosis:
 
 
 def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
-    """Return what was found on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
+    """Return the findings on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
 
-    `pid`: return what was found on that process instead. UsageError: `directory` is none.
+    `pid`: return the findings on that process instead. UsageError: `directory` is none.
     """
     if pid is not None:
         from llmcache.doctor.engine import examine as examine_engine

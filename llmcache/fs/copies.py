@@ -1,9 +1,9 @@
-"""Engines that copy their weights: no file cache can help with weights that are read once into private memory.
+"""Engines that copy their weights: no file cache can help with weights that an engine reads once into private memory.
 
 llama.cpp rearranges ("repacks") tensors of some types into private memory; without a mapping it reads the whole file there;
 direct I/O bypasses the page cache; layers that a GPU computes are copied to its memory; mlock keeps the whole file resident.
 Each shows in /proc: in the private and the locked memory of the process, the mappings of the file, the flags of descriptors,
-and the devices that are open. Flags are those of llama.cpp b11434 (`common/arg.cpp`), with the older ones beside them.
+and the devices that are open. Flags are those of llama.cpp b11434 (`common/arg.cpp`), and the older ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Copied:
     copied_bytes: int
 
     def said(self) -> str:
-        """Return what has happened."""
+        """Return the sentence about the copy, without the remedy."""
         how = {"repacking": "rearranged (repacking)", "no-mmap": "without mapping the file", "direct-io": "by direct I/O"}
         if self.cause == "gpu":
             return f"{self.process} ({self.pid}) uses a GPU: what is copied there is read from the file once"
@@ -81,7 +81,7 @@ class Copied:
 
 
 def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copied | None:
-    """Return what a client has copied of a model; None if nothing shows that.
+    """Return the copy of a model that a client has made; None if nothing shows one.
 
     `size_bytes`: of all its files; `repacked_bytes`: of tensors that llama.cpp may repack.
     """

@@ -70,7 +70,7 @@ class User:
         return kept | changed
 
     def become(self) -> None:
-        """Change this process to the user for good."""
+        """Change this process to the user permanently."""
         os.initgroups(self.name, self.gid)
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
@@ -250,7 +250,7 @@ def end_by_signal(number: int) -> int:
     with contextlib.suppress(OSError):  # SIGKILL
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    time.sleep(1.0)  # the signal arrives meanwhile
+    time.sleep(1.0)  # until the signal arrives
     return 128 + number
 
 

@@ -43,7 +43,7 @@ def is_model(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _begins_as_model(path: str, _dev: int, _ino: int, _mtime_ns: int, size_bytes: int) -> bool:
-    """Return what the first bytes of a file say. They are read once, since a mount would observe each read."""
+    """Return whether a file begins as a model does. Its first bytes are read once: a mount observes each read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -84,7 +84,7 @@ def _models_at(path: str) -> Iterator[str]:
 
 
 def shards_of(path: str) -> list[str]:
-    """Return a model file and the other shards of its model that exist beside it, in the order of their numbers."""
+    """Return a model file and the other shards of its model in its directory, in the order of their numbers."""
     return [one for one in shard_names(path) if one == path or os.path.exists(one)]
 
 
@@ -114,7 +114,7 @@ def opened_by(pid: int) -> list[str]:
                     candidates.add(os.readlink(f"/proc/{each}/fd/{number}"))
         for path in candidates:
             if path.startswith("/") and (real := visible_path(each, path)) is not None and is_model(real):
-                with contextlib.suppress(OSError):  # removed meanwhile
+                with contextlib.suppress(OSError):  # it was removed
                     status = os.stat(real)
                     seen[status.st_dev, status.st_ino] = real
     return sorted(seen.values())
@@ -160,7 +160,7 @@ def size_of(path: str) -> int:
 
 
 def bytes_of(path: str) -> ModelBytes | None:
-    """Return what the header of a model says; None if it cannot be read."""
+    """Return the facts in the header of a model; None if it cannot be read."""
     with contextlib.suppress(LlmcacheError, OSError):
         return model_bytes(path)
     return None
@@ -221,7 +221,7 @@ def _is_below(path: str, directory: str) -> bool:
 def source_of(path: str) -> str:
     """Return the directory to steer for a model file: the one that holds it, or the cache or store that names it.
 
-    A blob of a Hugging Face cache or of an Ollama store has its name beside the directory of blobs, and a snapshot links to
+    A blob of a Hugging Face cache or of an Ollama store has its name in a directory next to that of the blobs, and a snapshot links to
     it: the directory above both is steered. A mount shows links as links: of any other link that leads out of its directory,
     or to another file system, the directory of the file is steered.
     """

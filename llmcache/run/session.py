@@ -1,4 +1,4 @@
-"""One `llmcache run`: from the words of the command line to the command's end, with its model files steered meanwhile.
+"""One `llmcache run`: from the words of the command line to the command's end, with its model files steered.
 
 How files are steered, best first: in place (root; also for files that the command opens later, and for a process that runs
 already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the words of the command
@@ -73,7 +73,7 @@ class RunSettings:
 
 @dataclass
 class Session:
-    """What a run knows: the files found so far, and the mounts that steer their directories."""
+    """State of a run: the files that were found, and the mounts that steer their directories."""
 
     settings: RunSettings
     files: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Session:
         return [source for source in sources if source not in self.refused]
 
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
-        """Steer a directory, unless a mount does that already; say which. What is refused is said, and not tried again.
+        """Steer a directory, unless a mount does that already; say which. A refusal is reported, and not tried again.
 
         A budget that was given and is refused is an error, if the command has not started: LlmcacheError.
         """
@@ -131,7 +131,7 @@ class Session:
         return ", ".join(dict.fromkeys(filter(None, described))) or source
 
     def renew(self, owner_pid: int | None) -> None:
-        """Report the mounts that have ended. In place (`owner_pid`), directories of mounts of others are steered anew."""
+        """Report the mounts that have ended. In place (`owner_pid`), directories of mounts of others are steered again."""
         for source, mounted in list(self.steered.items()):
             if source in self.ended or mounted.is_alive():
                 continue
@@ -357,7 +357,7 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
 
 
 def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
-    """Return at the end of a process. Meanwhile, in place (`owner_pid`), steer model files that it opens."""
+    """Return at the end of a process. Until then, in place (`owner_pid`), steer model files that it opens."""
     began = time.monotonic()
     looks = _looks(began)
     said: set[tuple[int, str]] = set()
@@ -388,7 +388,7 @@ def _looks(began: float) -> Iterator[float]:
 
 
 def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
-    """Say what was computed and read while the command ran, or print it as JSON."""
+    """Report the tokens and the reads of the command, or print them as JSON."""
     found = [(mounted, mounted.stats()) for mounted in session.steered.values()]
     if session.settings.as_json:
         steered = [

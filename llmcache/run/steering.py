@@ -73,7 +73,7 @@ def start(
 ) -> Steered:
     """Mount `source` on `point` by a daemon that ends with process `lifetime_pid`, and return once it serves.
 
-    The daemon runs in the cgroup `group`, so that what it fetches is charged to it, and in `namespaces`. It is in a session
+    The daemon runs in the cgroup `group`, so that its reads are charged to it, and in `namespaces`. It is in a session
     of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
     """
 

@@ -40,7 +40,7 @@ UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any.
+    """Contents of the header of a model, which has `size_bytes`. `experts`: those that are cached whole, if there are any.
 
     `repacked_bytes`: of tensors that llama.cpp copies.
     """

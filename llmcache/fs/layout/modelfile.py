@@ -42,7 +42,7 @@ _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def model_bytes(path: str) -> ModelBytes:
-    """Return what the model at `path` reads per token.
+    """Return the bytes that a token reads of the model at `path`.
 
     `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
     Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in such a

@@ -7,7 +7,7 @@ The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames
 manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
 
 Everything that it reads is untrusted. Links are resolved by their texts, and nothing is opened through a link; a name never
-leads out of the directory. Documents of more than a bounded size, or that are not what they should be, are ignored. A scan
+leads out of the directory. Documents of more than a bounded size, or of another form, are ignored. A scan
 visits the directories that have changed since the last one, and ends after SCAN_S.
 """
 
@@ -106,7 +106,7 @@ def manifest_place(path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """A directory as it was scanned: `stamp` tells whether it has changed since, once it is settled.
+    """A directory as it was scanned: once it is settled, a change of the directory changes `stamp`.
 
     `links`: name and text of each. `files`: regular files that are read, or that an index may name.
     """
@@ -119,7 +119,7 @@ class _Directory:
 
 
 class _Document(NamedTuple):
-    """A document as it was read; `content` is empty if it is not what it should be."""
+    """A document as it was read; `content` is empty if the document has another form."""
 
     stamp: tuple[int, int, int]
     settled: bool
@@ -128,7 +128,7 @@ class _Document(NamedTuple):
 
 @dataclass(frozen=True)
 class _View:
-    """What one scan found, by path. `links`: the real path of each link that stays in the directory; `outside`: the others.
+    """Findings of one scan, by path. `links`: the real path of each link that stays in the directory; `outside`: the others.
 
     `paths`: the links to a file, those in the directory that was changed last first. `names`: all names of a file that are
     no paths, `shown`: the one that is shown. `indexes`: by directory, the files of each index in it.
