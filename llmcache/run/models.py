@@ -221,9 +221,9 @@ def _is_below(path: str, directory: str) -> bool:
 def source_of(path: str) -> str:
     """Return the directory to steer for a model file: the one that holds it, or the cache or store that names it.
 
-    A blob of a Hugging Face cache or of an Ollama store has its name in a directory next to that of the blobs, and a snapshot links to
-    it: the directory above both is steered. A mount shows links as links: of any other link that leads out of its directory,
-    or to another file system, the directory of the file is steered.
+    A blob of a Hugging Face cache or of an Ollama store has its name in a directory next to that of the blobs, and a
+    snapshot links to it: the directory above both is steered. Mounts do not follow a link that leads elsewhere: then the
+    directory of the file that it leads to is steered.
     """
     real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
     source = _with_names(parent, real)
