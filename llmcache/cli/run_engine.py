@@ -15,18 +15,18 @@ from llmcache.cli import base, types
 @click.option(
     "--cache", type=types.SIZE, metavar="SIZE", help="Memory that may be pinned, e.g. 6G [default: what memory can spare]."
 )
-@click.option("--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size (root).")
+@click.option("--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size; needs root.")
 @click.option("--user", metavar="NAME", help="User that the command runs as [default: the user that called sudo].")
-@click.option("--dir", "directories", multiple=True, type=types.DIRECTORY, help="Directory with the model files.")
+@click.option("--dir", "directories", multiple=True, type=types.DIRECTORY, help="Look for model files here.")
 @click.option(
     "--files",
     "globs",
     multiple=True,
     metavar="GLOB",
-    help="Model files: a path with wildcards, or a name; only these are steered.",
+    help="Steer only model files with this path or name; may contain wildcards.",
 )
-@click.option("--env/--no-env", default=True, help="Set variables of the engine that keep weights in the file.")
-@base.json_option("llmcache.run/1", ": the summary, on stderr")
+@click.option("--env/--no-env", default=True, help="Set variables that stop the engine from copying weights.")
+@base.json_option("llmcache.run/1", ", for the summary, on stderr")
 def command(
     words: tuple[str, ...],
     pid: int | None,
@@ -38,7 +38,7 @@ def command(
     env: bool,
     as_json: bool,
 ) -> int:
-    """Run an engine with the page cache under its model files steered; nothing needs to be mounted.
+    """Run an engine and steer the page cache for its model files; you need not mount anything.
 
     \b
     Examples:
@@ -47,8 +47,8 @@ def command(
       sudo llmcache run --pid 4711
       llmcache run -- llama-server -m model.gguf
 
-    As root the files are steered in place, also those that the command opens later. Without root they are served over FUSE
-    in a mount namespace of the command's own, so they must be among its arguments, or below --dir.
+    As root, model files are steered in place, including files that the command opens later. Without root, they are served
+    over FUSE in a private mount namespace. Then the arguments of the command, --dir or --files must name them.
     """
     from llmcache.errors import UsageError
     from llmcache.run import session

@@ -9,12 +9,12 @@ from llmcache.cli import base, types
 
 @base.command("tokens", cls=base.CommandAfterDashes)
 @click.argument("words", metavar="PID | MOUNT | -- COMMAND...", nargs=-1, type=types.FILE)
-@click.option("-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the end].")
-@base.output_option("Write the lines of tokens, or JSON, to a file.")
+@click.option("-d", "--duration", "seconds", type=types.TIME, help="Observe for this time: 30, 90s, 5m [default: no limit].")
+@base.output_option("Write the table, or JSON, to a file.")
 @base.force_option("Replace the file of --output if it exists.")
-@base.json_option("llmcache.tokens/1", ", one object on a line for each token, then the summary")
+@base.json_option("llmcache.tokens/1", ", one object per line for each token, then the summary")
 def command(words: tuple[str, ...], seconds: float | None, output: str | None, force: bool, as_json: bool) -> int:
-    """Print a line for each token that a program computes, with its time and the causes of it.
+    """Print a line for each token that a program computes, with its time and how the time was spent.
 
     \b
     Examples:
@@ -23,9 +23,8 @@ def command(words: tuple[str, ...], seconds: float | None, output: str | None, f
       sudo llmcache tokens -- llama-cli -m model.gguf -p "Hello"
       sudo llmcache tokens --json -d 1m 4711 | jq .storage_ns
 
-    For any engine that maps its model file, whether a mount serves the file or not. A summary follows at the end or after
-    Ctrl-C. With COMMAND, the lines are
-    written to stderr, and llmcache exits with the exit code of the command.
+    Works for any engine that maps its model file, with or without a mount. A summary follows at the end or after Ctrl-C.
+    With COMMAND, the table is written to stderr, and llmcache exits with the exit code of the command.
     """
     from llmcache.tokens.command import Settings, observe
 
