@@ -16,6 +16,7 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define CHUNK_SHIFT 6	/* a thread that waits again for the same 64 pages reports it */
 #define QUIET_NS 4000000	/* not before this time has passed: reports are bounded by the rate of new data, not of faults */
 #define TASK_UNINTERRUPTIBLE 0x2
+#define TASK_DEAD 0x80
 #define TASK_NOLOAD 0x400
 
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
@@ -148,19 +149,18 @@ static __always_inline void report(struct account *account, u64 now, u32 kind, u
 
 static __always_inline void leaves(struct task_struct *task, unsigned int state, u64 now)
 {
-	u32 tgid = task->tgid;
+	u32 tgid = task->tgid, tid = task->pid;
 	struct account *account = bpf_map_lookup_elem(&accounts, &tgid);
-	struct thread *thread;
+	struct thread *thread = account ? thread_of(task) : NULL;
 
-	if (!account)
-		return;
-	thread = thread_of(task);
-	if (!thread)
-		return;
-	advance(account, now);
-	take_counts(account, thread, task);
-	thread->since_ns = now;
-	become(account, thread, state & TASK_UNINTERRUPTIBLE && !(state & TASK_NOLOAD) ? BLOCKED : AWAY);
+	if (account && thread) {
+		advance(account, now);
+		take_counts(account, thread, task);
+		thread->since_ns = now;
+		become(account, thread, state & TASK_UNINTERRUPTIBLE && !(state & TASK_NOLOAD) ? BLOCKED : AWAY);
+	}
+	if (state & TASK_DEAD)	/* the last switch of a thread comes after `ended` */
+		bpf_map_delete_elem(&threads, &tid);
 }
 
 static __always_inline void waited(struct account *account, struct thread *thread, u64 now)

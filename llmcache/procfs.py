@@ -59,7 +59,7 @@ class Mount:
 
 def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
     """Returns the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
-    with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace") as lines:
+    with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -74,7 +74,7 @@ def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
 
     `proc` is there for tests on made-up trees.
     """
-    with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+    with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
 
@@ -167,7 +167,10 @@ class FileMapping:
 def mappings(pid: int) -> Iterator[FileMapping]:
     """The address space of process `pid`, in ascending order; nothing if it is gone or belongs to another user."""
     # Not psutil's, which reads the accounts of every page (smaps) and does not tell inodes.
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as lines:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
+    ):
         for line in lines:
             span, _, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
             low, _, high = span.partition("-")

@@ -55,11 +55,11 @@ def settings_of_a_mount(command: Command) -> Command:
 @base.command("mount")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
 @click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, which `mount -a` runs again
-@click.option("--while", "lifetime_pid", type=int, hidden=True)  # for llmcache run: the mount ends with this process
+@click.option("--while", "lifetime_pids", type=int, multiple=True, hidden=True)  # llmcache run: until all these have ended
 @settings_of_a_mount
 @base.json_option("llmcache.mount/1", ", once it serves")
 def command(
-    foreground: bool, unless_served: bool, lifetime_pid: int | None, config: str | None, as_json: bool, **flags: Any
+    foreground: bool, unless_served: bool, lifetime_pids: tuple[int, ...], config: str | None, as_json: bool, **flags: Any
 ) -> None:
     """Mount the model directory SOURCE on MOUNT with a cache budget.
 
@@ -79,7 +79,7 @@ def command(
     from llmcache.fs.client import mount
     from llmcache.fs.client.settings import resolve
 
-    request = replace(mount.request_of(resolve(flags, config)), lifetime_pid=lifetime_pid)
+    request = replace(mount.request_of(resolve(flags, config)), lifetime_pids=lifetime_pids)
     mount.mount(request, foreground=foreground, as_json=as_json, unless_served=unless_served)
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.run.namespaces import enter_private
+from llmcache.run.namespaces import enter_private, no_new_privileges
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -131,6 +131,8 @@ class Child:
         os.close(report)
         if failed := self._read_report():
             self.wait()
+            os.close(self._gate)
+            os.close(self._report)
             raise OSError(failed, os.strerror(failed))
 
     def _become(self, gate: int, report: int, private: bool) -> NoReturn:
@@ -146,11 +148,15 @@ class Child:
                 self.group.add(os.getpid())
             if private:
                 enter_private()
+                no_new_privileges()
             os.write(report, b"0\n")
             if not os.read(gate, 1):
                 os._exit(0)
             if self.user is not None:
                 self._change_user(self.user, report)
+            if private:  # a mount covers the working directory, or one above it, by now
+                with contextlib.suppress(OSError):
+                    os.chdir(os.getcwd())
             os.execve(self.program, self.words, self.environment)
         except OSError as error:
             code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE

@@ -41,11 +41,26 @@ def is_model(path: str) -> bool:
     return _begins_as_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
+def _opened_regular(path: str, dev: int, ino: int) -> int:
+    """Return a descriptor of a file that was seen to be a regular one. OSError: another file has its path by now.
+
+    Its kind is looked at before it is opened: root must not open the devices and pipes of other users.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        status = os.fstat(place)
+        if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (dev, ino):
+            raise FileNotFoundError(path)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
 @functools.lru_cache(maxsize=4096)
-def _begins_as_model(path: str, _dev: int, _ino: int, _mtime_ns: int, size_bytes: int) -> bool:
+def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: int) -> bool:
     """Return whether a file begins as a model does. Its first bytes are read once: a mount observes each read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _opened_regular(path, dev, ino)
     except OSError:
         return False
     try:
@@ -160,7 +175,15 @@ def size_of(path: str) -> int:
 
 
 def bytes_of(path: str) -> ModelBytes | None:
-    """Return the facts in the header of a model; None if it cannot be read."""
+    """Return the facts in the header of a model; None if it cannot be read. It is read once: a mount observes each read."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return _bytes_of(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_of(path: str, _dev: int, _ino: int, _mtime_ns: int, _size_bytes: int) -> ModelBytes | None:
     with contextlib.suppress(LlmcacheError, OSError):
         return model_bytes(path)
     return None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
+_PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_SYS_ADMIN = 21
@@ -33,6 +34,11 @@ def enter_private() -> None:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount")
+
+
+def no_new_privileges() -> None:
+    """Have `execve` grant nothing: a mount in this namespace must not mislead a set-user-id program. OSError."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, *(ctypes.c_ulong(word) for word in (1, 0, 0, 0))), "prctl")
 
 
 class Namespaces:

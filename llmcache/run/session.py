@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from typing import Any
@@ -28,7 +29,7 @@ from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import oom_kills, tightest
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
-from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
+from llmcache.run.child import Child, NotRunnable, User, ending_by_interrupt, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.tokens.render import summary_lines
@@ -37,7 +38,7 @@ from llmcache.tokens.watch import TokenWatch
 from llmcache.units import format_size
 
 SCHEMA = "llmcache.run/1"
-LOOK_S, LATE_LOOK_S, LATE_S = 1.0, 5.0, 120.0
+FIRST_LOOK_S, LOOK_S, LATE_LOOK_S, LATE_S = 0.25, 1.0, 5.0, 120.0
 """The opened files of the command are listed so often; after LATE_S less often."""
 COPIES_S = 10.0
 """From one look at what the command has copied to the next."""
@@ -200,35 +201,43 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
-    with ending_by_interrupt(), contextlib.ExitStack() as stack:
-        if settings.memory_bytes is not None:
-            session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
-        stack.callback(session.close)
-        if reason is not None and not session.files:
-            raise UsageError(
-                _not_found(given), f"in place no file need be named, but {reason}; name one with --dir or --files"
-            )
-        if settings.set_environment and sources:
-            room_bytes = min(settings.memory_bytes or sys.maxsize, tightest().available_bytes)
-            for name, value in engine_variables(session.files, words, environment, room_bytes).items():
-                environment[name] = value
-                say(f"setting {name}={value}: llama.cpp would copy more of the weights than fits in memory (see --no-env)")
-        killed = oom_kills()
-        if reason is None or all(map(steering.served_already, sources)):
-            child = _at_their_paths(session, words, program, environment, user, sources)
-        else:
-            child = _over_fuse(session, words, program, environment, user, sources, reason)
-        stack.callback(child.cancel)
-        tokens = stack.enter_context(_tokens_of(child.pid))
-        began = time.monotonic()
-        with child.forwarding():
-            child.release()
-            _watch(session, child.pid, child.has_ended, os.getpid() if is_root and reason is None else None)
-        session.renew(None)
-        if child.status == signal.SIGKILL and oom_kills() > killed:
-            limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
-            say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
-        _summarize(session, time.monotonic() - began, tokens.stop())
+    child: Child | None = None
+    try:
+        with ending_by_interrupt(), contextlib.ExitStack() as stack:
+            if settings.memory_bytes is not None:
+                session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
+            stack.callback(session.close)
+            if reason is not None and not session.files:
+                hint = f"in place no file need be named, but {reason}; name one with --dir or --files"
+                raise UsageError(_not_found(given), hint)
+            if settings.set_environment and sources:
+                room_bytes = min(settings.memory_bytes or sys.maxsize, tightest().available_bytes)
+                for name, value in engine_variables(session.files, words, environment, room_bytes).items():
+                    environment[name] = value
+                    say(f"setting {name}={value}: llama.cpp would copy more weights than fit in memory (see --no-env)")
+            killed = oom_kills()
+            if reason is None or all(map(steering.served_already, sources)):
+                child = _at_their_paths(session, words, program, environment, user, sources)
+            else:
+                child = _over_fuse(session, words, program, environment, user, sources, reason)
+            stack.callback(child.cancel)
+            tokens = stack.enter_context(_tokens_of(child.pid))
+            began = time.monotonic()
+            with child.forwarding():
+                child.release()
+                end = os.pidfd_open(child.pid)
+                stack.callback(os.close, end)
+                _watch(session, child.pid, end, os.getpid() if is_root and reason is None else None)
+                child.wait()
+            session.renew(None)
+            if child.status == signal.SIGKILL and oom_kills() > killed:
+                limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
+                say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
+            _summarize(session, time.monotonic() - began, tokens.stop())
+    except Exception as error:
+        if child is None or child.status is None or isinstance(error, NotRunnable):
+            raise
+        say(f"after the end of the command: {error}")
     return child.end_alike()
 
 
@@ -281,7 +290,11 @@ def _over_fuse(
     try:
         child = Child(words, program, environment, user=user, group=session.group, private=True)
         points = {source: source for source in sources}
-        session.namespaces = Namespaces(child.pid)
+        try:
+            session.namespaces = Namespaces(child.pid)
+        except OSError:
+            child.cancel()
+            raise
         way = "in a private mount namespace"
     except OSError as error:
         points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
@@ -333,14 +346,11 @@ def attach(pid: int, settings: RunSettings) -> int:
         stack.callback(os.close, end)
         stack.callback(session.close)
 
-        def has_ended() -> bool:
-            return bool(select.select([end], [], [], 0)[0])
-
         tokens = stack.enter_context(_tokens_of(pid))
         with contextlib.suppress(KeyboardInterrupt):
             if not models.opened_by(pid):
                 say(f"process {pid} has no model file open: waiting until it opens one, or ends")
-            _watch(session, pid, has_ended, os.getpid())
+            _watch(session, pid, end, os.getpid())
         _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
 
@@ -353,33 +363,41 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
     try:
         yield tokens
     finally:
-        tokens.stop()
+        with contextlib.suppress(Exception):  # reported by the first call
+            tokens.stop()
 
 
-def _watch(session: Session, pid: int, has_ended: Callable[[], bool], owner_pid: int | None) -> None:
-    """Return at the end of a process. Until then, in place (`owner_pid`), steer model files that it opens."""
+def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
+    """Return at the end of a process (`end`: its pidfd). Until then, in place (`owner_pid`), steer files that it opens."""
     began = time.monotonic()
-    looks = _looks(began)
-    said: set[tuple[int, str]] = set()
+    pauses = itertools.chain((FIRST_LOOK_S,), _looks(began))
+    said: set[object] = set()
     due = began + COPIES_S
-    end = os.pidfd_open(pid) if not has_ended() else -1
-    try:
-        while not has_ended():
-            with contextlib.suppress(OSError):  # files and directories may be removed at any time
-                if owner_pid is not None:
-                    for source in session.without_memory(session.add(models.opened_by(pid))):
-                        session.steer(source, source, "inplace", owner_pid)
-                session.renew(owner_pid)
+    while not _ends_within(end, next(pauses)):
+        try:
+            if owner_pid is not None:
+                for source in session.without_memory(session.add(models.opened_by(pid))):
+                    session.steer(source, source, "inplace", owner_pid)
+            session.renew(owner_pid)
             if time.monotonic() >= due:
                 due = time.monotonic() + COPIES_S
                 for copied in models.copies_of(pid, session.files):
                     if (copied.pid, copied.cause) not in said:
                         say(str(copied))
                     said.add((copied.pid, copied.cause))
-            select.select([end], [], [], next(looks))
-    finally:
-        if end >= 0:
-            os.close(end)
+        except OSError:
+            pass  # files and directories may be removed at any time
+        except Exception as error:  # noqa: BLE001 - the command continues, whatever its observer meets
+            if repr(error) not in said:
+                said.add(repr(error))
+                say(f"cannot look at the files of the command: {error!r}")
+
+
+def _ends_within(end: int, seconds: float) -> bool:
+    """Return whether a process, of which `end` is a pidfd, ends within a time."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _looks(began: float) -> Iterator[float]:

@@ -41,7 +41,7 @@ class Steered:
         """Return the counters of the daemon; None if it does not answer."""
         try:
             return control.request(self.point, {"op": "stats"}, uid=self.uid, timeout_s=5.0)
-        except MountProblem:
+        except LlmcacheError:
             return None
 
     def is_alive(self) -> bool:
@@ -55,8 +55,9 @@ class Steered:
         with contextlib.suppress(MountProblem):
             control.request(self.point, {"op": "stop", "force": True}, uid=self.uid, timeout_s=END_S)
         control.wait_until_gone(control.files(self.point, self.uid), END_S)
-        with contextlib.suppress(MountProblem):  # of a daemon that was killed
-            mountpoint.detach(self.point, lazy=True)
+        if mountpoint.is_made(self.point):  # a private mount ends with its namespace
+            with contextlib.suppress(LlmcacheError):  # of a daemon that was killed
+                mountpoint.detach(self.point, lazy=True)
         control.remove_left(control.files(self.point, self.uid))
         mountpoint.remove_made(self.point)
 
@@ -71,14 +72,26 @@ def start(
     group: Cgroup | None = None,
     namespaces: Namespaces | None = None,
 ) -> Steered:
-    """Mount `source` on `point` by a daemon that ends with process `lifetime_pid`, and return once it serves.
+    """Mount `source` on `point` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
 
     The daemon runs in the cgroup `group`, so that its reads are charged to it, and in `namespaces`. It is in a session
     of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
     """
 
     words = [sys.executable, "-m", "llmcache"]
-    words += ["mount", source, point, "--json", "--mode", mode, "--while", str(lifetime_pid)]
+    words += [
+        "mount",
+        source,
+        point,
+        "--json",
+        "--rw",
+        "--mode",
+        mode,
+        "--while",
+        str(lifetime_pid),
+        "--while",
+        str(os.getpid()),
+    ]
     words += [] if cache_bytes is None else ["--cache", str(cache_bytes)]
     done = subprocess.run(
         words if group is None else group.wrap(words),
@@ -88,6 +101,7 @@ def start(
         errors="replace",
         check=False,
         start_new_session=True,
+        cwd="/",  # `-m` imports from the working directory, in which other users may write
         preexec_fn=None if namespaces is None else namespaces.join,
     )
     if done.returncode != 0:
@@ -103,7 +117,7 @@ def remove_abandoned() -> None:
     directory = control.directory(os.geteuid())
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
         found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)
-        if found is not None and not os.path.exists(f"/proc/{found[2]}"):
+        if found is not None and (int(found[2]) == os.getpid() or not os.path.exists(f"/proc/{found[2]}")):
             os.environ[control.SESSION] = found[1]
             left = Steered("", os.path.join(directory, name), os.geteuid(), {})
             if not left.is_alive():
@@ -124,16 +138,16 @@ def _failure(code: int, text: str) -> LlmcacheError:
 
 
 def served_already(source: str) -> Steered | None:
-    """Return the living mount that steers a directory: over FUSE at this path, or in place, also if it is above or below."""
-    topmost = [mount for mount in mounts().values() if mount.fstype == mountpoint.FSTYPE and _overlap(source, mount.point)]
-    for mount in topmost:
-        if _is_below(source, mount.point) and control.is_locked(control.files(mount.point, mount.owner)):
+    """Return the living mount that steers a directory, or one above it: over FUSE at this path, or in place."""
+    for mount in mounts().values():
+        is_over_it = mount.fstype == mountpoint.FSTYPE and _is_below(source, mount.point)
+        if is_over_it and control.is_locked(control.files(mount.point, mount.owner)):
             return _joined(source, mount.point, mount.owner)
     for point, facts in control.root_points().items():
         served = str(facts.get("source"))
         if facts.get("inplace") is None or not control.is_locked(control.files(point, 0)):
             continue
-        if _overlap(source, served) or _is_below(source, point):
+        if _is_below(source, served) or _is_below(source, point):
             return _joined(source, point, 0)
     return None
 
@@ -142,10 +156,6 @@ def _joined(source: str, point: str, uid: int) -> Steered | None:
     found = Steered(source, point, uid, {}, own=False)
     stats = found.stats()
     return None if stats is None else Steered(source, point, uid, stats, own=False)
-
-
-def _overlap(one: str, other: str) -> bool:
-    return _is_below(one, other) or _is_below(other, one)
 
 
 def _is_below(path: str, directory: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -90,15 +91,21 @@ class ModelFinder:
 
 
 def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
-    """A descriptor of a mapped file: through the mapping where that is allowed, or by its path as the process sees it."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    with contextlib.suppress(OSError):
-        return os.open(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}", flags)
-    fd = os.open(f"/proc/{pid}/root{mapping.path}", flags)
-    if os.fstat(fd).st_ino != key[1]:
-        os.close(fd)
-        raise FileNotFoundError(mapping.path)
-    return fd
+    """Return a descriptor of a mapped file: through the mapping where that is allowed, else by its path in the process.
+
+    OSError: it is no regular file, and is not opened, because opening a device has effects; or another file has its path.
+    """
+    try:
+        place, inode = os.open(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}", os.O_PATH | os.O_CLOEXEC), None
+    except OSError:
+        place, inode = os.open(f"/proc/{pid}/root{mapping.path}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC), key[1]
+    try:
+        status = os.fstat(place)
+        if not stat.S_ISREG(status.st_mode) or inode not in (None, status.st_ino):
+            raise FileNotFoundError(mapping.path)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
 
 
 def _name_of_all(path: str, layout: ModelLayout) -> str:

@@ -53,8 +53,11 @@ class Observer:
                 self._object.attach(program)
         except LoadFailure as failure:
             self._object.close()
-            hint = "tokens needs Linux 6.1 or later with BTF, root, and no lockdown"
+            hint = "tokens needs Linux 6.10 or later with BTF, root, and no lockdown"
             raise EnvironmentProblem(f"the kernel refuses to observe processes: {failure}", hint) from failure
+        if not self.look(os.getpid()):
+            self._object.close()
+            raise EnvironmentProblem("the kernel lets no BPF program find processes", "tokens needs Linux 6.10 or later")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - FRAME_BYTES)
         self._breakpoints: dict[int, list[int]] = {}
 

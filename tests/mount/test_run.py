@@ -379,12 +379,15 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     (place / "no_namespaces.py").write_text(NO_NAMESPACES)
     python = python_of_nobody()
 
-    def start(*words: str, namespaces: bool = True, code: str = READER, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        *words: str, namespaces: bool = True, code: str = READER, below: str = "", **variables: str
+    ) -> subprocess.Popen[str]:
         prefix = [] if namespaces else [sys.executable, str(place / "no_namespaces.py")]
         command = [*prefix, *NOBODY, python, "-m", "llmcache", "run", "--cache", "16Mi", "--", python, "-c", code]
         more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PYTHONPATH": str(place / "lib")}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*command, theirs, *words], env={**environment(), **more, **variables}, cwd=place, **pipes)
+        variables = {**environment(), **more, **variables}
+        return subprocess.Popen([*command, theirs, *words], env=variables, cwd=place / below, **pipes)
 
     try:
         yield start
@@ -414,6 +417,16 @@ def test_ordinary_users_have_a_mount_that_ends_with_the_command(
     assert "not in place: mode inplace needs root" in said and "over FUSE (arena)" in said
     wait_for(lambda: not points_of(process), "nothing is mounted any more")
     assert not [point for point in points if os.path.exists(point)]
+
+
+def test_a_command_in_the_directory_of_its_model_is_in_the_private_mount(
+    as_user: Callable[..., Any],
+) -> None:
+    code = "import os; print(os.major(os.stat('theirs.gguf').st_dev)); open('log.txt', 'w').write('written')"
+    process = as_user(below="models", code=code)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "0\n"), said  # a file system without a device: FUSE
+    assert Path(f"/var/tmp/llmcache-run-{os.getpid()}/models/log.txt").read_text() == "written"
 
 
 @pytest.mark.parametrize("namespaces", [True, False])

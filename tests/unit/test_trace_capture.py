@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import struct
@@ -17,7 +18,7 @@ import pytest
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
-from llmcache.procfs import FileMapping, Mount
+from llmcache.procfs import FileMapping, Mount, mappings
 from llmcache.report.classify import summary
 from llmcache.trace import files
 from llmcache.trace.capture import CaptureSettings
@@ -265,3 +266,12 @@ def test_a_mount_in_place_is_asked_about_files_below_both_of_its_directories(mon
     monkeypatch.setattr(control, "request", lambda *_, **__: {"mode": "inplace", "files": loops})
     found = {path: mountpoint.locked_bytes(replace(FILE, path=path)) for path in (FILE.path, "/srv/m.gguf", "/srv2/m.gguf")}
     assert list(found.values()) == [300, 300, 0]
+
+
+def test_names_of_mappings_may_have_line_breaks() -> None:
+    """The kernel escapes line feeds in maps, and no carriage returns, of which the name of any mapped file may have some."""
+    fd = os.memfd_create("a\rb")
+    os.ftruncate(fd, 4096)
+    with mmap.mmap(fd, 4096):
+        assert "/memfd:a\rb (deleted)" in [part.path for part in mappings(os.getpid())]
+    os.close(fd)

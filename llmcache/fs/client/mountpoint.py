@@ -202,9 +202,14 @@ def made_point(name: str) -> str:
     return point
 
 
+def is_made(point: str) -> bool:
+    """Return whether `made_point` has made a mount point."""
+    return os.path.dirname(point) == control.directory(os.geteuid())
+
+
 def remove_made(point: str) -> None:
     """Remove a mount point that `made_point` has made, if nothing is mounted there any more; others are left alone."""
-    if os.path.dirname(point) == control.directory(os.geteuid()):
+    if is_made(point):
         with contextlib.suppress(OSError):
             os.rmdir(point)
 

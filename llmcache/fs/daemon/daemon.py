@@ -30,7 +30,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class MountRequest:
     cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
     not_in_place: str | None = None  # why `auto` has not come to that
     read_ahead_bytes: int | None = None  # on the storage of `source`, in place
-    lifetime_pid: int | None = None  # the mount ends with this process
+    lifetime_pids: tuple[int, ...] = ()  # the mount ends when all of these processes have
 
 
 class Daemon:
@@ -155,7 +155,7 @@ class Daemon:
         self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
-        threading.Thread(target=self._end_with, args=(self._request.lifetime_pid,), name="lifetime", daemon=True).start()
+        threading.Thread(target=self._end_with, args=(self._request.lifetime_pids,), name="lifetime", daemon=True).start()
         server: ControlServer | None = None
         try:
             while (event := self._events.get()) != "over":
@@ -214,15 +214,20 @@ class Daemon:
         while os.read(told, 64):
             self._events.put("signal")
 
-    def _end_with(self, pid: int | None) -> None:
-        """End the mount when a process has ended; a process that waits to be reaped has."""
-        if pid is None:
+    def _end_with(self, pids: Sequence[int]) -> None:
+        """End the mount when all of some processes have ended; a process that waits to be reaped has."""
+        if not pids:
             return
-        with contextlib.suppress(ProcessLookupError):
-            fd = os.pidfd_open(pid)
-            select.select([fd], [], [])
+        fds = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                fds.append(os.pidfd_open(pid))
+        for fd in fds:
+            end = select.poll()
+            end.register(fd, select.POLLIN)
+            end.poll()
             os.close(fd)
-        log.info("process %d, which this mount is for, has ended", pid)
+        log.info("the processes that this mount is for have ended")
         self._events.put("stop")
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
