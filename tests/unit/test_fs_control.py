@@ -244,11 +244,16 @@ def test_files_of_dead_daemons_without_a_mount_are_removed_and_old_logs(tmp_path
     rotated.touch()
     other = tmp_path / "read-ahead-sda"
     other.touch()
-    lock = controlserver.take_lock(serving, point)
+    left_lock = Path(control.directory(os.geteuid())) / "source-fe00-1.lock"
+    left_lock.touch()
+    lock, source_locks = controlserver.take_lock(serving, point), controlserver.lock_source(str(tmp_path))
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in source_locks]
     try:
         mountpoint.remove_dead()
+        assert not left_lock.exists() and all(map(os.path.exists, held))
     finally:
         os.close(lock)
+        controlserver.unlock_source(source_locks)
     assert all(Path(path).exists() for path in (mounted.info, mounted.lock, mounted.log, serving.lock, serving.log, other))
     assert not any(Path(path).exists() for found in dead for path in (found.info, found.lock, found.socket))
     kept = [number for number, found in enumerate(dead) if Path(found.log).exists()]

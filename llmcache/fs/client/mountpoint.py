@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ IN_PLACE = "inplace"
 _PATIENCE_S = 2.0
 KEPT_LOGS = 16
 """Of mounts that have ended."""
+_SOURCE_LOCK = re.compile(r"source-[0-9a-f]+-[0-9a-f]+\.lock")
 _OWN_FILE = re.compile(r"[0-9a-f]{16}\.(sock|json|lock|log(\.1)?)")
 
 
@@ -87,8 +89,17 @@ def remove_dead() -> None:
     """Remove files of this user's daemons that were killed and have no mount left, and all but the newest KEPT_LOGS logs.
 
     The files of a dead mount stay: `llmcache umount --force` needs them. So do those of daemons that serve, with their logs.
+    Locks of sources go unless a daemon holds them; one that opens such a lock at this moment makes it anew.
     """
     directory, logs = control.directory(os.geteuid()), []
+    for name in filter(_SOURCE_LOCK.fullmatch, os.listdir(directory)):
+        with contextlib.suppress(OSError):
+            fd = os.open(os.path.join(directory, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(os.path.join(directory, name))
+            finally:
+                os.close(fd)
     for name in {name[:16] for name in os.listdir(directory) if _OWN_FILE.fullmatch(name)}:
         found = control.ControlFiles(os.path.join(directory, name), os.geteuid())
         point = found.describe().get("mount")
