@@ -242,6 +242,8 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     """As by `nohup`. Those that the interpreter ignores are not: `SigIgn` is a mask of all signals."""
 
     def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGQUIT):  # which a shell ignores for what it starts in the background
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     code = "grep SigIgn /proc/self/status; sleep 3; echo end"
