@@ -480,3 +480,15 @@ def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
     file = Mock(programs={0: None}, readers=[], key=(1, 1))
     backend = Mock(files=Mock(of_node=lambda _node: file, lock=nullcontext()))
     assert InPlaceBackend.expose(backend, group, [1, 2]) == ()
+
+
+def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
+    """With the bound of the memory at the start, a loop was left for many passes after the engine had taken its memory."""
+    mount = Mount(clock, 32, 40)
+    mount.read(WHOLE, 3)
+    guard = mount.group.evidence.guard
+    assert guard is not None
+    before = guard.bound_bytes
+    mount.state.shadow.resize(mount.state.shadow.capacity_bytes // 2)
+    mount.read(WHOLE, 3)
+    assert guard.bound_bytes == before // 2
