@@ -29,7 +29,7 @@ from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import oom_kills, tightest
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
-from llmcache.run.child import Child, NotRunnable, User, ending_by_interrupt, resolve, user_of
+from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.tokens.render import summary_lines
@@ -160,7 +160,7 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 def _described(path: str) -> str:
     """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
-    if path not in models.first_shards([path]):
+    if path != models.shards_of(path)[0]:
         return ""
     try:
         facts, name = [format_size(models.size_of(path))], models.shown_name(path)
@@ -201,7 +201,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
-    child: Child | None = None
+    has_ended = False
     try:
         with ending_by_interrupt(), contextlib.ExitStack() as stack:
             if settings.memory_bytes is not None:
@@ -229,13 +229,14 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
                 stack.callback(os.close, end)
                 _watch(session, child.pid, end, os.getpid() if is_root and reason is None else None)
                 child.wait()
+            has_ended = True
             session.renew(None)
             if child.status == signal.SIGKILL and oom_kills() > killed:
                 limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
                 say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
             _summarize(session, time.monotonic() - began, tokens.stop())
     except Exception as error:
-        if child is None or child.status is None or isinstance(error, NotRunnable):
+        if not has_ended:
             raise
         say(f"after the end of the command: {error}")
     return child.end_alike()

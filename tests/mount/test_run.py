@@ -333,6 +333,13 @@ def test_a_command_of_root_runs_as_the_user_of_sudo(model: Path) -> None:
 
 
 @needs_in_place
+def test_a_user_that_cannot_be_become_is_an_error_before_the_command_starts() -> None:
+    bare = ["setpriv", "--bounding-set=-setuid,-setgid", "--inh-caps=-setuid,-setgid"]
+    done = llmcache("run", "--user", "nobody", "--", "true", wrap=lambda words: [*bare, *words])
+    assert done.returncode == 3 and "cannot become user 'nobody'" in done.stderr, done.stderr
+
+
+@needs_in_place
 def test_models_in_memory_are_not_steered(model: Path) -> None:
     directory = Path("/dev/shm/llmcache-run-test")
     directory.mkdir(exist_ok=True)
