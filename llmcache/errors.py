@@ -82,9 +82,14 @@ def droppable(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError:
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        drop_output(stream)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Drop what is left in a stream and all that follows, lest it fail again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def is_interrupt(error: BaseException) -> bool:

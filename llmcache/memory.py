@@ -195,10 +195,10 @@ def lockable_bytes(root: Path = Path("/")) -> int:
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
-def stalled_us(root: Path = Path("/")) -> int | None:
-    """Microseconds since boot in which some task stalled on memory; None without PSI."""
+def stalled_us(root: Path = Path("/"), resource: str = "memory") -> int | None:
+    """Return the microseconds since boot in which some task stalled on a resource ("memory", "io"); None without PSI."""
     try:
-        line = read(root / "proc/pressure/memory").splitlines()[0]
+        line = read(root / f"proc/pressure/{resource}").splitlines()[0]
     except OSError:
         return None
     return int(line.rpartition(b"total=")[2])

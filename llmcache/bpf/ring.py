@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import platform
+import struct
 
 from llmcache.units import PAGE_BYTES
 
@@ -61,6 +62,21 @@ class Ring:
         frames = self._data[at : at + (end - start) // self.frame_bytes * self.frame_bytes]
         self.fence()
         return frames
+
+    def take(self, frame: struct.Struct) -> list[tuple[int, ...]]:
+        """Return the records since the last call, in their order, and free their places.
+
+        `frame`: a whole frame, of which the first two numbers (its length, and padding) are left out.
+        """
+        done, found = 0, []
+        for length, _, *fields in frame.iter_unpack(bytes(self.stretch())):
+            if length & BUSY:
+                break
+            done += 1
+            if not length & DISCARDED:
+                found.append(tuple(fields))
+        self.free(done)
+        return found
 
     def free(self, frames: int) -> None:
         """Gives the place of the first `frames` of the stretch, which were copied, back to the kernel."""

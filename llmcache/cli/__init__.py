@@ -18,7 +18,7 @@ import click
 
 from llmcache import __version__
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup, completion_variable
-from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, run_cli
+from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, drop_output, run_cli
 
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -108,12 +108,12 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
     except BrokenPipeError:
         if not _is_stdout_gone():
             raise
-        _drop_output()
+        drop_output(sys.stdout)
         return EXIT_OK
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        _drop_output()
+        drop_output(sys.stdout)
         hint = "free space where the output, and what is temporary, goes"
         raise EnvironmentProblem(f"there is no room for what is written: {error.strerror}", hint) from error
     return result if isinstance(result, int) else EXIT_OK
@@ -124,11 +124,6 @@ def _is_stdout_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _drop_output() -> None:
-    """What is left of our output goes nowhere, lest it fail again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> NoReturn:

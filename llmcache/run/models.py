@@ -16,7 +16,7 @@ from pathlib import Path
 from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.fs.copies import Copied, client_facts, find_copy
-from llmcache.fs.layout.gguf import MAGIC
+from llmcache.fs.layout import is_gguf
 from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.fs.layout.names import ModelNames
 from llmcache.fs.layout.safetensors import begins_safetensors
@@ -68,7 +68,7 @@ def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: 
         def read(offset: int, size: int) -> bytes:
             return os.pread(fd, size, offset)
 
-        return read(0, len(MAGIC)) == MAGIC or begins_safetensors(read, size_bytes)
+        return is_gguf(read, size_bytes) or begins_safetensors(read, size_bytes)
     except OSError:
         return False
     finally:
@@ -106,7 +106,7 @@ def shards_of(path: str) -> list[str]:
 def shown_name(path: str) -> str:
     """Return the name of a model file for people: for a blob of a cache or store that of its model."""
     source, real = source_of(path), os.path.realpath(path)
-    if not _is_below(real, source):
+    if not is_below(real, source):
         return os.path.basename(path)
     fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -197,15 +197,20 @@ def copies_of(pid: int, paths: Iterable[str]) -> list[Copied]:
         repacked_bytes = 0 if model is None else model.repacked_bytes
         for each in descendants(pid):
             with contextlib.suppress(OSError):
-                keys = set()
-                for shard in shards_of(path):
-                    for seen in (shard, f"/proc/{each}/root{shard}"):
-                        with contextlib.suppress(OSError):
-                            status = os.stat(seen)
-                            keys.add((status.st_dev, status.st_ino))
-                copied = find_copy(client_facts(each, keys), size_of(path), repacked_bytes)
+                copied = find_copy(client_facts(each, _keys_of(each, path)), size_of(path), repacked_bytes)
                 found += [] if copied is None else [copied]
     return found
+
+
+def _keys_of(pid: int, path: str) -> set[tuple[int, int]]:
+    """Return device and inode of the shards of a model, as this process sees them and as process `pid` does."""
+    keys = set()
+    for shard in shards_of(path):
+        for seen in (shard, f"/proc/{pid}/root{shard}"):
+            with contextlib.suppress(OSError):
+                status = os.stat(seen)
+                keys.add((status.st_dev, status.st_ino))
+    return keys
 
 
 def visible_path(pid: int, path: str) -> str | None:
@@ -217,11 +222,11 @@ def visible_path(pid: int, path: str) -> str | None:
         wanted = os.stat(f"/proc/{pid}/root{path}")
         if _is_same(path, wanted):
             return path
-        theirs = [mount for mount in mounts(pid).values() if mount.dev == wanted.st_dev and _is_below(path, mount.point)]
+        theirs = [mount for mount in mounts(pid).values() if mount.dev == wanted.st_dev and is_below(path, mount.point)]
         for mount in sorted(theirs, key=lambda one: len(one.point), reverse=True):
             inside = os.path.normpath(f"{mount.root}/{os.path.relpath(path, mount.point)}")
             for own in mounts().values():
-                if own.dev == mount.dev and _is_below(inside, own.root):
+                if own.dev == mount.dev and is_below(inside, own.root):
                     here = os.path.normpath(f"{own.point}/{os.path.relpath(inside, own.root)}")
                     if _is_same(here, wanted):
                         return here
@@ -237,7 +242,8 @@ def _is_same(path: str, wanted: os.stat_result) -> bool:
         return False
 
 
-def _is_below(path: str, directory: str) -> bool:
+def is_below(path: str, directory: str) -> bool:
+    """Return whether an absolute path is a directory, or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
@@ -251,7 +257,7 @@ def source_of(path: str) -> str:
     real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
     source = _with_names(parent, real)
     with contextlib.suppress(OSError):  # it was removed
-        if not _is_below(real, source) or os.stat(real).st_dev != os.stat(parent).st_dev:
+        if not is_below(real, source) or os.stat(real).st_dev != os.stat(parent).st_dev:
             source = _with_names(os.path.dirname(real), real)
     return source
 
@@ -270,4 +276,4 @@ def _with_names(directory: str, real: str) -> str:
 def sources_of(paths: Sequence[str]) -> list[str]:
     """Return the directories to steer for model files; one that lies in another one is left out."""
     found = {source_of(path) for path in paths}
-    return sorted(one for one in found if not any(_is_below(one, other) for other in found - {one}))
+    return sorted(one for one in found if not any(is_below(one, other) for other in found - {one}))

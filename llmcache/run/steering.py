@@ -17,6 +17,7 @@ from llmcache.cgroup import Cgroup
 from llmcache.errors import LlmcacheError, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.procfs import mounts
+from llmcache.run.models import is_below
 from llmcache.run.namespaces import Namespaces
 
 END_S = 30.0
@@ -78,20 +79,9 @@ def start(
     of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
     """
 
-    words = [sys.executable, "-m", "llmcache"]
-    words += [
-        "mount",
-        source,
-        point,
-        "--json",
-        "--rw",
-        "--mode",
-        mode,
-        "--while",
-        str(lifetime_pid),
-        "--while",
-        str(os.getpid()),
-    ]
+    words = [sys.executable, "-m", "llmcache", "mount", source, point, "--json", "--rw", "--mode", mode]
+    for pid in (lifetime_pid, os.getpid()):
+        words += ["--while", str(pid)]
     words += [] if cache_bytes is None else ["--cache", str(cache_bytes)]
     done = subprocess.run(
         words if group is None else group.wrap(words),
@@ -140,14 +130,14 @@ def _failure(code: int, text: str) -> LlmcacheError:
 def served_already(source: str) -> Steered | None:
     """Return the living mount that steers a directory, or one above it: over FUSE at this path, or in place."""
     for mount in mounts().values():
-        is_over_it = mount.fstype == mountpoint.FSTYPE and _is_below(source, mount.point)
+        is_over_it = mount.fstype == mountpoint.FSTYPE and is_below(source, mount.point)
         if is_over_it and control.is_locked(control.files(mount.point, mount.owner)):
             return _joined(source, mount.point, mount.owner)
     for point, facts in control.root_points().items():
         served = str(facts.get("source"))
         if facts.get("inplace") is None or not control.is_locked(control.files(point, 0)):
             continue
-        if _is_below(source, served) or _is_below(source, point):
+        if is_below(source, served) or is_below(source, point):
             return _joined(source, point, 0)
     return None
 
@@ -156,7 +146,3 @@ def _joined(source: str, point: str, uid: int) -> Steered | None:
     found = Steered(source, point, uid, {}, own=False)
     stats = found.stats()
     return None if stats is None else Steered(source, point, uid, stats, own=False)
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(directory.rstrip("/") + "/")

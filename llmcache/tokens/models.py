@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from llmcache.errors import DataError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.tensors import ModelLayout, shard_name
-from llmcache.procfs import FileMapping, descendants, mappings
+from llmcache.memory import stalled_us
+from llmcache.procfs import FileMapping, descendants, mappings, read_bytes_of
 from llmcache.tokens.clock import Key, Place
 from llmcache.units import BLOCK_BYTES
 
@@ -167,15 +168,11 @@ def _counters(pid: int) -> Iterator[Counters]:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         read = 0
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as lines:  # of another user
-            read = next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:"))
+        with contextlib.suppress(OSError):  # of another user
+            read = read_bytes_of(pid)
         yield Counters((int(fields[11]) + int(fields[12])) * 10**9 // _CLOCK_TICKS, read, int(fields[9]))
 
 
 def pressure() -> dict[str, int]:
     """Return for how many microseconds some task of this machine has waited for memory and for I/O; {} where not counted."""
-    found = {}
-    for name in ("io", "memory"):
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/pressure/{name}", encoding="ascii") as file:
-            found[name] = int(file.readline().rpartition("total=")[2])
-    return found
+    return {name: us for name in ("io", "memory") if (us := stalled_us(resource=name)) is not None}

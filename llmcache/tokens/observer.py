@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.perf import is_known_processor, open_breakpoint
-from llmcache.bpf.ring import BUSY, DISCARDED, FRAME_BYTES, Ring
+from llmcache.bpf.ring import FRAME_BYTES, Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.tokens.passes import Event, Role
 
@@ -92,16 +92,7 @@ class Observer:
 
     def events(self) -> list[Event]:
         """Return the reports since the last call, in their order."""
-        frames = bytes(self._ring.stretch())
-        done, found = 0, []
-        for length, _, *fields in _FRAME.iter_unpack(frames):
-            if length & BUSY:
-                break
-            done += 1
-            if not length & DISCARDED:
-                found.append(Event(*fields))
-        self._ring.free(done)
-        return found
+        return [Event(*fields) for fields in self._ring.take(_FRAME)]
 
     @property
     def lost(self) -> int:

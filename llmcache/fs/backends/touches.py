@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
-from llmcache.bpf.ring import BUSY, DISCARDED, Ring
+from llmcache.bpf.ring import Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.base import ClientReads
@@ -222,16 +222,7 @@ class Touches:
         Hits without a miss may wait for GATHER_NS, and the last of them for ever: `timeout_s` is to be short after some.
         """
         self._poll.poll(timeout_s * 1e3)
-        frames = bytes(self._ring.stretch())
-        done, found = 0, []
-        for length, _, *fields in _FRAME.iter_unpack(frames):
-            if length & BUSY:
-                break
-            done += 1
-            if not length & DISCARDED:
-                found.append(Touch(*fields))
-        self._ring.free(done)
-        return found
+        return [Touch(*fields) for fields in self._ring.take(_FRAME)]
 
     @property
     def lost(self) -> int:

@@ -15,6 +15,11 @@ from llmcache.fs.layout.safetensors import SUFFIX, begins_safetensors, read_safe
 from llmcache.fs.layout.tensors import ModelLayout
 
 
+def is_gguf(read: ReadAt, size: int) -> bool:
+    """Return whether a file of `size` bytes begins as a GGUF file does."""
+    return size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC
+
+
 def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
     """Return the layout of the file called `name` of `size` bytes, of which `read(offset, size)` returns bytes.
 
@@ -22,7 +27,7 @@ def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
     formats are recognized by their content, whatever the name is. A file that begins like a safetensors file, but
     is none, is only damaged if its name says that it is one.
     """
-    if size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC:
+    if is_gguf(read, size):
         return read_gguf(read, size)
     if name.endswith(SUFFIX):
         return read_safetensors(read, size, name)
