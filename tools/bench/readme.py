@@ -60,7 +60,8 @@ def caption(document: Document) -> str:
     dense_bytes, moe_bytes = (one[0]["loop_bytes"] for one in (dense(document), moe(document)))
     return (
         f"Dense: llama.cpp, {dense_bytes / 1e6:.0f} MB of weights. MoE: {moe_bytes / 1e9:.1f} GB, read with a generated "
-        "routing and without computation. Both sides have the same memory and storage; the page cache has its better read_ahead_kb"
+        "routing and without computation. Both sides have the same memory and storage; "
+        "the page cache has its better read_ahead_kb"
     )
 
 
