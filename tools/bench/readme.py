@@ -1,12 +1,12 @@
-"""What README.md and docs/ show of the recorded benchmarks: `python -m tools.bench.readme [--write]`.
+"""Check that README.md and docs/ show the recorded results; with --write, update them.
 
-What stands between these comments is made here; everything else is left as it is:
+Only the text between these marks is generated:
 
-    <!-- results:NAME -->          a table of tools/bench/results/NAME.json
+    <!-- results:NAME -->          the tables of tools/bench/results/NAME.json
     <!-- /results -->
 
-    <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
-    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
+    <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its figures, or one of `FIGURES`
+    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the target of that figure, and whether it is missed
 
 docs/tokens.svg is drawn from the same results: tokens per second with the page cache alone and with llmcachefs in place, of
 the dense model of case (f) of `tools/bench mount` and of an MoE model of case (g), both with unlimited storage.
@@ -141,7 +141,7 @@ def filled(text: str) -> str:
     def anew(found: re.Match[str]) -> str:
         begin, kind, name, key, _, end = found.groups()
         if name not in (*NAMES, "all"):
-            raise ValueError(f"{kind}:{name}: there is no such benchmark, only all, {', '.join(NAMES)}")
+            raise ValueError(f"{kind}:{name}: unknown benchmark; known are all, {', '.join(NAMES)}")
         told = recorded(name)
         if kind == "results":
             return begin + shown(import_module(f"tools.bench.{name}"), told) + end
@@ -149,7 +149,7 @@ def filled(text: str) -> str:
             return begin + FIGURES[f"{name}.{key}"](told) + end
         bars = {bar.name: bar for bar in bars_of(told)}
         if key not in bars:
-            raise ValueError(f"{name}.{key}: there are {', '.join(bars)}")
+            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(bars)}")
         return begin + (wanted(bars[key]) if kind == "limit" else bars[key].shown) + end
 
     return _MARKED.sub(anew, text)
@@ -164,7 +164,9 @@ def shows(path: Path, text: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the pages")
+    parser.add_argument(
+        "--write", action="store_true", help="write the recorded tables and figures into the pages, and draw docs/tokens.svg"
+    )
     args = parser.parse_args(argv)
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     made = {page: filled(page.read_text()) for page in pages} | {ROOT / "docs" / "tokens.svg": drawn(recorded("mount"))}
@@ -173,7 +175,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.write:
             results.write_text(path, text)
         else:
-            print(f"{path.relative_to(ROOT)}: not as recorded: python -m tools.bench.readme --write", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)}: differs from the recorded results: python -m tools.bench.readme --write",
+                file=sys.stderr,
+            )
     return 0 if args.write or not differing else 1
 
 
