@@ -77,7 +77,7 @@ def stats_command(mount: str | None, interval: float | None, count: int | None, 
 @click.option("--once", is_flag=True, help="Print one view as text, with the rates of one INTERVAL.")
 @base.json_option("llmcache.top/1", ", one line for each sample")
 def top_command(mount: str, interval: float, count: int | None, once: bool, as_json: bool) -> None:
-    """Watch the mount on MOUNT live: memory, loops and their readers, rates, waits, and what is cached of each layer.
+    """Watch the mount on MOUNT live: memory, loops and their readers, rates, waits, and the cached part of each layer.
 
     \b
     Examples:
@@ -129,8 +129,8 @@ def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: boo
       llmcache warmup /mnt/models --check
 
     GLOBs match paths below MOUNT, file names and names of models (llama3.2:3b). Without GLOB, models and small files are
-    read; larger files of an unknown format only if a GLOB matches them. Data for which the budget has no room is not read.
-    Data that was read stays cached until programs have used it, or other files need the room.
+    read; larger files of an unknown format only if a GLOB matches them. Data beyond the budget is not read. Warmed data
+    stays cached until programs have used it, or other files need the room.
 
     Exit code 4 if data that should be cached is not.
     """
