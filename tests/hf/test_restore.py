@@ -240,7 +240,7 @@ def test_one_changed_weight_or_setting_is_another_model(tmp_path: Path, change: 
 
 
 def test_a_model_that_cannot_be_identified_saves_nothing_that_could_be_restored(tmp_path: Path) -> None:
-    class Packed(torch.Tensor):
+    class Packed(torch.Tensor):  # type: ignore[misc]  # torch has no types here
         """Weights of a library for quantization."""
 
     model, path = saved_model(tmp_path / "model"), tmp_path / "talk.kv"
