@@ -404,7 +404,7 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
 
 def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileType = TYPES["q8_0"]) -> None:
     """Write the model as GGUF into `files`, one for each shard, as llama.cpp loads them together."""
-    tensors = [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
+    tensors = gguf_tensors(shape, file_type)
     groups = split_by_size([tensor.size_bytes for tensor in tensors], len(files))
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         keys = _model_keys(shape, file_type) if number == 0 else []
@@ -432,6 +432,11 @@ class Tensor:
         """Bytes of the tensor, without padding."""
         values = self.weight.values
         return 4 * values if self.block is None else values // self.block.values * self.block.block_bytes
+
+
+def gguf_tensors(shape: Shape, file_type: FileType) -> list[Tensor]:
+    """Return the tensors of a GGUF file, in their order."""
+    return [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
 
 
 def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:

@@ -110,23 +110,64 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
 
 
-def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
-    """Uses of a token, after the first `warmup`, that miss among `room` whole experts, by who decides what leaves.
+def replay(routing: Routing, room: int, warmup: int) -> dict[str, float]:
+    """Return the uses per token, after the first `warmup` tokens, that miss among `room` whole experts, by policy.
 
-    `known`: whose chance to be used by the next token is least leaves, by the very popularities of that moment. `learned`:
-    the same, but popularities are learned from the uses so far, by who knows how they are generated; no policy can be
-    expected to miss less. `belady` knows the uses themselves.
+    `belady` knows the uses themselves.
     """
     uses, count = keys(routing)
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
+    hits["llmcache"] = _hot(routing, uses, room)
+    return {name: _missed(hit, len(routing), warmup) for name, hit in hits.items()}
+
+
+def misses(
+    routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int
+) -> dict[str, float]:
+    """Return what `replay` returns for a generated routing, and two more policies that know how it was generated.
+
+    `known`: the expert with the least chance to be used by the next token is evicted, by the popularities of that moment.
+    `learned`: the same, but the popularities are learned from the uses so far; no policy can be expected to miss less.
+    """
     chances = _chances(habits, ranks.shape[2], routing.shape[2])
     learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
-    hits["llmcache"] = _hot(routing, uses, room)
-    hits["known"] = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
-    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
-    tokens = len(routing)
-    return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
+    known = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
+    learned = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
+    found = {"known": _missed(known, len(routing), warmup), "learned": _missed(learned, len(routing), warmup)}
+    return replay(routing, room, warmup) | found
+
+
+def _missed(hits: NDArray[np.int64], tokens: int, warmup: int) -> float:
+    """Return the misses per token after the warm-up."""
+    return float((1 - hits).reshape(tokens, -1)[warmup:].sum(1).mean())
+
+
+@dataclass(frozen=True)
+class Locality:
+    """How much a routing repeats itself; means over layers and tokens.
+
+    `reused`: share of a token's experts that one of the last 1, 4 or 16 tokens used. `ninety`: share of a layer's experts that
+    serve 90 % of the uses, the most used first. `top`: share of the uses that go to the most used expert of a layer.
+    """
+
+    reused: dict[int, float]
+    ninety: float
+    top: float
+
+
+def locality(routing: Routing, experts: int) -> Locality:
+    """Return the locality of a routing through layers of so many experts."""
+    tokens, layers, used = routing.shape
+    uses = np.zeros((tokens, layers, experts), bool)
+    np.put_along_axis(uses, routing, True, axis=2)
+    reused = {}
+    for window in (1, 4, 16):
+        recent = np.stack([uses[window - back : tokens - back] for back in range(1, window + 1)]).any(0)
+        reused[window] = float((uses[window:] & recent).sum() / uses[window:].sum())
+    shares = np.sort(uses.sum(0) / (tokens * used), axis=1)[:, ::-1]
+    ninety = float(((shares.cumsum(1) < 0.9).sum(1) + 1).mean() / experts)
+    return Locality(reused, ninety, float(shares[:, 0].mean()))
 
 
 def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int64]:
