@@ -50,9 +50,9 @@ _DIRTY_BYTES = 256 * 2**20  # are written at most before they are synced and dro
 
 _DEVIATION = 0.02  # of weights, so that activations stay finite
 # Of models whose routers follow the token. Calibrated with llama.cpp against what is published of Qwen3-30B-A3B.
-_EMBEDDING_DEVIATION = 4.0
+_EMBEDDING_DEVIATION = 5.0
 _SHARED = 0.375  # of the embedding of a token, which is the same for all tokens of a topic
-_POPULARITY = 0.3  # deviation of the logarithm of the lengths of a router's rows
+_POPULARITY = 0.2  # deviation of the logarithm of the lengths of a router's rows
 TOPIC_TOKENS = 1024
 """Consecutive tokens of the vocabulary that are one topic, in models of --like."""
 # bfloat16 with random sign, mantissa and two low exponent bits: magnitudes from 2**-7 to 2**-3.
@@ -88,8 +88,8 @@ _NAMES = {
 class BlockType:
     """A quantised GGUF type: its `number` in a header, and the blocks that form a row.
 
-    `scales` maps a byte offset in a block to the scale there, for values of deviation 1: with it, a block of random bytes has
-    values of mean 0. Scales are float16, or with `is_power` a byte that is the exponent of a power of 2. `least` is the
+    `scales` maps a byte offset in a block to the scale there, for values of deviation 1: with it, a block of random bytes
+    has values of mean 0. Scales are float16, or with `is_power` a byte that is the exponent of a power of 2. `least` is the
     smallest int8 that the quantiser of the type writes.
     """
 
@@ -127,8 +127,8 @@ MXFP4 = BlockType(39, 32, 17, {0: 1 / 2.93}, is_power=True)
 class FileType:
     """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
 
-    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts`: the type of experts, where they have
-    one of their own.
+    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts`: the type of experts, where they
+    have one of their own.
     """
 
     number: int
@@ -206,18 +206,17 @@ class Architecture:
     has_sinks: bool = False
 
 
-_YARN = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
-_GPT_OSS_KEYS = {"attention.sliding_window": 128, "rope.freq_base": 150000.0}
+_GPT_OSS_KEYS: dict[str, str | float] = {
+    "attention.sliding_window": 128,
+    "rope.freq_base": 150000.0,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}
 ARCHITECTURES = {
     "llama": Architecture(2048, 1e-5, {}),
     "qwen3moe": Architecture(40960, 1e-6, {"rope.freq_base": 1e6}, has_head_norms=True),
-    "gpt-oss": Architecture(
-        131072,
-        1e-5,
-        {**_GPT_OSS_KEYS, **{f"rope.scaling.{name}": value for name, value in _YARN.items()}},
-        has_biases=True,
-        has_sinks=True,
-    ),
+    "gpt-oss": Architecture(131072, 1e-5, _GPT_OSS_KEYS, has_biases=True, has_sinks=True),
 }
 """By the name that a GGUF header has for them."""
 

@@ -110,45 +110,36 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
 
 
-def replay(routing: Routing, room: int, warmup: int) -> dict[str, float]:
-    """Return the uses per token, after the first `warmup` tokens, that miss among `room` whole experts, by policy.
-
-    `belady` knows the uses themselves.
-    """
+def replay(routing: Routing, room: int) -> dict[str, NDArray[np.int64]]:
+    """Return by policy how many uses of each token miss among `room` whole experts; `belady` knows the uses beforehand."""
     uses, count = keys(routing)
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
     hits["llmcache"] = _hot(routing, uses, room)
-    return {name: _missed(hit, len(routing), warmup) for name, hit in hits.items()}
+    return {name: (1 - hit).reshape(len(routing), -1).sum(1) for name, hit in hits.items()}
 
 
-def misses(
-    routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int
-) -> dict[str, float]:
-    """Return what `replay` returns for a generated routing, and two more policies that know how it was generated.
+def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
+    """Return the misses of a token after the first `warmup`, as `replay` counts them, also for policies with more knowledge.
 
     `known`: the expert with the least chance to be used by the next token is evicted, by the popularities of that moment.
-    `learned`: the same, but the popularities are learned from the uses so far; no policy can be expected to miss less.
+    `learned`: the same, but the popularities are learned from the uses so far, by a policy that knows how they are
+    generated; no policy can be expected to miss less.
     """
     chances = _chances(habits, ranks.shape[2], routing.shape[2])
     learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
     known = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
     learned = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
-    found = {"known": _missed(known, len(routing), warmup), "learned": _missed(learned, len(routing), warmup)}
-    return replay(routing, room, warmup) | found
-
-
-def _missed(hits: NDArray[np.int64], tokens: int, warmup: int) -> float:
-    """Return the misses per token after the warm-up."""
-    return float((1 - hits).reshape(tokens, -1)[warmup:].sum(1).mean())
+    found = {name: (1 - hit).reshape(len(routing), -1).sum(1) for name, hit in (("known", known), ("learned", learned))}
+    return {name: float(each[warmup:].mean()) for name, each in (replay(routing, room) | found).items()}
 
 
 @dataclass(frozen=True)
 class Locality:
     """How much a routing repeats itself; means over layers and tokens.
 
-    `reused`: share of a token's experts that one of the last 1, 4 or 16 tokens used. `ninety`: share of a layer's experts that
-    serve 90 % of the uses, the most used first. `top`: share of the uses that go to the most used expert of a layer.
+    `reused`: share of a token's experts that one of the last 1, 4 or 16 tokens used. `ninety`: share of a layer's experts
+    that serve 90 % of the uses, the most used first. `top`: share of the uses that go to the most used expert of a layer.
     """
 
     reused: dict[int, float]

@@ -2,8 +2,8 @@
 
 The event of each token has the `crc` of the logits: the same over plain storage and over a mount, or a byte was wrong.
 
-By default the tokens count up. With `--topics N` they are a generated text (`text`) of N topics, one after the other, for the
-models of `tools/make_model.py --like`, whose routers choose experts by token and topic. `--routing FILE` records which
+By default the tokens count up. With `--topics N` they are a generated text (`text`) of N topics, one after the other, for
+the models of `tools/make_model.py --like`, whose routers choose experts by token and topic. `--routing FILE` records which
 experts llama.cpp chose.
 
 `--compute SECONDS` emulates a slower processor: each token takes so much longer, slept between the operations of llama.cpp's
@@ -41,8 +41,8 @@ COMMON = 0.45
 def text(count: int, vocabulary: int, topics: int, seed: int = 0) -> list[int]:
     """Return `count` tokens of a generated text with `topics` topics, each for an equal share of the text.
 
-    Common words are the same in all topics. Common words, and the words of a topic, are each used by Zipf's law. ValueError if
-    the vocabulary has fewer topics.
+    Common words are the same in all topics. Common words, and the words of a topic, are each used by Zipf's law. ValueError
+    if the vocabulary has fewer topics.
     """
     known = vocabulary // TOPIC_TOKENS - 2
     if not 1 <= topics <= known:
@@ -82,9 +82,9 @@ class RoutingRecorder:
         """Forget what has been recorded."""
         self._chosen.clear()
 
-    def routing(self, tokens: int) -> NDArray[np.int32]:
+    def routing(self, tokens: int) -> NDArray[np.int64]:
         """Return the experts of so many tokens, evaluated one at a time: [token, layer, used]."""
-        return np.stack(self._chosen).reshape(tokens, -1, len(self._chosen[0]))
+        return np.stack(self._chosen).astype(np.int64).reshape(tokens, -1, len(self._chosen[0]))
 
     def _computed(self, address: int, is_question: bool, _data: object) -> bool:
         """Return whether a tensor is wanted, before it is computed; copy it afterwards."""
