@@ -372,7 +372,7 @@ def real_size(plan: CasePlan) -> Iterator[Experiment]:
     chosen = np.load(recorded)
     size, layout = file.stat().st_size, routing.layout_of(file)
     dense, slices, cache = routing.dense_bytes(layout), Experts(layout), int(MOE_SHARE * size)
-    missed = routing.replay(chosen, (cache - dense) // slices.bytes_of(0))
+    missed = routing.replay(chosen, (cache - dense) // slices.bytes_of(0), is_loaded=True)
     asked = dense + slices.bytes_of(0) * chosen.shape[1] * chosen.shape[2]
     half = (steps - warmup) // 2
     for rate in (None, RATES[0]):
@@ -719,6 +719,7 @@ def _real_size_table(results: list[Result]) -> str:
     about = (
         "Mean time of a token and bytes that it read from storage (measured). The bound is the time of a token with "
         "everything in memory (measured), or the bytes that Belady's policy misses by the bandwidth of storage (modelled), "
-        "whichever is more."
+        "whichever is more. Both modelled policies begin with the experts that are used first, because llama.cpp fills the "
+        "memory while it loads the model."
     )
     return f"{about}\n\n{markdown(head, rows, texts=(0, 1, 2))}"

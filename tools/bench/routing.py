@@ -110,13 +110,19 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
 
 
-def replay(routing: Routing, room: int) -> dict[str, NDArray[np.int64]]:
-    """Return by policy how many uses of each token miss among `room` whole experts; `belady` knows the uses beforehand."""
+def replay(routing: Routing, room: int, is_loaded: bool = False) -> dict[str, NDArray[np.int64]]:
+    """Return by policy how many uses of each token miss among `room` whole experts; `belady` knows the uses beforehand.
+
+    The cache is empty at first. With `is_loaded` it has the experts that are used first, as many as fit: no cache that an
+    engine has filled while it loaded the model is better for `belady`.
+    """
     uses, count = keys(routing)
+    loaded = list(dict.fromkeys(uses.tolist()))[:room][::-1] if is_loaded else []
+    uses = np.concatenate((np.array(loaded, uses.dtype), uses))
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
-    hits["llmcache"] = _hot(routing, uses, room)
-    return {name: (1 - hit).reshape(len(routing), -1).sum(1) for name, hit in hits.items()}
+    hits["llmcache"] = _hot(uses, routing.shape[1] * routing.shape[2], room)
+    return {name: (1 - hit[len(loaded) :]).reshape(len(routing), -1).sum(1) for name, hit in hits.items()}
 
 
 def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
@@ -161,9 +167,9 @@ def locality(routing: Routing, experts: int) -> Locality:
     return Locality(reused, ninety, float(shares[:, 0].mean()))
 
 
-def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+def _hot(uses: NDArray[np.int64], token_uses: int, room: int) -> NDArray[np.int64]:
     hot, hits = HotSet(), np.zeros(len(uses), np.int64)
-    hot.token_uses = len(uses) // len(routing)
+    hot.token_uses = token_uses
     for place, key in enumerate(uses.tolist()):
         hits[place] = key in hot
         hot.use(key)
