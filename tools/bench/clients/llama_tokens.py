@@ -36,24 +36,30 @@ LEAST_SLEEP_S = 0.002
 PROMPT = [1, 300, 301, 302]
 COMMON = 0.45
 """Share of a text that are common words: tokens of the first topic after the one with the control tokens."""
+REPEATED, REPEATED_WITHIN = 0.15, 16
+"""Share of a text that repeats one of so many tokens before."""
 
 
 def text(count: int, vocabulary: int, topics: int, seed: int = 0) -> list[int]:
     """Return `count` tokens of a generated text with `topics` topics, each for an equal share of the text.
 
-    Common words are the same in all topics. Common words, and the words of a topic, are each used by Zipf's law. ValueError
-    if the vocabulary has fewer topics.
+    Common words are the same in all topics. Common words, and the words of a topic, are each used by Zipf's law, and a word
+    is likely to be repeated soon. ValueError if the vocabulary has fewer topics.
     """
     known = vocabulary // TOPIC_TOKENS - 2
     if not 1 <= topics <= known:
         raise ValueError(f"a vocabulary of {vocabulary} tokens has {max(0, known)} topics, not {topics}")
     words = random.Random(seed)
     weights = list(itertools.accumulate(1 / rank for rank in range(1, TOPIC_TOKENS + 1)))
-    return [
-        TOPIC_TOKENS * (1 if words.random() < COMMON else 2 + index * topics // count)
-        + words.choices(range(TOPIC_TOKENS), cum_weights=weights)[0]
-        for index in range(count)
-    ]
+    tokens: list[int] = []
+    for index in range(count):
+        topic = 1 if words.random() < COMMON else 2 + index * topics // count
+        recent = [token for token in tokens[-REPEATED_WITHIN:] if token // TOPIC_TOKENS == topic]
+        if recent and words.random() < REPEATED:
+            tokens.append(words.choice(recent))
+        else:
+            tokens.append(TOPIC_TOKENS * topic + words.choices(range(TOPIC_TOKENS), cum_weights=weights)[0])
+    return tokens
 
 
 class RoutingRecorder:
