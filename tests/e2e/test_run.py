@@ -64,7 +64,9 @@ def test_a_command_that_the_oom_killer_ends(model: Path) -> None:
     done = llmcache("run", "--memory", "72Mi", "--", *answers(1, 4, 2)("", model), timeout=240)
     assert done.returncode == -9, done.stderr[-2000:]
     assert "setting LLAMA_ARG_NO_REPACK=1" in done.stderr
-    assert "the kernel's OOM killer ended the command: it needs more memory than there is (--memory 75.5 MB)" in done.stderr
+    assert (
+        "the kernel's OOM killer ended the command: it needs more memory than is available (--memory 75.5 MB)" in done.stderr
+    )
 
 
 GENERATE = """
