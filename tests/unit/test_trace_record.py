@@ -161,7 +161,7 @@ def file_entry(**changes: Any) -> list[dict[str, Any]]:
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"columns": {"count": None}}, "count: .* has no such column"),
     "extra column": ({"columns": {"extra": [1, 2, 3, 4]}}, "extra: .* has a column that a trace does not have"),
-    "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has double, must be uint64"),
+    "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has type double, must be uint64"),
     "no value": (
         {"columns": {"pid": pa.array([1, None, 3, 4], pa.uint32())}, "nullable": True},
         "pid: 1 rows have no value",
