@@ -48,7 +48,7 @@ def test_the_server_answers_alike_and_its_tokens_and_copies_are_reported(model: 
     said, summary = done.stderr.splitlines()[:-1], json.loads(done.stderr.splitlines()[-1])
     assert any("steering q4_k_m.gguf (" in line for line in said), said
     copied = next(line for line in said if "has copied" in line)
-    assert "rearranged (repacking)" in copied and "--no-repack" in copied
+    assert "by repacking" in copied and "--no-repack" in copied
     assert summary["schema"] == "llmcache.run/1" and summary["files"] == [str(model)]
     (steered,) = summary["steered"]
     assert steered["mode"] == "inplace"
