@@ -797,11 +797,11 @@ def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "inplace, 33.6 MB (--cache), read-only"),
-        (("--rw",), "inplace, 33.6 MB (--cache), writable"),
-        (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
-        (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
-        (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        ((), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--rw",), "inplace, budget 33.6 MB (--cache), writable"),
+        (("--spill", ""), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--spill", "*.tmp"), "steer (spill: in mode inplace either all files are writable or none), budget 33.6 MB"),
+        (("-o", "fsname=models"), "inplace, budget 33.6 MB (--cache), read-only"),
         (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )

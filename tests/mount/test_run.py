@@ -347,7 +347,7 @@ def test_models_in_memory_are_not_steered(model: Path) -> None:
         shutil.copy(model, directory)
         done = llmcache("run", "--", "wc", "-c", directory / model.name)
         assert done.returncode == 0 and done.stdout.split()[0] == str(model.stat().st_size)
-        assert "its files are in memory already" in done.stderr
+        assert "its files are already in memory" in done.stderr
     finally:
         shutil.rmtree(directory)
 

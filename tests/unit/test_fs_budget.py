@@ -177,7 +177,7 @@ def test_a_budget_that_fits_is_taken_and_a_larger_one_is_reduced_and_said(
     assert settle_budget(None, root) == spare and not caplog.text
     with caplog.at_level(logging.WARNING):
         assert settle_budget(12 * GIB, root) == spare
-    assert "--cache reduced" in caplog.text and "machine" in caplog.text
+    assert "--cache is reduced" in caplog.text and "machine" in caplog.text
 
 
 def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
@@ -201,7 +201,7 @@ def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None
 @pytest.mark.parametrize("cache_bytes", [None, 64 * MIB])
 def test_a_full_machine_has_no_room(tmp_path: Path, cache_bytes: int | None) -> None:
     write_machine(tmp_path, GIB, MACHINE_MARGIN_BYTES + DAEMON_BYTES)
-    assert "no memory" in refusal(cache_bytes, tmp_path).message
+    assert "not enough memory" in refusal(cache_bytes, tmp_path).message
 
 
 @pytest.mark.parametrize(

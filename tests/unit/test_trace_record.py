@@ -72,7 +72,7 @@ def test_a_file_that_no_file_is_is_refused() -> None:
     for field in ("id", "dev", "inode", "generation", "size_bytes"):
         with pytest.raises(DataError, match=field):
             dataclasses.replace(FILES[0], **{field: -1})  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"path '\\ud800' is not what"):
+    with pytest.raises(DataError, match=r"path '\\ud800' is not a valid path"):
         TraceFile(0, "\ud800", 0, 0, 0, 0)
     assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode gives it
 
