@@ -33,7 +33,7 @@ def _in_place(directory: str | None, root: Path) -> Check:
     pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
     if pages is None or pages[1] == "never":
         remedy = (
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, for streaming at a tenth of the CPU time"
+            "for streaming at a tenth of the CPU time: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
         return Check("in place", LIMITED, "mode inplace is possible, but without huge pages", remedy)
     where = "" if directory is None else f" for {directory}"

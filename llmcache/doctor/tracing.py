@@ -17,7 +17,7 @@ def _btf() -> Check:
     reason = supported()
     if reason is None:
         return Check("BTF", OK, "available")
-    remedy = "Linux 6.1 or later with CONFIG_DEBUG_INFO_BTF=y, as in Debian 12 and Ubuntu 24.04"
+    remedy = "use Linux 6.1 or later with CONFIG_DEBUG_INFO_BTF=y, as in Debian 12 and Ubuntu 24.04"
     return Check("BTF", LIMITED, reason, remedy)
 
 
@@ -36,7 +36,7 @@ def _tracepoints() -> Check:
         return Check("tracepoints", LIMITED, f"unknown: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:
-        return Check("tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", "Linux 6.12 or later has them", facts)
+        return Check("tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", "use Linux 6.12 or later", facts)
     return Check("tracepoints", OK, "the page cache has tracepoints", facts=facts)
 
 
@@ -53,5 +53,5 @@ def _tier() -> Check:
         return Check("tier", LIMITED, f"none works: {passed_over}", "run as root", facts)
     if not reasons:
         return Check("tier", OK, f"{tier}, the best tier", facts=facts)
-    remedy = f"for {next(iter(SOURCES))}: root, Linux 6.12 with BTF, and libbpf 1"
+    remedy = f"{next(iter(SOURCES))} needs root, Linux 6.12 with BTF, and libbpf 1"
     return Check("tier", LIMITED, f"{tier}, because {passed_over}", remedy, facts)

@@ -25,7 +25,7 @@ from llmcache.tokens.watch import TokenWatch
 
 END_POLL_S = 0.1
 LINES_PER_HEADING = 40
-_EXAMPLE = "llmcache tokens PID, llmcache tokens /mnt/models, or llmcache tokens -- COMMAND"
+_EXAMPLE = "llmcache tokens PID, llmcache tokens MOUNT, or llmcache tokens -- COMMAND"
 
 
 @dataclass(frozen=True)

@@ -406,7 +406,7 @@ class _Capture:
         known, missed = now.known_blocks - before.known_blocks, now.missed_blocks - before.missed_blocks
         miss = f"{format_percent(missed / known if known else None):>7}"
         speed = f"{rows:10.0f} {blocks:10.0f} {blocks * BLOCK_BYTES / 1e6:9.1f}"
-        say(f"{seconds:7.1f}s {speed} {miss} {len(now.by_file):7d} {lost:9d}")
+        say(f"{seconds:6.1f} s {speed} {miss} {len(now.by_file):7d} {lost:9d}")
         self._shown_counts = dataclasses.replace(now)
 
 

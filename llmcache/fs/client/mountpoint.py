@@ -308,7 +308,7 @@ def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Mo
     if len(users) > 8:
         seen += f" and {len(users) - 8} more"
     who = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
-    hint = f"end these processes first, or cut off their access: llmcache umount --force {mount.point}"
+    hint = f"end them first, or: llmcache umount --force {mount.point}"
     return MountProblem(f"{mount.point} is busy: {who}", hint)
 
 

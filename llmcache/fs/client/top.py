@@ -658,7 +658,7 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
     MountProblem: there is no mount, or not any more. UsageError: a pause too short.
     """
     if pause_s < LEAST_PAUSE_S:
-        raise UsageError(f"INTERVAL: {pause_s:g} s is too short, at least {LEAST_PAUSE_S:g} s")
+        raise UsageError(f"INTERVAL: {pause_s:g} s is too short: the minimum is {LEAST_PAUSE_S:g} s")
     watcher = Watcher(mount)
     count = 1 if once else count
     with suppress(KeyboardInterrupt):

@@ -68,7 +68,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     if cache_bytes > least.total_bytes - least.margin_bytes:
         raise EnvironmentProblem(
             f"a budget of {format_size(cache_bytes)} does not fit: the {least.name} has {format_size(least.total_bytes)}",
-            f"--cache {spare} is possible now; without --cache, the mount takes what memory can spare",
+            f"at most --cache {spare // 10**6}M is possible now, which is also the default",
         )
     if cache_bytes > spare:
         log.warning(
@@ -138,7 +138,7 @@ class PressureGauge:
         """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise EnvironmentProblem(
-                f"a budget of {format_size(budget_bytes)} is too small: at least {format_size(MIN_BUDGET_BYTES)}"
+                f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
             )
         least = tightest(self._root)
         if budget_bytes - held_bytes > least.spare_bytes:

@@ -74,7 +74,7 @@ class Warmer:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # the others are for who reads meanwhile
         if len(paths) > most:
             hint = "name fewer files by globs, or raise the limit of open files (ulimit -n) of the daemon"
-            raise EnvironmentProblem(f"GLOB: cannot warm {len(paths)} files at once, at most {most}", hint)
+            raise EnvironmentProblem(f"GLOB: {len(paths)} files match, but at most {most} can be warmed at once", hint)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
             unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
