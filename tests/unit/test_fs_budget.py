@@ -32,6 +32,7 @@ from llmcache.memory import (
     machine_memory,
     tightest,
 )
+from llmcache.units import parse_size
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -191,7 +192,7 @@ def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
 def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None:
     error = refusal(64 * GIB, root)
     assert "does not fit" in error.message
-    possible = int(str(error.hint).split()[1])
+    possible = parse_size(str(error.hint).split()[1])
     assert settle_budget(possible, root) == possible
     (root / "proc/self/cgroup").write_text("0::/unit\n")
     v2_group(root, "unit", str(GIB), 0, {"inactive_file": 0})

@@ -68,7 +68,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     if cache_bytes > least.total_bytes - least.margin_bytes:
         raise EnvironmentProblem(
             f"a budget of {format_size(cache_bytes)} does not fit: the {least.name} has {format_size(least.total_bytes)}",
-            f"at most --cache {spare // 10**6}M is possible now, which is also the default",
+            f"--cache {spare // 10**6}M is possible now; the default is all that can be spared",
         )
     if cache_bytes > spare:
         log.warning(
