@@ -698,7 +698,9 @@ def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp
     with live(empty, points[0], "32Mi", "--mode", "inplace"):
         for source in (empty, empty / "below"):
             done = llmcache("mount", source, points[1], "--mode", "inplace", "--cache", "32Mi")
-            assert done.returncode == 4 and f"steered in place already on {points[0]}" in done.stderr, done.stderr
+            assert done.returncode == 4 and f"already steered in place by the mount on {points[0]}" in done.stderr, (
+                done.stderr
+            )
     done = llmcache("mount", empty / "below", points[1], "--mode", "inplace", "--cache", "32Mi")
     assert done.returncode == 0, done.stderr
     assert llmcache("umount", points[1]).returncode == 0
@@ -817,7 +819,9 @@ def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -
     random_file(empty / "f", MIB)
     try:
         done = llmcache("mount", empty, empty.parent, "--cache", "32Mi")
-        assert done.returncode == 0 and "(SOURCE lies inside MOUNT, which hides it), 33.6 MB" in done.stdout
+        assert (
+            done.returncode == 0 and "(SOURCE lies inside MOUNT, and the mount would hide it), budget 33.6 MB" in done.stdout
+        )
         assert os.listdir(empty.parent) == ["f"]
     finally:
         assert llmcache("umount", empty.parent).returncode == 0

@@ -275,7 +275,7 @@ def test_a_command_that_runs_out_of_memory(model: Path) -> None:
     assert "the kernel's OOM killer ended the command" in done.stderr and "(--memory 200 MB)" in done.stderr
     done = llmcache("run", "--memory", "4K", "--", "true", model)
     assert done.returncode == -signal.SIGKILL and "Traceback" not in done.stderr
-    assert "ended by SIGKILL when it started" in done.stderr and "OOM killer" in done.stderr
+    assert "killed by SIGKILL while it started" in done.stderr and "OOM killer" in done.stderr
 
 
 @needs_in_place
@@ -360,7 +360,7 @@ def test_bad_input(model: Path) -> None:
         (["--pid", "1", "--", "true"], 2, "give either a command after -- or --pid"),
         (["--pid", "999999999"], 3, "process 999999999 does not exist"),
         (["--pid", "1", "--memory", "1G"], 2, "apply to a command"),
-        (["--user", "nosuch-user", "--", "true"], 2, "there is no user 'nosuch-user'"),
+        (["--user", "nosuch-user", "--", "true"], 2, "user 'nosuch-user' does not exist"),
         (["--cache", "1K", "--", "true", str(model)], 3, "too small to stream through"),
         (["--cache", "much", "--", "true", str(model)], 2, "--cache: "),
     ):
