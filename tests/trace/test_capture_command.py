@@ -134,7 +134,7 @@ def test_a_duration_ends_it_and_each_second_has_a_line(reader: subprocess.Popen[
     lines = done.stderr.splitlines()
     assert all(len(line) < 80 for line in lines)
     heading = next(number for number, line in enumerate(lines) if "blocks/s" in line)
-    told = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d)s +\d", line))]
+    told = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d) s +\d", line))]
     # One for each second that is over, told as tenths; a machine that stands still for one leaves it out.
     assert told[0] >= 1 and 1 <= len(told) <= 2 and told[-1] >= len(told)
     assert "the time is over" in done.stderr
