@@ -130,10 +130,13 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(written: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda data: data.update(schema="llmcache.size/1"), "schema: 'llmcache.size/1'"),
+        (lambda data: data.update(schema="llmcache.size/1"), "not 'llmcache.size/1'"),
         (lambda data: data["results"][1].pop("speedup"), "results[1].speedup: missing"),
         (lambda data: data["results"][0].update(energy_j=10**400), "results[0].energy_j: '10"),
-        (lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0), "dram_bytes_per_s: 0, more than 0"),
+        (
+            lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0),
+            "dram_bytes_per_s: must be more than 0, not 0",
+        ),
         (None, "not JSON"),
     ],
 )
@@ -161,7 +164,7 @@ def test_a_recorded_run_is_accounted(written: Path) -> None:
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     options = ["--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected"]
     told = called("edram", "report", file, *options).stdout
-    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the living bytes"):
+    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the live bytes"):
         assert words in told
 
 
