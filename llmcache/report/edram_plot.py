@@ -357,7 +357,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
         data = page(found, offered).encode() if form == "html" else figure_bytes(offered[chosen].draw(), form)
     if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
         # What a picture without a caption cannot say.
-        print(f"llmcache: {left_out:,} configurations are not drawn; vary less in one sweep", file=sys.stderr)
+        print(f"llmcache: {left_out:,} configurations are not drawn; vary fewer options in one sweep", file=sys.stderr)
     return write_target("-o", output, data, force)
 
 

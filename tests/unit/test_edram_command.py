@@ -90,7 +90,7 @@ MANY = ",".join(map(str, range(1, 1002)))
     ("args", "named"),
     [
         (("model", "gpt-5"), "--model: there is no model 'gpt-5'"),
-        (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
+        (("sweep", "--budget", "10"), "--budget: must be more than the 10 sinks, not 10"),
         (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is no bandwidth: it must be above 0"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
         (("report", "/nowhere.json"), "run: '/nowhere.json' cannot be read"),
@@ -194,7 +194,7 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
     found = read_constants(file)
     mine = found.profiles["mine"]
     assert (mine.refresh_pass_j, mine.dram_j_per_byte) == (3.65e-6, PAPER.dram_j_per_byte)
-    assert mine.name == "mine" and "of the user" in mine.title
+    assert mine.name == "mine" and "by the user" in mine.title
     assert found.profiles["silicon"].sfu_w == 1.0
     assert found.profiles["silicon"].refresh_pass_j == pytest.approx(3.65e-6, rel=1e-3)
     assert (found.models["tiny"].layers, found.models["tiny"].kv_heads) == (8, MODELS["llama3-8b"].kv_heads)
@@ -211,8 +211,11 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
     [
         ("[profile.mine]\nrefresh_j = 1", "profile.mine: there is no constant 'refresh_j'"),
         ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
-        ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
-        ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
+        ("[model.x]\nkv_heads = 5", "model.x.kv_heads: must divide the 32 heads, not 5"),
+        (
+            "[system.x]\nrecompute = 'often'",
+            "system.x.recompute: must be one of none, first-principles, declared, not 'often'",
+        ),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
         ("[profile", "not TOML"),
     ],

@@ -90,7 +90,7 @@ def test_what_a_rule_needs_of_a_run() -> None:
     with pytest.raises(DataError, match=r"^steps.duration_ns: "):
         account(untimed, KELLE_INTERVALS, 1e-12)
     assert account(untimed.with_step(2e6, "modelled: 2 ms"), KELLE_INTERVALS, 1e-12).seconds == pytest.approx(0.12)
-    with pytest.raises(UsageError, match=r"^step: "):
+    with pytest.raises(UsageError, match=r"^step_ns: "):
         untimed.with_step(0, "")
     with pytest.raises(DataError, match=r"^lives: "):
         account(replace(changing(), lives=None), KELLE_INTERVALS, 1e-12, rule="floor")
