@@ -94,7 +94,7 @@ def test_what_a_rule_needs_of_a_run() -> None:
         untimed.with_step(0, "")
     with pytest.raises(DataError, match=r"^lives: "):
         account(replace(changing(), lives=None), KELLE_INTERVALS, 1e-12, rule="floor")
-    for rule, capacity, named in (("floor", 100, "rule"), ("ticks", 0, "capacity")):
+    for rule, capacity, named in (("floor", 100, "rule"), ("ticks", 0, "capacity_bytes")):
         with pytest.raises(UsageError, match=rf"^{named}: "):
             account(changing(), KELLE_INTERVALS, 1e-12, rule=rule, capacity_bytes=capacity)
 
