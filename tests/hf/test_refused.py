@@ -68,7 +68,7 @@ def test_a_model_that_was_not_enabled() -> None:
 def test_another_batch_without_reset(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
         generate(llama, cache, single())
-        with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
+        with pytest.raises(UsageError, match="batch: must be the 1 sequences of the cache, not 2"):
             llama(input_ids=prompt()["input_ids"], **cache_argument(cache))
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -112,7 +112,7 @@ def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabl
     with SpillCache(model.config, "full") as cache:
         model(**single(), **cache_argument(cache))
         stopped_step(model, cache)
-        with pytest.raises(DataError, match="middle of a step"):
+        with pytest.raises(DataError, match="middle of an earlier step"):
             model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
         cache.reset()
         model(**single(), **cache_argument(cache))

@@ -172,7 +172,7 @@ def test_what_would_not_stay_cannot_be_saved_nor_restored_into_another_model(lla
     for directory in (tmp_path, None):
         with SpillCache(llama.config, path=directory) as cache:
             generate(llama, cache, prompt())
-            with pytest.raises(UsageError, match="path: no spill file that stays"):
+            with pytest.raises(UsageError, match="path: the cache has only a temporary"):
                 cache.save()
     path = tmp_path / "talk.kv"
     assert not list(tmp_path.iterdir())

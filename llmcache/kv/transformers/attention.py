@@ -57,7 +57,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
     """The attention that the family of `module` brings along itself."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
-        raise UsageError(f"model: {type(module).__name__} has no attention that can be replaced", "use another model")
+        raise UsageError(f"model: the attention of {type(module).__name__} cannot be replaced", "use another model")
     return function(module, *arguments, **options)
 
 
@@ -96,7 +96,7 @@ def enable(model: Any) -> Any:
     try:
         model.set_attn_implementation(EAGER if capped or before in ("eager", EAGER) else SDPA)
     except (AttributeError, ValueError) as error:
-        hint = "its attention must go through transformers' AttentionInterface"
+        hint = "only models that use the AttentionInterface of transformers are supported"
         raise UsageError(f"model: the attention of {type(model).__name__} cannot be replaced: {error}", hint) from error
     if not hasattr(model, _ENABLED):
         inner = model.base_model
@@ -134,8 +134,8 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     cache.check()
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if layers != len(cache.layers):
-        hint = "make it with the config of the model that runs with it"
-        raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
+        hint = "create the cache with the config of this model"
+        raise UsageError(f"config: the cache was created for {len(cache.layers)} layers, but the model has {layers}", hint)
     ids = options.get("input_ids", arguments[0] if arguments else None)
     places: Any = options.get("position_ids")
     numbers: Int64s | None = as_array(ids).astype(np.int64) if torch.is_tensor(ids) else None
