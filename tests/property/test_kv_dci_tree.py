@@ -235,7 +235,7 @@ def test_arguments_that_do_not_fit() -> None:
     assert len(index) == 50
     with pytest.raises(ValueError, match="k: must be at least 1, not 0"):
         index.query(np.zeros((1, DIM), np.float32), 0)
-    with pytest.raises(ValueError, match="queries: must be float32 .*, not float64"):
+    with pytest.raises(ValueError, match=r"queries: must be float32 .*, not float64"):
         index.query(np.zeros((1, DIM)), 1)  # type: ignore[arg-type]
     for field, wrong in (("promotion", 1.0), ("retrieve", 0.0), ("field_of_view", 0), ("page_slots", 0), ("margin", -1.0)):
         with pytest.raises(ValueError, match=field):

@@ -228,7 +228,7 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
             device.read(0, 0, [1])
         with pytest.raises(ValueError, match="queries: "):
             device.execute(normal((2, 65), 1), 0, 0)
-        with pytest.raises(ValueError, match="block_tokens: must be from 1 to .*, not 0"):
+        with pytest.raises(ValueError, match=r"block_tokens: must be from 1 to .*, not 0"):
             list(device.execute(normal((2, 64), 1), 0, 0, block_tokens=0))
         assert not list(device.execute(normal((2, 64), 1), 0, 0))
     with pytest.raises(DataError, match="spill file of another model"):

@@ -359,7 +359,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
                 file.append(0, 0, keys, values)
         with pytest.raises(ValueError, match="layer: must be from 0 to 1, not 2"):
             file.append(0, 2, good, good)
-        with pytest.raises(ValueError, match="sequence: must be from 0 to .*, not -1"):
+        with pytest.raises(ValueError, match=r"sequence: must be from 0 to .*, not -1"):
             file.append(-1, 0, good, good)
         assert file.sequences == [] and file.written_bytes == 0
     for field, wrong in (("dtype", "float8"), ("layers", 0), ("head_dim", -4), ("page_tokens", 0)):
