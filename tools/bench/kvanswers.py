@@ -25,7 +25,7 @@ from .harness import ROOT, workplace
 from .results import Document
 
 SCHEMA = "llmcache-bench-kvanswers/1"
-HEAD = "measured, recall model"
+HEAD = "`icecache`, recall model, measured"
 BUDGETS = (64, 128, 256)
 CONTEXTS = (1024, 2048, 4096)
 RIVALS = ("quest", "h2o", "window")
@@ -92,7 +92,7 @@ def passkey(bench: TaskBench) -> dict[str, Any]:
     rows = [row for row in bench.rows if row.policy == "icecache"]
     least = min(share for row in rows for share in row.answers.by_depth().values())
     questions = sum(row.answers.questions for row in rows)
-    what = f"least share of passkeys found at any depth, budget and context ({questions} questions)"
+    what = f"share of passkeys found, minimum over depths, budgets and contexts ({questions} questions)"
     return {"what": what, "figure": least, "run": document(bench)}
 
 
@@ -100,7 +100,7 @@ def recall(bench: TaskBench) -> dict[str, Any]:
     """IceCache's answers at the largest budget beside the full cache's."""
     own = [row for row in bench.rows if row.policy == "icecache" and row.budget == BUDGETS[-1]]
     least = min(row.answers.share / bench.stock(row.context).answers.share for row in own)
-    what = "right answers at a budget of 256, of those with the full cache; least of all contexts"
+    what = "right answers at a budget of 256 relative to the full cache, minimum over contexts"
     return {"what": what, "figure": least, "run": document(bench)}
 
 
@@ -110,7 +110,7 @@ def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         shares.setdefault((row["context"], row["budget"]), {})[row["policy"]] = row["answers"]["share"]
     leads = [one["icecache"] - max(one[rival] for rival in RIVALS) for one in shares.values() if "icecache" in one]
-    what = f"right answers more than the best of {', '.join(RIVALS)}, least of all budgets and contexts"
+    what = f"share of right answers minus the best of {', '.join(RIVALS)}, minimum over budgets and contexts"
     return {"what": what, "figure": min(leads)}
 
 

@@ -192,14 +192,15 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
 
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
-        what = f"loss above full of {OWN} over {share} of {best} at {lengths} tokens, less its standard error, most of all"
+        what = f"loss that {OWN} adds to the full cache, minus {share} x that of {best}, less the standard error"
+        what += f", maximum over models at {lengths} tokens"
         for budget in budgets:
             figure = max(excess(told, budget, others, share) for told, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
 
-    judge("loss", BUDGETS, WORST, "the oracle's", (ORACLE,))
+    judge("loss", BUDGETS, WORST, "the oracle", (ORACLE,))
     if scope.kvpress:
-        judge("rivals", PRESS_BUDGETS, HALF, "kvpress' best", PRESSES)
+        judge("rivals", PRESS_BUDGETS, HALF, "the best kvpress method", PRESSES)
     parts[f"loss.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
     return parts
 
@@ -222,7 +223,7 @@ def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Answers to tasks like RULER's."""
     found = list(_answers(scope))
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
-    what = f"right answers of the full cache that are kept, over tasks of which it answers most, at {lengths} tokens"
+    what = f"share of the full cache's right answers that are kept, tasks that it mostly solves, {lengths} tokens"
     told = [told for told, _ in found]
     parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
     parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
@@ -268,10 +269,10 @@ def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
     rows = _times(scope, CONTEXTS)
     most = max(row["times"] for row in rows)
     long = max((row["times"] for row in rows if row["context"] >= LONG[0]), default=most)
-    what = "time of a token, of DynamicCache's, default settings, most of"
+    what = "time per token relative to DynamicCache, default settings, maximum over contexts"
     return {
-        "time": {"what": f"{what} {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": most, "rows": rows},
-        "time.long": {"what": f"{what} {LONG[0]:,} tokens and more", "figure": long},
+        "time": {"what": f"{what} of {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": most, "rows": rows},
+        "time.long": {"what": f"{what} of {LONG[0]:,} tokens and more", "figure": long},
     }
 
 
@@ -279,8 +280,10 @@ def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """A token with pages limited to the budget; `measure` has it read no more than DISK_BPS from the disk."""
     rows = _times(scope, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=scope.directory)
     most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
-    what = "time of a token, of DynamicCache's, with pages limited to the budget and a disk of 500 MB/s"
-    bytes_what = f"bytes from the file a token, of those of the rows chosen, budget {POOL_BUDGET}, most of the contexts"
+    what = "time per token relative to DynamicCache, pages limited to the budget, disk limited to 500 MB/s"
+    bytes_what = (
+        f"bytes read from the file per token relative to the chosen rows, budget {POOL_BUDGET}, maximum over contexts"
+    )
     return {
         "file": {"what": what, "figure": max(row["times"] for row in rows), "rows": rows},
         "bytes": {"what": bytes_what, "figure": most},
@@ -316,8 +319,8 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
                 run.step()
                 taken = run.memory()
             shares[name].append((taken.kv_bytes + taken.index_bytes) / full.memory().kv_bytes)
-    what = f"pages and index in memory, of DynamicCache's, at {tokens:,} tokens drawn by chance or of a text, the more"
-    little = f"{POOL_PAGES} pages, two bits a number"
+    what = f"pages and index in memory relative to DynamicCache, {tokens:,} tokens, the larger of random tokens and a text"
+    little = f"{POOL_PAGES} pages, two bits per number"
     return {
         "memory.small": {"what": f"{what}, {little}", "figure": max(shares["memory.small"])},
         "memory": {"what": f"{what}, default settings", "figure": max(shares["memory"])},
@@ -398,7 +401,7 @@ def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
                 rows.append({"model": name, "context": context, **row})
     full, own = ([row["token_ns"] for row in rows if row["cache"] == kind] for kind in ("DynamicCache", "SpillCache"))
     lengths = " and ".join(f"{context:,}" for context in dict.fromkeys(row["context"] for row in rows))
-    what = f"time of a token on a GPU, of DynamicCache's, default settings, most of {lengths} tokens"
+    what = f"time per token on a GPU relative to DynamicCache, default settings, maximum over {lengths} tokens"
     device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "processors": os.cpu_count()}
     figure = max(one / other for one, other in zip(own, full, strict=True))
     return {"gpu": {"what": what, "figure": figure, "rows": rows, "device": device}}
@@ -419,7 +422,7 @@ def exact(scope: BenchScope) -> dict[str, dict[str, Any]]:
         with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=scope.directory, full_tokens=0) as cache:
             for ids in (text.ids, *(text.following[:, at : at + 1] for at in range(SAID))):
                 same.append(bool((logits(model, full, ids) == logits(model, cache, ids)).all()))
-    what = "steps whose logits are DynamicCache's bit for bit, with a budget of the context"
+    what = "share of steps whose logits equal DynamicCache's bit for bit, budget of the whole context"
     return {"exact": {"what": what, "figure": statistics.fmean(same)}}
 
 
@@ -472,7 +475,7 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
         with SpillCache(model.config, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             expected = _generated(model, cache, text.ids, SAID + AFTER)
         same += [one == other for one, other in zip([*said, *rest], expected, strict=True)]
-    what = "tokens that are the same after a save, a kill and a restore"
+    what = "share of tokens that are the same after a save, a kill and a restore"
     return {"restored": {"what": what, "figure": statistics.fmean(same)}}
 
 
@@ -526,11 +529,12 @@ def table(told: dict[str, Any]) -> str:
         for policy, by_budget in above.items():
             cells = ["{:.3f} ± {:.3f}".format(*by_budget[budget]) if budget in by_budget else "" for budget in BUDGETS]
             rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
-    head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
+    texts = f"model, tokens ({len(runs['loss'][0]['texts'])} texts)" if rows else ""
+    head = [texts, "loss added by", *(f"budget {budget}" for budget in BUDGETS)]
     tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
     if "gpu" in parts:
         found = parts["gpu"]
-        head = [found["device"]["gpu"], "cache", "prompt, s", "a token, ms", "its memory on the GPU, GB"]
+        head = [found["device"]["gpu"], "cache", "prompt, s", "token, ms", "GPU memory of the cache, GB"]
         lines: list[list[str]] = []
         for one in found["rows"]:
             figures = one["prompt_ns"] / 1e9, one["token_ns"] / 1e6, one["gpu_bytes"] / 1e9
@@ -546,7 +550,7 @@ def table(told: dict[str, Any]) -> str:
         found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
         answers.setdefault((run["model"], run["task"]), []).append(found)
     if answers:
-        head = ["model, task", "asked", "right with the full cache", *(f"of these at {budget}" for budget in BUDGETS)]
+        head = ["model, task", "questions", "right with the full cache", *(f"kept at {budget}" for budget in BUDGETS)]
         totals = [
             [f"{model}, {task}", *map(str, map(sum, zip(*each, strict=True)))] for (model, task), each in answers.items()
         ]

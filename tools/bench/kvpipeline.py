@@ -52,8 +52,9 @@ def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(timed, [Variant("hillinfer"), plain])
     ahead, without = bench.rows
     modelled = modelled_idle(without, setup)
+    waits = "share of decode time in which the emulated accelerator waits"
     return {
-        "what": "share of decode steps in which the emulated accelerator waits, where it need not by the model",
+        "what": f"look-ahead: {waits}, if computing takes twice as long as the rest",
         "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
         "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
         "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
@@ -79,7 +80,7 @@ def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", ("bkp",))])
     shares = [_seen(row).ping_pong_share for row in bench.rows]
     return {
-        "what": "pages that went down and came up again within 16 steps, of those that came up",
+        "what": "pools: share of promoted pages that were demoted in the 16 steps before",
         "figure": shares[0], "without": shares[1], "pages_up": [_seen(row).pages_up for row in bench.rows],
         "run": _without_timelines(bench),
     }  # fmt: skip
@@ -93,7 +94,7 @@ def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     links = ("ssd to cpu, score", "cpu to ssd, score")
     moved = [sum(row.moved_bytes.get(name, 0) for name in links) for row in (device, host)]
     return {
-        "what": "bytes that scoring moves between host and SSD, emulated device to host scoring",
+        "what": "bytes that scoring moves between host and SSD, emulated device relative to the host",
         "device_bytes": moved[0], "host_bytes": moved[1],
         "figure": moved[0] / moved[1],
     }  # fmt: skip
@@ -116,7 +117,7 @@ def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     relative = relative_times([_seen(row).steps_ns for row in bench.rows])
     best = min(range(len(FACTORS)), key=lambda place: relative[place])
     return {
-        "what": "steps of the sweep, each twice the last, between the least latency and the rule's beta",
+        "what": "distance of the fastest beta from the rule's, in steps of the sweep (factor 2 each)",
         "betas": [row.beta for row in bench.rows], "token_ns": [row.token_ns for row in bench.rows],
         "relative": relative, "rule": bench.marks.rule, "figure": abs(best - FACTORS.index(1)),
         "run": _without_timelines(bench),
@@ -180,4 +181,4 @@ def table(told: Document) -> str:
     def without(bar: Bar) -> str:
         return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
 
-    return bars_table(told, "measured; stream synthetic, accelerator and computational SSD emulated", without)
+    return bars_table(told, "measured; synthetic stream, emulated accelerator and SSD", without)

@@ -139,19 +139,21 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     stock = stock_at(rows, at)
     there = {row.policy: row for row in rows if row.tokens == at}
     share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
-    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED)
+    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
     faster = {policy: faster_from(rows, policy) for policy in TIMED}
-    told = ", ".join(f"{policy} from {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
-    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in TIMED)
+    others = [policy for policy in TIMED if policy != "icecache"]
+    told = ", ".join(f"{policy} {'never' if (least := faster[policy]) is None else f'{least:,}'}" for policy in others)
+    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in others)
+    against = f"relative to DynamicCache, {at:,} tokens"
     return {
-        "memory": {"what": f"pages of keys and values in memory, of DynamicCache's, at {at:,} tokens", "figure": share},
+        "memory": {"what": f"keys and values in memory {against}, icecache", "figure": share},
         "memory_with_index": {
-            "what": f"pages and index in memory, of DynamicCache's, at {at:,} tokens: {with_index}; {PACKED}'s",
+            "what": f"keys, values and index in memory {against}, {PACKED} ({with_index})",
             "figure": there[PACKED].share_with_index(stock),
         },
-        "time": {"what": f"time of a token, of DynamicCache's, at {at:,} tokens: {each}", "figure": times},
+        "time": {"what": f"time per token {against}, icecache ({each})", "figure": times},
         "faster": {
-            "what": f"tokens from which on a token is faster than with DynamicCache: {told}",
+            "what": f"shortest context in which a token is faster than with DynamicCache, icecache ({told})",
             "figure": faster["icecache"] or 0, "by_policy": faster,
             "rows": [_told(row, stock_at(rows, row.tokens)) for row in rows],
         },

@@ -87,15 +87,21 @@ def bars(told: Document) -> list[Bar]:
     found = []
     for group, share in BELADY_SHARE.items():
         value = told["groups"][group][OURS] / told["groups"][group]["belady"]
-        what = f"{_words(group)} traces: hit ratio, of Belady's"
+        what = f"{_words(group)} traces: hit ratio of {OURS} relative to Belady"
         found.append(Bar(f"{group}.belady", what, value, ">=", share, "modelled"))
     least = min(ratios, key=lambda name: ratios[name][OURS] - ratios[name]["lru"])
-    value, what = ratios[least][OURS] - ratios[least]["lru"], f"the trace that gains least: {_words(least)}, more than LRU"
+    value, what = (
+        ratios[least][OURS] - ratios[least]["lru"],
+        f"trace with the smallest gain, {_words(least)}: hit ratio of {OURS} minus LRU's",
+    )
     found.append(Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
     if rows := told.get("mixtures"):
         ours, learned, known = ([_way(row, policy) for row in rows] for policy in (OURS, "learned", "known"))
-        most = f"learned at best {min(learned):.2f} to {max(learned):.2f}, known {min(known):.2f} to {max(known):.2f}"
-        what = f"experts of generated mixtures: least share of the way from LRU to Belady; popularities {most}"
+        bounds = f"{min(learned):.2f} to {max(learned):.2f} if a policy learns the popularities"
+        bounds += f", {min(known):.2f} to {max(known):.2f} if it knows them"
+        what = (
+            f"generated MoE routings: smallest share of the gap between LRU and Belady that is closed (possible: {bounds})"
+        )
         found.append(Bar("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
     return found
 
@@ -116,12 +122,12 @@ def table(told: Document) -> str:
     by_room: dict[int, list[dict[str, float]]] = {}
     for row in told["mixtures"]:
         by_room.setdefault(row["percent"], []).append(row["misses"])
-    deciders = ("llmcache", "learned", "known", "belady")
+    deciders = ("lru", "llmcache", "learned", "known", "belady")
     means = {
         percent: [statistics.fmean(missed[name] / missed["lru"] for missed in found) for name in deciders]
         for percent, found in by_room.items()
     }
-    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities learned at best", "known", "belady"]
+    head = ["experts that fit", "lru", "llmcache", "popularities learned", "popularities known", "belady"]
     return f"{table}\n" + markdown(
         head, [[f"{percent} %", *map("{:.2f}".format, found)] for percent, found in means.items()]
     )

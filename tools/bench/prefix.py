@@ -94,14 +94,16 @@ def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
             shutil.rmtree(copy)
     base = statistics.median(evaluated)
     times = {name: statistics.median(one) for name, one in runs.items()}
-    each = f"{tokens:,} tokens, evaluated in {base:.1f} s"
-    same, theirs = f"first token of a stored prompt, of evaluating it: {each}", "of llama-cpp-python's disk cache"
+    first, theirs = "time to the first token", "relative to llama-cpp-python's disk cache"
+    same = f"{first}, stored prompt of {tokens:,} tokens, relative to evaluating it ({base:.1f} s)"
     return {
         "restored": {"what": same, "figure": times["same"] / base},
-        "question": {"what": "the same with other 50 tokens at its end", "figure": times["other"] / base},
-        "disk_time": {"what": f"first token, {theirs} ({times['theirs']:.2f} s)", "figure": times["same"] / times["theirs"]},
+        "question": {
+            "what": "the same, if the last 50 tokens differ from the stored prompt", "figure": times["other"] / base,
+        },
+        "disk_time": {"what": f"{first} {theirs} ({times['theirs']:.2f} s)", "figure": times["same"] / times["theirs"]},
         "disk_bytes": {
-            "what": f"bytes on disk, {theirs} ({sizes['theirs'] / 1e6:.0f} MB)", "figure": sizes["ours"] / sizes["theirs"],
+            "what": f"bytes on disk {theirs} ({sizes['theirs'] / 1e6:.0f} MB)", "figure": sizes["ours"] / sizes["theirs"],
         },
         "runs": {"evaluated": evaluated, **runs, "bytes": sizes},
     }  # fmt: skip
@@ -112,7 +114,9 @@ def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
     kept = ask.scratch / "conversations"
     told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
     whole = sum(answer["prompt_tokens"] + 16 for answer in told["answers"]) * told["load"]["token_bytes"]
-    what = f"{count} conversations over {shared:,} tokens: bytes on disk, of whole states ({whole / 1e6:,.0f} MB)"
+    what = (
+        f"bytes on disk relative to whole states ({whole / 1e6:,.0f} MB), {count} conversations that share {shared:,} tokens"
+    )
     return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
 
 
@@ -131,7 +135,7 @@ def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict
             runs[name].append(sum(one["whole_s"] - one["first_s"] for one in told["answers"]))
         shutil.rmtree(kept)
     lost = 1 - statistics.median(runs["plain"]) / statistics.median(runs["stored"])
-    what = f"tokens a second lost while prompts of {tokens:,} tokens are stored behind"
+    what = f"loss of tokens per second while prompts of {tokens:,} tokens are stored"
     return {"generating": {"what": what, "figure": lost, "runs": runs}}
 
 
@@ -153,7 +157,7 @@ def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     finally:
         server.kill()
         server.wait()
-    what = f"first token of another process's prompt over loopback, of evaluating it: {tokens:,} tokens"
+    what = f"time to the first token, prompt of {tokens:,} tokens from a server on loopback, relative to evaluating it"
     told = {"evaluated": evaluated, "own": runs}
     return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
 

@@ -174,9 +174,9 @@ def bars(told: Document) -> list[Bar]:
     for one in told["speeds"]:
         if one["bar"]:
             name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
-            found.append(Bar(name, f"{name}: simulated from a file", *values, unit="M blocks/s"))
+            found.append(Bar(name, f"simulation speed, from a trace file: {name}", *values, unit="M blocks/s"))
     for one in told["memory"]:
-        what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: memory"
+        what = f"peak memory to {one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks"
         peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
         found.append(Bar(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
     return found
@@ -188,9 +188,10 @@ def table(told: Document) -> str:
         bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
         rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
     for one in told["memory"]:
-        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        memory = f"peak memory {one['peak_bytes'] / 2**20:.0f} MiB"
+        what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks ({memory})"
         rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
-    return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))
+    return markdown(["trace", "policy", "M blocks/s", "target"], rows, texts=(0, 1))
 
 
 def apart(step: str, path: Path, blocks: int) -> Document:

@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 def bars(told: Document) -> list[Bar]:
     """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
-    what = "where stalls begin, off formula (1) by"
+    what = "cache size at which stalls begin, difference from formula (1)"
     simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in told["simulator"]}
     mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in told["mount"]}
     return [
@@ -338,7 +338,7 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
 
 
 def table(told: Document) -> str:
-    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    head = ["mode", "storage, MB/s", "T, s", "S by the formula, MB", "S measured, MB", "difference"]
     rows = []
     for one in told["mount"]:
         first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]

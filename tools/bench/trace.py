@@ -221,17 +221,23 @@ def bars(told: Document) -> list[Bar]:
     by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in told["overheads"]}
     small, large = told["pairs"]
     events, seconds = told["rate"][0], statistics.median(told["start_s"])
-    unseen = f"cached 1 MiB preads: chance that as many pairs are slower without a cause (ratio {large['ratio']:.2f})"
+    unseen = (
+        f"cached 1 MiB reads while traced: probability of as many slower pairs by chance (time ratio {large['ratio']:.2f})"
+    )
     found = [
-        Bar("small", "cached 4 KiB preads while traced: times as long", small["ratio"], "<=", MOST_OVERHEAD),
+        Bar("small", "cached 4 KiB reads while traced: time relative to no tracer", small["ratio"], "<=", MOST_OVERHEAD),
         Bar("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
-        Bar("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
+        Bar("rate", "events recorded without coalescing", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
         Bar("lost", "events lost at that rate", events["lost"], "<=", 0),
-        Bar("start", "from the start of the recorder to the first access recorded", seconds, "<", MOST_START_S, unit="s"),
+        Bar(
+            "start", "time from the start of the recorder to the first recorded access", seconds, "<", MOST_START_S, unit="s"
+        ),
     ]
     if ("strace", SIZES[0]) in by_key:
         cheaper = ratio(by_key["strace", SIZES[0]], by_key["llmcache", SIZES[0]])
-        found.append(Bar("strace", "times as long under strace as under llmcache trace", cheaper, ">=", LEAST_CHEAPER))
+        found.append(
+            Bar("strace", "cached 4 KiB reads: time under strace relative to llmcache trace", cheaper, ">=", LEAST_CHEAPER)
+        )
     return found
 
 
@@ -265,5 +271,5 @@ def table(told: Document) -> str:
     sizes = sorted({one["read_bytes"] for one in told["overheads"]})
     tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
     ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
-    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    head = ["tracer", *(f"reads of {size >> 10} KiB" if size < 1 << 20 else f"reads of {size >> 20} MiB" for size in sizes)]
     return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])
