@@ -1,4 +1,4 @@
-"""How long the accelerator model takes on this machine. What it computes is modelled."""
+"""Measure how long the accelerator model takes on this machine. Its results are modelled."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def cases() -> dict[str, Callable[[], object]]:
     return {
         "sweep": lambda: swept(made, SYSTEMS["Original+SRAM"]),
         "evaluate": lambda: evaluate(configurations),
-        "evaluate 100 of them, each step separately": lambda: evaluate(
-            configurations[:: len(configurations) // 100], groups=None
-        ),
+        "every step by itself": lambda: evaluate(configurations[:: len(configurations) // 100], groups=None),
         "command": _command,
         "reproduce kelle": lambda: reproduce("kelle", False, lambda _: None).page(),
     }
@@ -62,7 +60,7 @@ def _command() -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, in turns")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, interleaved [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -86,5 +84,5 @@ def bars(told: Document) -> list[Bar]:
 
 def table(told: Document) -> str:
     """How long the accelerator model takes, from `tools/bench edram`."""
-    head = [f"accelerator model, {told['configurations']:,} configurations", "time, s"]
+    head = [f"accelerator model, {told['configurations']:,} configurations", "s"]
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])
