@@ -33,10 +33,10 @@ from llmcache.report.output import check_target
 
 _TITLES = {
     "budgets": "budgets (table 3)",
-    "uniform": "losses of all bits (figure 8a)",
-    "sided": "losses of some bits (figure 8b, 8c)",
-    "intervals": "intervals (table 4)",
-    "flips": "as asked",
+    "uniform": "losses in all bits (figure 8a)",
+    "sided": "losses in some bits (figure 8b, 8c)",
+    "intervals": "refresh intervals (table 4)",
+    "flips": "variants of --flips",
 }
 
 
@@ -104,11 +104,11 @@ def show(found: Accuracies, as_json: bool) -> None:
 
 
 def _table(found: Accuracies) -> Table:
-    title = "Answers (measured) over caches that evict and lose bits (modelled)"
+    title = "Answers (measured) with evicted tokens and lost bits (modelled)"
     caption = (
-        f"{found.sequences} texts of {found.questions} questions, up to {found.tokens} tokens; {found.format} unless named; "
-        f"± standard error over texts; rate: of lost bits, mean of the groups. "
-        f"Nothing evicted, nothing lost: {_share(found.baseline)} right."
+        f"{found.sequences} texts with {found.questions} questions each, up to {found.tokens} tokens; {found.format} unless "
+        f"stated; ± standard error over texts; rate: of lost bits, mean of the groups. "
+        f"Without eviction and losses: {_share(found.baseline)} right."
     )
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"

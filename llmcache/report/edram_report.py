@@ -90,21 +90,21 @@ def show(found: RefreshReport, as_json: bool) -> None:
 def _parts(found: RefreshReport) -> Iterator[str | Table]:
     run, first = found.run, next(iter(found.by_profile.values()))
     yield f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})"
-    pinned = "all rows pinned" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)} pinned"
-    share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the living bytes"
-    yield f"eDRAM: {pinned}{share}; rule: {first.rule}"
+    pinned = "all rows" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)}"
+    share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the bytes in use"
+    yield f"eDRAM: holds {pinned}{share}; counting rule: {first.rule}"
     rules = {rule: {"": one} for rule, one in found.by_rule.items()}
     for table in (
         *(_groups(name, one) for name, one in found.by_profile.items()),
-        _totals("By strategy of refreshing", "intervals", found.by_strategy),
-        _totals(f"By rule of counting, profile {next(iter(found.by_profile))}", "rule", rules),
+        _totals("Refresh by strategy", "intervals", found.by_strategy),
+        _totals(f"Refresh by counting rule, profile {next(iter(found.by_profile))}", "rule", rules),
     ):
         yield ""
         yield table
 
 
 def _groups(profile: str, found: RefreshAccount) -> Table:
-    figures = ("interval", "mean rows", "refreshes of rows", "of them promotions", "bytes", "energy")
+    figures = ("interval", "mean rows", "refreshes", "promotions", "refreshed", "energy")
     table = titled_table(f"Refresh by group, profile {profile} ({MODELLED})", "group", *figures)
     for group in found.groups:
         table.add_row(

@@ -30,7 +30,8 @@ def _parts(plan: KvPlan) -> Iterator[str | Table]:
     yield from _pools(plan)
     if plan.latencies:
         yield _latencies(plan)
-    limits = titled_table("Largest context that fits (modelled), tokens", "batch", "GPU only", "GPU and RAM", "and SSD")
+    tiers = ("GPU only", "GPU + RAM", "GPU + RAM + SSD")
+    limits = titled_table("Largest context that fits, in tokens (modelled)", "batch", *tiers)
     for one in plan.limits:
         tokens = (
             "-" if count is None else f"{count:,}" if count else "none" for count in (one.gpu, one.gpu_and_ram, one.with_ssd)
@@ -43,38 +44,39 @@ def _understood(plan: KvPlan) -> Iterator[str]:
     model, workload, machine = plan.model, plan.workload, plan.machine
     yield (
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
-        f"{model.layers} layers, {model.kv_heads} of {model.heads} heads keep KV in {model.kv_dtype}"
+        f"{model.layers} layers, {model.heads} query heads, {model.kv_heads} KV heads, KV cache in {model.kv_dtype}"
     )
     if (mixture := model.mixture) is not None:
         yield (
-            f"            a mixture: a token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
+            f"            MoE: a token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
             f"{model.token_parameters / 1e9:.2f} billion weights"
         )
     for note in model.notes:
         yield f"            {note}"
     if model.context_limit and workload.context > model.context_limit:
-        yield f"            made for {model.context_limit:,} tokens: a longer context may answer badly"
-    yield f"workload    {workload.context:,} tokens x {workload.batch}, alpha {workload.alpha:g}"
+        yield f"            trained for {model.context_limit:,} tokens: answers may be poor with a longer context"
+    yield f"workload    {workload.context:,} tokens, batch {workload.batch}, alpha {workload.alpha:g}"
     memory = f"GPU {format_size(machine.gpu_bytes)}, " if machine.has_gpu else "no GPU, "
     yield f"machine     {machine.title}: {memory}RAM {format_size(machine.host_bytes)}"
     if plan.profile is not None:
-        yield f"            its speeds were measured {_age(plan.profile)}; its device is emulated"
+        yield f"            speeds measured {_age(plan.profile)}; the computational SSD is emulated"
         if plan.profile.profile.key.in_memory:
-            yield f"            {plan.ssd} is in memory ({plan.profile.profile.key.filesystem}): no speeds of storage"
+            filesystem = plan.profile.profile.key.filesystem
+            yield f"            speeds of memory, not of storage: {plan.ssd} is {filesystem}"
         if machine.has_gpu:
-            yield f"            the GPU's speeds are {machine.origins['gpu_bytes_per_s']}"
+            yield f"            GPU speeds: {machine.origins['gpu_bytes_per_s']}"
     if plan.ssd is not None and plan.ssd_bytes is not None:
         yield f"ssd         {plan.ssd}: {format_size(plan.ssd_bytes)} free"
 
 
 def _tiers(plan: KvPlan) -> Table:
     found, places, machine = plan.found, plan.places, plan.machine
-    made = titled_table("What fits where (modelled)", "", "GPU", "RAM", "SSD")
+    made = titled_table("Placement (modelled)", "", "GPU", "RAM", "SSD")
     for name, *sizes in (
         ("weights", found.weights_on_gpu, found.weights_on_host, 0),
         ("KV cache", places.gpu, places.host, places.ssd),
         ("system and runtime", machine.gpu_reserved_bytes * machine.has_gpu, machine.host_reserved_bytes, 0),
-        ("there is", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
+        ("available", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
     ):
         made.add_row(name, *("not given" if size is None else format_size(size) if size >= 1 else "-" for size in sizes))
     return made
@@ -82,23 +84,23 @@ def _tiers(plan: KvPlan) -> Table:
 
 def _pools(plan: KvPlan) -> Iterator[str]:
     """The sizes of the pools and why."""
-    yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} a token"
+    yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} per token"
     if plan.places.gpu:
-        yield "pools       none: weights and KV cache fit on the GPU"
+        yield "pools       none, because weights and KV cache fit on the GPU"
         return
     machine = plan.machine
     host, device = format_rate(machine.score_bytes_per_s), format_rate(machine.device_bytes_per_s)
-    yield f"M0          {format_size(plan.found.host_kv)} of RAM are left for KV"
-    binds = f"M0 binds: beta {plan.places.beta:.3g}, " if plan.m0_binds else "M0 leaves room for it: "
-    shares = f"Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)}"
-    yield f"beta        {plan.beta_rule:.3g} (f_c {host} / f_s {device}) by the rule Mc/fc = Ms/fs; {binds}{shares}"
+    yield f"M0          {format_size(plan.found.host_kv)} of RAM left for the KV cache"
+    yield f"beta        {plan.beta_rule:.3g} (f_c {host} / f_s {device}) by the rule Mc/fc = Ms/fs"
+    binds = f"limited by M0 to beta {plan.places.beta:.3g}" if plan.m0_binds else "not limited by M0"
+    yield f"pools       Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)} ({binds})"
     if plan.lacking_bytes:
-        yield f"            it does NOT fit: {format_size(plan.lacking_bytes)} of space are missing on the SSD"
+        yield f"            does NOT fit: the SSD lacks {format_size(plan.lacking_bytes)} of free space"
 
 
 def _latencies(plan: KvPlan) -> Table:
     """Modelled times by system and stage; HillInfer's speed-up over each."""
-    title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
+    title = f"Time per token, and speed-up of HillInfer (modelled for {plan.machine.title})"
     made = Table(title=title, title_justify="left")
     for heading in ("system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up"):
         made.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
@@ -150,11 +152,11 @@ def _profile_lines(found: KnownProfile) -> Iterator[str]:
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
     yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
     yield f"measured    {_age(found)}, in {profile.seconds:.1f} s"
-    yield f"kept in     {found.file}" if found.file else "kept in     nowhere: the cache directory cannot be written to"
+    yield f"stored in   {found.file}" if found.file else "stored in   nowhere: the cache directory is not writable"
     if profile.key.in_memory:
-        yield f"note        {profile.key.filesystem} is memory: these are no speeds of storage"
+        yield f"note        speeds of memory, not of storage: {profile.directory} is {profile.key.filesystem}"
     if not profile.storage.direct:
-        yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
+        yield "note        no O_DIRECT: some reads may come from the page cache instead of the disk"
 
 
 def _age(found: KnownProfile) -> str:
@@ -170,16 +172,16 @@ def _speeds(found: KnownProfile) -> Table:
     rows = (
         ("f_c", "keys scored by the processors", format_rate(host.score_bytes_per_s), "measured"),
         ("f_s", "keys scored by the device", format_rate(storage.device_bytes_per_s), "emulated"),
-        ("f_c / f_s", "beta by the rule", f"{_beta(found):.3g}", "follows"),
+        ("f_c / f_s", "beta by the rule", f"{_beta(found):.3g}", "calculated"),
         ("link", "pages from device to host", format_rate(storage.link_bytes_per_s), "emulated"),
         ("command", "fetching one page", format_duration(storage.command_ns), "emulated"),
-        ("disk, in sequence", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
-        ("disk, pages", f"scattered reads of {page}", format_rate(storage.random_bytes_per_s), "measured"),
-        ("memory", "reading, all processors", format_rate(host.memory_bytes_per_s), "measured"),
-        ("computing", "products of float32", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
+        ("disk, sequential", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
+        ("disk, random", f"reads of {page}", format_rate(storage.random_bytes_per_s), "measured"),
+        ("memory", "reads by all processors", format_rate(host.memory_bytes_per_s), "measured"),
+        ("compute", "float32 products", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
     )
     made = Table()
-    for heading in ("", "what", "speed", "kind"):
+    for heading in ("", "operation", "speed", "kind"):
         made.add_column(heading, justify="right" if heading == "speed" else "left")
     for row in rows:
         made.add_row(*row)

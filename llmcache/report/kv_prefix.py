@@ -51,14 +51,14 @@ def show_model(model: StoredModel, as_json: bool) -> None:
 
 
 def _model(model: StoredModel) -> Iterator[str]:
-    kinds = {"kv": "whole", "part": "begun", "state": "whole states"}
+    kinds = {"kv": "whole", "part": "partial", "state": "whole states"}
     blocks = ", ".join(f"{count:,} {kinds[kind]}" for kind, count in model.blocks.items())
     yield f"fingerprint  {model.fingerprint}"
     yield f"stored       {format_size(model.size_bytes)}, blocks: {blocks or 'none'}"
-    yield f"longest      {model.longest_tokens:,} tokens in whole blocks"
-    yield f"used         {_ago(model.used_ns_ago)}, the oldest block {_ago(model.unused_ns)}"
+    yield f"longest      {model.longest_tokens:,} tokens, in whole blocks"
+    yield f"used         {_ago(model.used_ns_ago)}; oldest block {_ago(model.unused_ns)}"
     size = format_size(model.restored_bytes)
-    yield f"restored     {model.restores:,} times, {model.restored_tokens:,} tokens, {size}"
+    yield f"restores     {model.restores:,}, with {model.restored_tokens:,} tokens, {size}"
     for key, value in model.described.items():
         yield f"{printable(key):12} {printable(value if isinstance(value, str) else json.dumps(value))}"
 

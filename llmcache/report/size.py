@@ -39,20 +39,20 @@ def lines(answer: Answer) -> Iterator[str]:
     yield ""
     if answer.need is not None:
         staged = size_text(answer.setting.staged_bytes)
-        rule = _FORMULA if mixture is None else "dense first, then experts, until a token misses BW*T"
+        rule = _FORMULA if mixture is None else "dense tensors, then experts, until a token misses BW*T"
         yield f"Smallest cache without stalls (modelled: {rule}, BW*T = {staged}):"
         yield f"  loop cache  {size_text(answer.need.loop_cache_bytes)} ({answer.need.loop_cache_blocks} blocks of 4 KiB)"
         yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
         for place, mode in enumerate(answer.modes):
-            window = f"a window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
-            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: with {window})"
+            window = f"window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
+            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}; {window})"
     for item in answer.capacities:
         yield from _capacity(item, mixture)
     if answer.ram is not None:
         yield from _ram(answer.ram, mixture)
         if answer.ram.fits_repacked is False and answer.model is not None:
-            copies = f"llama.cpp copies {size_text(answer.model.repacked_bytes)} of the model"
-            yield f"  by default  {copies}, which this memory has no room for: it is killed (--no-repack avoids the copy)"
+            copies = f"llama.cpp copies {size_text(answer.model.repacked_bytes)} of the model by default"
+            yield f"  OOM         {copies}, which does not fit in this memory: use --no-repack"
 
 
 def _mixture(answer: Answer) -> MixtureBytes | None:
@@ -60,35 +60,35 @@ def _mixture(answer: Answer) -> MixtureBytes | None:
 
 
 def _ram(ram: Ram, mixture: MixtureBytes | None) -> Iterator[str]:
-    whose = "" if ram.source == "given" else " of this machine"
-    yield f"With the {size_text(ram.ram_bytes)} of memory{whose}, if nothing else is in it (modelled):"
+    whose = "" if ram.source == "given" else ", all of this machine"
+    yield f"With {size_text(ram.ram_bytes)} of memory{whose}, and no other programs (modelled):"
     mode = "" if mixture is None else "--mode inplace "
     yield f"  llmcachefs  {_speed(ram.mount)}, {mode}--cache {ram.mount_cache_bytes // 10**6}M"
     if mixture is not None:
         yield f"              {_kept(ram.mount, mixture)}"
-    whole = "" if ram.page_cache.loop_cache_bytes else ": all of it"
+    whole = "" if ram.page_cache.loop_cache_bytes else " (the whole loop)"
     yield f"  page cache  {'' if mixture is None or whole else 'at best '}{_speed(ram.page_cache)}{whole}"
     if mixture is not None and not whole:
         yield f"              {_kept(ram.page_cache, mixture)}"
     if not ram.mount.stall_free:
-        needed = f"{size_text(ram.needed_ram_bytes)} of memory, or storage of {format_rate(ram.needed_bandwidth)}"
+        needed = f"{size_text(ram.needed_ram_bytes)} of memory or {format_rate(ram.needed_bandwidth)} of storage bandwidth"
         yield f"  no stalls   with {needed}"
 
 
 def _speed(went: Passes) -> str:
     read = f"{size_text(went.missing_bytes)} per token in {_duration_text(went.fetch_ns)}"
-    return f"{went.tokens_per_s:.3g} tokens/s, reading {read if went.missing_bytes else 'nothing'}"
+    return f"{went.tokens_per_s:.3g} tokens/s, {f'reading {read}' if went.missing_bytes else 'no reads'}"
 
 
 def _kept(went: Passes, mixture: MixtureBytes) -> str:
     """What fits: dense first, then experts."""
     room_bytes = went.loop_cache_bytes - mixture.dense_bytes
     if room_bytes < 0:
-        return f"of what is dense {went.loop_cache_bytes / mixture.dense_bytes:.0%} fit, and no experts"
+        return f"{went.loop_cache_bytes / mixture.dense_bytes:.0%} of the dense tensors fit, and no experts"
     hits = f"{went.expert_hit_ratio:.0%} of their reads hit"
     if went.even is not None and went.even.missing_bytes > went.missing_bytes:
         hits += f" ({went.even.expert_hit_ratio:.0%}, {went.even.tokens_per_s:.3g} tokens/s, if all are used equally often)"
-    return f"all that is dense fits, and {room_bytes / mixture.expert_bytes:.0%} of the experts: {hits}"
+    return f"all dense tensors and {room_bytes / mixture.expert_bytes:.0%} of the experts fit: {hits}"
 
 
 def _inputs(answer: Answer) -> Iterator[str]:
@@ -105,17 +105,17 @@ def _inputs(answer: Answer) -> Iterator[str]:
         yield f"loop        {size_text(size_bytes)} read once per token{_model_note(answer)}"
         if answer.model is not None and answer.model.repacked_bytes:
             copied = size_text(answer.model.repacked_bytes)
-            yield f"            llama.cpp copies {copied} of it by default (repacking); assumed here is that it does not:"
-            yield "            --no-repack, or a build with GGML_CPU_REPACK=OFF"
+            yield f"            llama.cpp copies {copied} of it by default (repacking); this answer assumes no copy:"
+            yield "            use --no-repack, or a build with GGML_CPU_REPACK=OFF"
         if mixture is not None:
             yield (
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
                 f"{mixture.used} of {mixture.experts} in each layer"
             )
             zipf, stay = f"Zipf's law, exponent {ZIPF:g}", f"{STAY:.0%} stay for the next token"
-            yield f"            popularity assumed ({zipf}; {stay}); kept: those used last"
+            yield f"            assumed popularity: {zipf}; {stay}; the most recently used are cached"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
-    assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
+    assumed = "; default, change with --t or --tokens-per-second" if answer.period_source == "assumed" else ""
     rate = f"{SECOND_NS / setting.period_ns:.3g} tokens/s"
     yield f"T           {_duration_text(setting.period_ns)} per token ({rate}{assumed})"
     yield f"hot set     {size_text(setting.hot_bytes)}"
@@ -124,10 +124,10 @@ def _inputs(answer: Answer) -> Iterator[str]:
 def _model_note(answer: Answer) -> str:
     if answer.model is None:
         return ""
-    note = f"; {size_text(answer.model.row_bytes)} of embedding by rows" if answer.model.row_bytes else ""
+    note = f"; {size_text(answer.model.row_bytes)} of embedding read by rows" if answer.model.row_bytes else ""
     if answer.model.sparse_bytes and _mixture(answer) is None:
-        note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} are experts, of which a token reads some"
-        note += ": how many is said neither in the header nor in a config.json beside it"
+        note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} are experts, and neither the header nor a"
+        note += " config.json next to the file has the number of experts per token"
     return note
 
 
@@ -136,20 +136,20 @@ def _measured_note(answer: Answer) -> str:
     if answer.storage.source != "measured":
         return ""
     return (
-        f" in {detail['directory']}: {size_text(detail['bytes_read'])} of a {_file_text(detail['file'])} "
-        f"in {detail['seconds']:.2f} s, O_DIRECT"
+        f" in {detail['directory']}: {size_text(detail['bytes_read'])} of {_file_text(detail['file'])} "
+        f"read in {detail['seconds']:.2f} s with O_DIRECT"
     )
 
 
 def _file_text(file: str) -> str:
-    return "temporary file" if file == "temporary" else f"file that was there, {file}"
+    return "a temporary file" if file == "temporary" else f"the existing file {file}"
 
 
 def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
     yield f"With a cache of {size_text(item.cache_bytes)} (modelled):"
     yield f"  largest loop without stalls  {size_text(item.largest_loop_bytes)}"
     if item.passes is not None and mixture is not None:
-        yield f"  this mixture                 {_verdict(item.passes)}"
+        yield f"  this MoE model               {_verdict(item.passes)}"
         yield f"                               {_kept(item.passes, mixture)}"
     elif item.passes is not None:
         yield f"  this loop                    {_verdict(item.passes)}"
@@ -157,9 +157,9 @@ def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
 
 def _verdict(went: Passes) -> str:
     if went.stall_free:
-        return f"stall-free: {size_text(went.missing_bytes)} per token are read in {_duration_text(went.fetch_ns)}"
+        return f"no stalls: {size_text(went.missing_bytes)} per token read in {_duration_text(went.fetch_ns)}"
     return (
-        f"stalls {_duration_text(went.stall_ns)} per token: {size_text(went.missing_bytes)} are read in "
+        f"stalls for {_duration_text(went.stall_ns)} per token: {size_text(went.missing_bytes)} read in "
         f"{_duration_text(went.fetch_ns)}; {went.tokens_per_s:.3g} tokens/s, {went.tokens_per_s_lost:.3g} lost"
     )
 

@@ -161,7 +161,7 @@ def test_a_recorded_run_is_accounted(written: Path) -> None:
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     options = ["--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected"]
     told = called("edram", "report", file, *options).stdout
-    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the living bytes"):
+    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the bytes in use"):
         assert words in told
 
 

@@ -229,8 +229,8 @@ def test_what_is_no_benchmark_is_refused_with_the_field(change: dict[str, Any], 
 def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
     kv_bench.show(MEASURED, False)
     told = capsys.readouterr().out
-    assert "measured on this machine, with a synthetic stream" in told and "a note" in told
-    assert "Full: emulated device (smartssd): 9 commands in all steps, modelled 4.00 ms, wall 7.00 ms" in told
+    assert "measured on this machine with a synthetic stream" in told and "a note" in told
+    assert "Full: emulated device (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms wall time" in told
     lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
     assert lines[0][-1] == "3.00" and lines[1][-2:] == ["3", "(25.0%)"]
     assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
@@ -259,7 +259,7 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
     assert kv_bench.kind_of(replace(MEASURED, rows=rows[:1])) == "measured" and kv_bench.kind_of(SWEEP) == "modelled"
     told = "measured, with an emulated accelerator and computational SSD"
     page = kv_bench.drawn(replace(MEASURED, rows=rows), "run.json", "html").decode()
-    assert f"figures are {told}." in page and f"M{told[1:]}." in page
+    assert f"All values are {told}." in page and f"M{told[1:]}." in page
 
 
 @pytest.mark.parametrize("text", ["", "full,full", "hillinfer-no-x", "full-no-app"])

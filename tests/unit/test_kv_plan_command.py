@@ -113,10 +113,10 @@ def test_memory_is_not_taken_for_storage(
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
     monkeypatch.setattr(profile, "fstype_at", lambda _path: "tmpfs")
-    assert "tmpfs is memory" in printed("profile", tmp_path)
+    assert "is tmpfs" in printed("profile", tmp_path)
     sizes = ("--context", "128k", "--gpu", "12G", "--ram", "32G")
     told = printed("plan", "--model", config, *sizes, "--ssd", tmp_path)
-    parts = ["no speeds of storage", "131,072 tokens x 1", "(modelled", "emulated", "assumed", "M0", "LeoAM-like", "free"]
+    parts = ["not of storage", "131,072 tokens, batch 1", "(modelled", "emulated", "assumed", "M0", "LeoAM-like", "free"]
     assert not [words for words in parts if words not in told] and max(map(len, told.splitlines())) < 140
 
 

@@ -82,10 +82,10 @@ def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
     done = called("simulate", trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc")
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
-    assert "1060 blocks referenced (1000 read, 60 written) of 200 distinct ones" in out
+    assert "1060 block accesses (1000 reads, 60 writes) to 200 distinct blocks" in out
     assert "LRU" in out and "Belady" in out and "0.8113" in out
-    assert "latency: modelled" in out and "nothing for each block (--setup)" in out and "Stalls (modelled)" in out
-    assert "LRU at all sizes: hit ratio up to 0.8113" in out
+    assert "latency of all reads (modelled)" in out and "Stalls (modelled)" in out
+    assert "LRU at all sizes: highest hit ratio 0.8113" in out
 
 
 def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str) -> None:
