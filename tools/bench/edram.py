@@ -1,4 +1,4 @@
-"""How long the accelerator model takes on this machine. What it computes is modelled."""
+"""Measure how long the accelerator model takes on this machine. Its results are modelled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _command() -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, in turns")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, interleaved [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -78,7 +78,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def bars(told: Document) -> list[Bar]:
     (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
-    what = f"a sweep of the accelerator model over {told['configurations']:,} configurations"
+    what = f"sweep of the accelerator model over {told['configurations']:,} configurations"
     return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
 
 

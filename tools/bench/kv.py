@@ -1,5 +1,7 @@
-"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory; the spill
-file, and an emulated device that scores it, in a process of their own, whose memory is measured.
+"""Measure the kernels and the spill file of the KV manager.
+
+Kernels run on one core, interleaved with plain reads of the same memory. The spill file, and an emulated device that scores
+it, are measured in a separate process, whose memory is measured too.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
         row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took
-        row["means"] = "share of the time of scoring" if choosing else "share of the bandwidth of reading"
+        row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
         rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
@@ -226,9 +228,11 @@ def spill(directory: Path, tokens: int, rounds: int) -> Document:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
-    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, in turns")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens: for a look, not for the bars")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill file, 4.4 GB [%(default)s]"
+    )
+    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, interleaved [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -246,9 +250,9 @@ def bars(told: Document) -> list[Bar]:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
             found.append(Bar(one["case"], what, one["figure"], sense, one["bar"]))
     fetch, memory, device = (told["spill"][key] for key in ("fetch", "memory", "device"))
-    fetched = f"fetch of scattered pages of {fetch['request_bytes'] >> 10} KiB: of the disk's bandwidth"
-    tokens, peak = f"{told['spill']['tokens']:,} tokens in a spill file: memory", memory["peak_bytes"] / MIB
-    link = "bytes over the link, of those that scoring on the host moves"
+    fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
+    tokens, peak = f"peak memory with {told['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
+    link = "bytes over the link / bytes that scoring on the host moves"
     return [
         *found,
         Bar("fetch", fetched, fetch["figure"], ">=", FETCH_BAR),

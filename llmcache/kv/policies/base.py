@@ -52,7 +52,11 @@ class PolicySettings:
     """
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "it is a share of the context: above 0, at most 1")
-    token_budget: int | None = setting(None, lambda tokens: tokens >= 1, "at least 1 token is needed")
+    token_budget: int | None = setting(
+        None,
+        lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1),
+        "a whole number, at least 1",
+    )
     score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"1 .. {MOST_TOKENS} tokens fit a score block")
     combine: str = one_of("max", COMBINE)
     scale: float | None = setting(None, lambda scale: 0 < scale < math.inf, "it is above 0")
@@ -62,7 +66,11 @@ class PolicySettings:
             raise UsageError("token_budget: given together with alpha", "give one of the two")
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is not None and one.metadata and not one.metadata["holds"](value):
+            try:
+                holds = value is None or not one.metadata or one.metadata["holds"](value)
+            except TypeError:  # a string where a number belongs
+                holds = False
+            if not holds:
                 raise UsageError(f"{one.name}: {value!r} is out of range", one.metadata["hint"])
 
     def check_store(self, config: StoreConfig) -> None:

@@ -6,8 +6,6 @@ Its layers of full attention are spilled and share a `Conversation`; those with 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +20,10 @@ from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
-from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
 from llmcache.kv.transformers.conversation import Conversation, SpillSettings, broken_off, policy_settings
+from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.tensors import dtype_name
 
 TAG = "_llmcache_layer"
@@ -81,14 +79,14 @@ class SpillCache(Cache):
         full_tokens: int | None = None,
         **options: Any,
     ) -> None:
+        config = getattr(config, "config", config)  # a model is taken as well
         chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
             *chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
             cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile, lookahead=lookahead, exact=exact, threads=threads,
             timeline=timeline, full_tokens=full_tokens,
         )  # fmt: skip
-        name = model_name(config)
-        super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
+        super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings)))
         self.conversation = next(layer.conversation for layer in self.layers if isinstance(layer, SpillLayer))
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
 
@@ -172,15 +170,17 @@ class SpillCache(Cache):
 
     @classmethod
     def restore(cls, model: Any, path: str | Path, policy: str = "mass", **options: Any) -> SpillCache:
-        """Returns a cache that goes on with the spill file at `path`, for `model` itself; `options` as for a new one.
+        """Return a cache that continues the spill file at `path`, for `model` itself; `options` as for a new cache.
 
-        Up to 15 tokens at the end are lost where `save` was not called; of a model with sliding layers all that came after
-        the last `save`. Policies that remember what was attended to begin anew. DataError: the file is of another model,
-        damaged, or of a model with sliding layers and not saved, or cropped or reordered after that.
+        The file must be of a model with the same weights and settings (`identity_of`), at any path. Without a `save`, up to
+        15 tokens at the end are lost; of a model with sliding layers, all tokens after the last `save`. Policies that
+        remember attention begin with an empty memory. DataError: the file is of another model, damaged, or of a model with
+        sliding layers and not saved, or cropped or reordered after that. UsageError: the model cannot be identified.
         """
         cache = cls(model.config, policy, path=path, **options)
         try:
-            cache.conversation.restore(shape_of(model, cache.conversation))
+            cache.conversation.identify(identity_of(model, fresh=True))
+            cache.conversation.restore(dtype_name(model.dtype))
             sidecar.read(Path(path), cache.store, list(cache._stock()), model.device)
         except BaseException:
             cache.close()
@@ -270,12 +270,11 @@ def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
     return keys.to(dtype), values.to(dtype)
 
 
-def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
-    """Returns the layers of a cache for a model with `config`, as transformers makes them, those of full attention spilled.
-
-    `conversation_of(n, alone)` makes the conversation of n spilled layers; `alone`: there are no others. UsageError names
-    what of the model is not supported.
-    """
+def checked_text_config(config: Any) -> Any:
+    """Return the configuration of the text model of `config`; UsageError names a property that is not supported."""
+    if not hasattr(config, "get_text_config"):
+        hint = "SpillCache(model.config, ...)"
+        raise UsageError(f"config: a {type(config).__name__}, not the configuration of a transformers model", hint)
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
@@ -285,7 +284,20 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
-    layers: list[Any] = DynamicCache(config=config).layers
+    return text
+
+
+def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
+    """Returns the layers of a cache for a model with `config`, as transformers makes them, those of full attention spilled.
+
+    `conversation_of(n, alone)` makes the conversation of n spilled layers; `alone`: there are no others. UsageError names
+    what of the model is not supported.
+    """
+    text = checked_text_config(config)
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"config: transformers makes no cache for a {text.model_type} model: {error}", _HINT) from error
     spilled = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -299,22 +311,6 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)
     return layers
-
-
-def model_name(config: Any) -> str:
-    """Returns what a spill file calls a model: its type, where it is from, and a digest of its sizes."""
-    text = config.get_text_config(decoder=True)
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = json.dumps([getattr(text, name, None) for name in names])
-    return f"{text.model_type} {config._name_or_path} {hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
-
-
-def shape_of(model: Any, conversation: Conversation) -> KvShape:
-    """Returns the shape of the keys and values that `model` will give to `conversation`."""
-    text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return KvShape(conversation.model, conversation.layers, heads, dim, dtype_name(model.dtype))
 
 
 def _numbers(index: torch.Tensor) -> Int64s:

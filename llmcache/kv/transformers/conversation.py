@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
-from llmcache.kv.spill import KvShape
+from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.table import look
@@ -77,6 +78,10 @@ class SpillSettings:
     full_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("sink_tokens", "window_tokens", "cpu_pages", "gpu_pages", "threads", "full_tokens"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, np.integer)):
+                raise UsageError(f"{name}: {value!r} is not a whole number", f"for example {name}=1024")
         if self.gpu_pages is not None and self.gpu_pages < 1:
             raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
         if self.gpu_pages is not None and self.lookahead:
@@ -179,8 +184,11 @@ class Conversation:
     `layers`: how many are spilled; `alone`: the model has no others, so that a step that failed can be taken back.
     """
 
-    def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
-        self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
+    def __init__(self, settings: SpillSettings, layers: int, alone: bool = True) -> None:
+        self.settings, self.layers, self.alone = settings, layers, alone
+        self.model = "unidentified"
+        self._unidentified: UsageError | None = None
+        self._pid = os.getpid()
         self._noted: tuple[Int64s | None, Int64s | None] = None, None
         self._store: KvStore | None = None
         self.engine: KvEngine | None = None  # None before the first step
@@ -191,6 +199,7 @@ class Conversation:
         self._is_restored = False
         self._done: set[int] = set()
         self._expected: int | None = None
+        self._thread = 0  # the thread that runs the present step
 
     @property
     def length(self) -> int:
@@ -222,10 +231,22 @@ class Conversation:
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
+    @property
+    def needs_identity(self) -> bool:
+        """True if the next token begins a spill file that may be restored later."""
+        path = self.settings.path
+        return self._store is None and path is not None and not path.is_dir()
+
+    def identify(self, model: str | UsageError) -> None:
+        """Set the identity of the model that the spill file will name, or why the model cannot be identified."""
+        self._unidentified = model if isinstance(model, UsageError) else None
+        self.model = "unidentified" if isinstance(model, UsageError) else model
+
     # Attention
 
     def expect(self, layer: int) -> None:
-        """Notes that attention of spilled layer `layer` comes next; UsageError if that of the one before never came."""
+        """Note that attention of spilled layer `layer` comes next; UsageError if that of the previous layer did not come."""
+        self._check_thread()
         if self._expected is not None:
             hint = "call enable(model) before, and after an error reset() the cache"
             raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
@@ -236,17 +257,24 @@ class Conversation:
 
         Forgets keys that did not come to attention because a forward pass was broken off between the two.
         """
-        self._expected, self._noted = None, (ids, positions)
+        self._expected, self._noted, self._thread = None, (ids, positions), threading.get_ident()
 
     def check_step(self) -> None:
         """UsageError if a forward pass has ended and not all layers have attended."""
+        self._check_thread()
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
         if missing:
             hint = "every layer must run, with the attention that enable(model) gives it; reset() the cache"
             raise UsageError(f"model: {missing} of {self.layers} spilled layers have not attended", hint)
 
+    def _check_thread(self) -> None:
+        """UsageError if another thread has begun a forward pass since this one did."""
+        if self._thread not in (0, threading.get_ident()):
+            raise UsageError("cache: two threads use it at the same time", "give each thread a cache of its own")
+
     def attend(self, layer: int, call: Call) -> Output:
-        """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
+        """Return the output of attention in spilled layer `layer`, and store its keys and values."""
+        self._check_thread()
         self._expected = None
         engine = self.engine or self._begin(call)
         self._check(layer, call)
@@ -396,13 +424,18 @@ class Conversation:
         self._own_file = path / f"llmcache-{secrets.token_hex(8)}.kv"
         return self._own_file
 
-    def restore(self, shape: KvShape) -> None:
-        """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
-        if self.settings.path is None or self.settings.path.is_dir():
+    def restore(self, dtype: str) -> None:
+        """Continue the spill file, for the model that `identify` named and keys of type `dtype`.
+
+        DataError: the file is of another model, or damaged.
+        """
+        path = self.settings.path
+        if path is None or path.is_dir():
             raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
-        batch = len(look(self.settings.path, shape).sequences)
-        config = self.settings.store_config(shape, batch, self.settings.path)
-        self._store = KvStore.restore(self.settings.path, config)
+        with SpillReader.open(path) as file:
+            shape = dataclasses.replace(file.shape, model=self.model, layers=self.layers, dtype=dtype)
+        batch = len(look(path, shape).sequences)
+        self._store = KvStore.restore(path, self.settings.store_config(shape, batch, path))
         self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
@@ -413,6 +446,8 @@ class Conversation:
         store = self.store
         if self._own_file is not None or self.settings.path is None:
             raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
+        if self._unidentified is not None:
+            raise self._unidentified
         if self.engine is not None:
             self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
@@ -427,7 +462,12 @@ class Conversation:
             self.engine.policy.saved()
 
     def close(self) -> None:
-        """Ends it; a spill file that has a name of the user's stays. It may begin again."""
+        """End it; a spill file that the user named stays. It may begin again.
+
+        In a forked child nothing is closed or removed: the files are the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
         self._done, self._expected, self._noted, self._padding_known = set(), None, (None, None), False
         self._is_restored = False
@@ -521,7 +561,7 @@ def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
     query, key, value = (side[:, :, -1:] for side in (call.query, call.key, call.value))
     once = dataclasses.replace(call, query=query, key=key, value=value, mask=None)
     prompt = dataclasses.replace(once, query=query.expand(-1, -1, tokens, -1), key=keys, value=values, stock=no_attention)
-    measured, taken = Conversation(settings, "measured", MEASURED_LAYERS), []
+    measured, taken = Conversation(settings, MEASURED_LAYERS), []
     try:
         with torch.no_grad():
             for one in (prompt, *[once] * (MEASURED_STEPS + 1)):
