@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classify import Classification, TraceClasses
@@ -29,10 +27,8 @@ _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
     """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
-    console = Console()
-    # Whatever reads it instead of a terminal wants the names whole.
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else output.UNBOUND
-    output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width), width)
+    width = output.output_width()
+    output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width))
 
 
 def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Iterator[str | Table]:
@@ -43,8 +39,8 @@ def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Itera
         yield table(rows, width)
     if smaller := [row for row in found.rows if row.size_bytes < min_bytes]:
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
-        count = f"{len(smaller)} more {'row' if len(smaller) == 1 else 'rows'} smaller than {format_size(min_bytes)}"
-        yield f"{count}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)"
+        less = f"not shown (--min-bytes): {len(smaller)} row{'s' if len(smaller) > 1 else ''} below {format_size(min_bytes)}"
+        yield f"{less}, {format_size(size)} in total, {share:.1%} of the accesses"
     yield from layer_tables(found.layers, width)
     yield from expert_tables(found.mixtures, width)
     yield from summary(found)
@@ -126,7 +122,7 @@ def names_line(row: Classification) -> str:
 def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
     """Returns numbers of experts as ranges; how many they are where the layers are more than a few."""
     if len(experts) > SHOWN_NAMES:
-        return f"{sum(map(len, experts.values()))} experts of {len(experts)} layers"
+        return f"{sum(map(len, experts.values()))} experts in {len(experts)} layers"
     return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
 
 
@@ -160,21 +156,22 @@ def _ranges(numbers: Sequence[int]) -> str:
 def summary(found: TraceClasses) -> list[str]:
     """What the classes come to, as section 3.3 of io_caching sums up a workload, and what to ask `llmcache size`."""
     totals = found.totals
-    once = format_size(totals.once_bytes)
-    reads = f"{format_size(totals.loop_bytes)} in loops, {format_size(totals.hot_bytes)} hot, {once} once"
-    shares = f"{totals.loop_share:.1%} in loops, {totals.hot_share:.1%} hot, {totals.once_share:.1%} once"
-    lines = [f"read: {reads}", f"accesses: {shares}"]
+    reads = (
+        f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
+    )
+    shares = f"loops {totals.loop_share:.1%}, hot {totals.hot_share:.1%}, once {totals.once_share:.1%}"
+    lines = [f"read: {reads}", f"share of all accesses: {shares}"]
     lines += [
         f"also in the loop: {format_size(each.size_bytes)} of {each.path}, locked by its mount and read without faults"
         for each in found.locked
     ]
     if totals.write_loop_bytes or totals.write_once_bytes:
-        writes = f"{format_size(totals.write_loop_bytes)} in loops, {format_size(totals.write_once_bytes)} once"
+        writes = f"loops {format_size(totals.write_loop_bytes)}, once {format_size(totals.write_once_bytes)}"
         lines.append(f"written: {writes}")
     if found.size_command is not None:
-        lines.append(f"to calculate the cache size: {found.size_command} --bw RATE")
+        lines += ["size a cache for these loops with:", f"  {found.size_command} --bw RATE"]
     else:
-        lines.append("no read loops: a cache only saves the reads of hot blocks")
+        lines.append("no read loops: a cache saves only the reads of hot blocks")
     return lines
 
 
@@ -188,10 +185,10 @@ def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
-        yield f"layers of {path}, in the order {'of a pass' if ordered else 'of the file (no repeated pass found)'}:"
+        yield f"layers of {path}, {'in the order of a pass' if ordered else 'in file order (no layer was read twice)'}:"
         yield layer_table(of_file[:MOST_LAYERS], width)
         if len(of_file) > MOST_LAYERS:
-            yield f"{len(of_file) - MOST_LAYERS} more layers: see --json"
+            yield f"and {len(of_file) - MOST_LAYERS} more layers (--json lists them)"
 
 
 def layer_table(layers: Sequence[Layer], width: int) -> Table:
@@ -227,7 +224,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)
-        yield f"hits of a cache of whole experts, by its size relative to all experts ({format_size(mixture.size_bytes)}):"
+        yield f"hit ratio of a cache of whole experts, by its share of the {format_size(mixture.size_bytes)} of all experts:"
         yield _caches(mixture, width)
         yield from _remarks(mixture)
 
@@ -254,7 +251,7 @@ def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
     figures = list(zip(*(_figures(layer) for layer in layers), strict=True))
     names = [layer.name for layer in layers]
     if len(layers) > MOST_EXPERT_LAYERS:
-        names = ["minimum", f"median of {len(layers)}", "maximum"]
+        names = [f"{place} of {len(layers)}" for place in ("minimum", "median", "maximum")]
         figures = [_spread(column) for column in figures]
     columns = {
         heading: [f"{cell:.0f}" if heading in COUNTS else _share(cell) for cell in column]
@@ -284,9 +281,9 @@ def _caches(mixture: MixtureUses, width: int) -> Table:
 
 def _remarks(mixture: MixtureUses) -> Iterator[str]:
     if not mixture.equal:
-        yield "experts differ in size: cache sizes use the mean size, and hits are approximate"
+        yield "experts differ in size: the caches count experts of the mean size, so hit ratios are approximate"
     if mixture.incomplete is not None:
-        yield f"some uses may be missing from the trace: {mixture.incomplete}"
+        yield f"uses may be missing from the trace: {mixture.incomplete}"
 
 
 def _share(value: float | None) -> str:

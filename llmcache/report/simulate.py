@@ -13,9 +13,7 @@ from llmcache.report import output
 from llmcache.report.output import plain_table, trimmed
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
 
-_NOTE = """\
-hits: hit ratio of all blocks; reads: hit ratio of the bytes read; storage: bytes read from storage
-latency of all reads (modelled):"""
+_NOTE = "hits: hit ratio of all blocks; reads: hit ratio of the bytes read"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
@@ -27,20 +25,20 @@ def _parts(simulation: Simulation) -> Iterator[str | Table]:
     for number, summary in enumerate(simulation.traces):
         rows = [row for row in simulation.results if row.trace == summary.trace]
         yield ("\n" if number else "") + headline(summary)
-        yield f"{_NOTE} {latency_note(simulation.model)}"
+        yield f"{_NOTE}\nlatency by bandwidth (modelled): {latency_note(simulation.model)}"
         yield table(rows)
         if simulation.period_ns is not None:
-            slices = f"slices of {format_duration(simulation.period_ns)} that miss more than storage delivers in this time"
-            yield f"Stalls (modelled): {slices}, of all slices; total time waited"
+            length = format_duration(simulation.period_ns)
+            yield f"Stalls (modelled): slices of {length} in which misses exceed what storage delivers, and their total wait"
             yield stall_table(summary, rows)
         yield from (curve_line(item) for item in simulation.curves if item.trace == summary.trace)
 
 
 def latency_note(model: FetchModel) -> str:
-    """Return the parts of a modelled latency."""
-    setup = f" plus {format_duration(model.setup_ns)} for each block" if model.setup_ns else ""
-    gpu = f" plus {format_duration(model.gpu_setup_ns)} for {model.request_bytes} bytes" if model.gpu_setup_ns else ""
-    return f"misses at the storage bandwidth{setup}, then all blocks to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
+    """What a modelled latency is made of."""
+    setup = f" plus {format_duration(model.setup_ns)} per missed block" if model.setup_ns else ", no setup time (--setup)"
+    gpu = f" plus {format_duration(model.gpu_setup_ns)} per {model.request_bytes} bytes" if model.gpu_setup_ns else ""
+    return f"misses at the bandwidth of storage{setup}, then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
 
 
 def headline(summary: Summary) -> str:
@@ -55,7 +53,7 @@ def headline(summary: Summary) -> str:
 def table(rows: list[Result]) -> Table:
     """The rows of one trace."""
     made = plain_table(
-        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1
+        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1, keys=2
     )
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
@@ -83,8 +81,8 @@ def _seconds(seconds: float) -> str:
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
     """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
-    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1)
-    made.add_row("(first reads)", "", *_stall_cells(summary.cold_stalls))
+    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1, keys=2)
+    made.add_row("(any cache)", "", *_stall_cells(summary.cold_stalls))
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
         made.add_row(row.title if first else "", format_size(row.cache_bytes), *_stall_cells(row.stalls))
@@ -105,10 +103,9 @@ def curve_line(item: TraceCurve) -> str:
     curve = item.curve
     best = int(curve.hits[-1])
     if best == 0:
-        return f"{curve.policy.upper()} at all sizes: no hits; no block is accessed twice"
-    shares = []
+        return f"{curve.policy.upper()} at all sizes: no hits, because no block is accessed twice"
+    shares: list[str] = []
     for percent in (50, 90, 100):
         blocks = int(curve.sizes[np.searchsorted(curve.hits, best * percent / 100)])
-        shares.append(f"{percent} % from {format_size(blocks * BLOCK_BYTES)}")
-    ratio = f"highest hit ratio {best / curve.accesses:.4f}"
-    return f"{curve.policy.upper()} at all sizes: {ratio}; of these hits {', '.join(shares)}"
+        shares.append(f"{percent} % {'' if shares else 'of the hits '}need {format_size(blocks * BLOCK_BYTES)}")
+    return f"{curve.policy.upper()} at all sizes: hit ratio up to {best / curve.accesses:.4f}; {', '.join(shares)}"

@@ -31,9 +31,7 @@ LAYER_BYTES = 100 * BLOCK
 
 
 def classify(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("COLUMNS", "200")
-        return called("classify", *args)
+    return called("classify", *args)
 
 
 def document(*args: str | Path) -> dict[str, Any]:

@@ -229,12 +229,12 @@ def test_what_is_no_benchmark_is_refused_with_the_field(change: dict[str, Any], 
 def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
     kv_bench.show(MEASURED, False)
     told = capsys.readouterr().out
-    assert "measured on this machine with a synthetic stream" in told and "a note" in told
-    assert "Full: emulated device (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms wall time" in told
+    assert "measured on this machine, with a synthetic stream" in told and "a note" in told
+    assert "device of Full (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms of wall time" in told
     lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
-    assert lines[0][-1] == "3.00" and lines[1][-2:] == ["3", "(25.0%)"]
+    assert lines[0][-1] == "3.00x" and lines[1][-2:] == ["3", "(25.0%)"]
     assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
-    assert "stream synthetic" in told and "Hillinfer: 3.00 x Full (speed-up)" in told
+    assert "stream synthetic" in told and "speed-up of Hillinfer: 3.00x over Full" in told
     assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
 
 

@@ -249,6 +249,6 @@ def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None
     many = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
     picture = picture_of(many, "t")
     assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
-    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, many)
+    assert "Not shown: 4 more files with 20.0% of the accesses (choose files with --files GLOB)" in caption(picture, many)
     everything = picture_of(trace, "t", only=chosen_files(trace.files, "*"))
     assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))

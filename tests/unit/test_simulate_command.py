@@ -84,8 +84,8 @@ def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
     out = done.stdout
     assert "1060 block accesses (1000 reads, 60 writes) to 200 distinct blocks" in out
     assert "LRU" in out and "Belady" in out and "0.8113" in out
-    assert "latency of all reads (modelled)" in out and "Stalls (modelled)" in out
-    assert "LRU at all sizes: highest hit ratio 0.8113" in out
+    assert "latency by bandwidth (modelled)" in out and "no setup time (--setup)" in out and "Stalls (modelled)" in out
+    assert "LRU at all sizes: hit ratio up to 0.8113" in out
 
 
 def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str) -> None:
@@ -111,12 +111,12 @@ def test_a_report_is_written_and_never_replaced_unasked(trace: str, tmp_path: Pa
     ("args", "named"),
     [
         (("--cache", "16"), "--cache: '16' has no unit"),
-        (("--cache", "4095B"), "--cache: 4095 bytes are less than one block"),
-        (("--cache", "0.1%"), "--cache: 0.1% of a footprint of 200 blocks"),
+        (("--cache", "4095B"), "--cache: '4095B' is less than one block"),
+        (("--cache", "0.1%"), "--cache: 0.1% of the 200 blocks"),
         (("--cache", "101%"), "--cache: '101%'"),
         (("--bw", "100,-5"), "--bw"),
         (("--setup", "long"), "--setup: 'long'"),
-        (("--t", "0"), "--t: '0'"),
+        (("--t", "0"), "--t: must be above 0, not '0'"),
         (("--policy", "lru,best"), "--policy: there is no policy 'best'"),
         (("--jobs", "0"), "--jobs"),
         (("--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"), "--jobs and --scheduler"),
