@@ -100,7 +100,10 @@ def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
         (state_bytes([(1, False, 2)], [0, 1])[:-1], "truncated within a layer"),
         (state_bytes([], []), "no tokens"),
         (state_bytes([(1, False, 2)], [0, 1], head=b"recurrent"), "header"),
-        (np.concatenate([state_bytes([(1, False, 2)], [0]), state_bytes([(1, False, 2)], [0, 1], head=b"")]), "another one 2"),
+        (
+            np.concatenate([state_bytes([(1, False, 2)], [0]), state_bytes([(1, False, 2)], [0, 1], head=b"")]),
+            "another one 2",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_told(data: Bytes, reason: str) -> None:
