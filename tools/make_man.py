@@ -243,7 +243,7 @@ def section(title: str, text: str) -> str:
     first = True
     for block in blocks(text):
         lines += _block(block, first)
-        first = block[0].startswith("## ")
+        first = len(block) == 1 and block[0].startswith("## ")
     return "\n".join(lines)
 
 
