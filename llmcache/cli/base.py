@@ -1,4 +1,4 @@
-"""What all commands share: groups that import nothing, exit codes in every help, options that mean the same everywhere."""
+"""Parts that all commands share: groups that import nothing, exit codes in every help, common options."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llmcache.errors import EXIT_CODES
 Function = TypeVar("Function", bound=Callable[..., Any])
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
-"""Settings of the context of every command."""
+"""Context settings of every command."""
 
 
 class Command(click.Command):
     """A command whose help ends with the exit codes."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own epilog, then the exit codes."""
+        """Write the epilog of the command, then the exit codes."""
         super().format_epilog(ctx, formatter)
         codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
         formatter.write_paragraph()
@@ -35,31 +35,31 @@ class Command(click.Command):
 
 
 class CommandAfterDashes(Command):
-    """Keeps the `--` among its words: it tells a command from the name of a process."""
+    """A command that keeps `--` among its words, because it distinguishes a command from a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse like click, which would remove the first `--`."""
+        """Parse as click does, but keep the first `--`."""
         at = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
 
 
 class LazyGroup(Command, click.Group):
-    """A group whose commands are looked up in `table` and imported when they are used.
+    """A group whose commands are imported when they are used.
 
-    `table`: name to module:attribute and the line that help and completion show.
+    `table`: by name, module:attribute and the line that help and completion show.
     """
 
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
-        # Versions of click differ in whether they write brackets around it: help and manual pages are the same with all.
+        # Versions of click differ in its brackets; help and manual pages must not.
         super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", **kwargs})
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all commands, in the order of the table."""
+        """Return the names of all commands, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command called `cmd_name`, imported now; None if there is no such command."""
+        """Import and return a command; None if there is no such command."""
         if cmd_name not in self.table:
             return None
         module, _, attribute = self.table[cmd_name][0].partition(":")
@@ -69,19 +69,19 @@ class LazyGroup(Command, click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name, command and the words after it; UsageError, with what is spelled like it, if there is no such command."""
+        """Return name, command and the words after it. UsageError, with similar names, if there is no such command."""
         if args[0] not in self.table and not args[0].startswith("-") and not ctx.resilient_parsing:
             near = " or ".join(f"'{name}'" for name in difflib.get_close_matches(args[0], self.table))
             ctx.fail(f"No such command '{args[0]}'.{f' Did you mean {near}?' if near else ''}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of commands, importing none of them."""
+        """Write the table of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Commands, then options, that begin with `incomplete`; imports none of them."""
+        """Return the commands, then the options, that begin with `incomplete`, without importing them."""
         own = [
             CompletionItem(name, help=summary)
             for name, (_, summary) in self.table.items()
@@ -91,7 +91,7 @@ class LazyGroup(Command, click.Group):
 
 
 def group(name: str, table: dict[str, tuple[str, str]], about: str, epilog: str) -> LazyGroup:
-    """Returns the group of the commands in `table`: by itself it shows its help, and a signal ends what it runs in order."""
+    """Return the group of the commands in `table`. Without a command it shows its help; signals end commands in order."""
 
     @click.pass_context
     def shown(context: click.Context) -> None:
@@ -111,38 +111,38 @@ def group(name: str, table: dict[str, tuple[str, str]], about: str, epilog: str)
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a click command called `name` of a function, with what all commands share."""
+    """Make a click command of a function, with the parts that all commands share."""
     return click.command(name, **{"cls": Command, "context_settings": HELP_OPTIONS, **settings})
 
 
 def completion_variable(program: str) -> str:
-    """Name of the variable in the environment by which a shell asks `program` for words, rather than to run."""
+    """Return the name of the environment variable with which a shell makes `program` print completions."""
     return f"_{program.upper()}_COMPLETE"
 
 
 def json_option(schema: str, more: str = "") -> Callable[[Function], Function]:
-    """The option `--json` (parameter `as_json`); `schema` is the name in the document that it prints."""
+    """Return the option `--json` (parameter `as_json`) for documents of `schema`; `more` follows in its help."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON in base units (schema {schema}){more}.")
 
 
 def output_option(
     what: str, kind: click.ParamType[Any] = types.FILE, required: bool = False
 ) -> Callable[[Function], Function]:
-    """The option `-o`, `--output` (parameter `output`)."""
+    """Return the option `-o`, `--output` (parameter `output`)."""
     return click.option("-o", "--output", type=kind, required=required, help=what)
 
 
-def force_option(what: str = "Replace files that exist.") -> Callable[[Function], Function]:
-    """The option `--force`."""
+def force_option(what: str = "Overwrite existing files.") -> Callable[[Function], Function]:
+    """Return the option `--force`."""
     return click.option("--force", is_flag=True, help=what)
 
 
 @contextlib.contextmanager
 def orderly_end() -> Iterator[None]:
-    """While it lasts, a signal that would kill the process ends it by SystemExit instead, with 128 + its number.
+    """Within this context, a signal that would kill the process raises SystemExit(128 + its number) instead.
 
-    So what is temporary, gigabytes of spill files, is removed as on Ctrl-C. Signals that are ignored (`nohup`) or handled
-    already stay so. In the main thread only.
+    Temporary data, such as spill files of gigabytes, is then removed as on Ctrl-C. Signals that are ignored (`nohup`) or
+    handled already do not change. For the main thread only.
     """
     changed = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in changed:

@@ -1,7 +1,7 @@
-"""`llmcache completion SHELL`: click's own completion, for both programs and without what commands import.
+"""`llmcache completion SHELL`: the completion of click, for both programs and without importing commands.
 
-The script makes the shell call the program with `_LLMCACHE_COMPLETE` set; the answer is a line for each word that fits,
-and comes before any command is run.
+The script makes the shell call the program with `_LLMCACHE_COMPLETE` set. The program then prints a line for each word
+that fits, and runs no command.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PROGRAMS = ("llmcache", "llmcachefs")
 
 @add_completion_class
 class _Bash(BashComplete):
-    """click's, but `--option=value` is understood: bash breaks it into three words."""
+    """The completion of click, with `--option=value`, which bash splits into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the one to complete, and that."""
+        """Return the words before the one to complete, and that word."""
         args, incomplete = super().get_completion_args()
         joined = [word for before, word in zip(["", *args], args, strict=False) if not (word == "=" and before[:2] == "--")]
         return joined, "" if incomplete == "=" else incomplete
@@ -29,7 +29,7 @@ class _Bash(BashComplete):
 
 @add_completion_class
 class _Fish(FishComplete):
-    """click's, but words with commas stay whole: lists of names have them."""
+    """The completion of click, without splitting lists of names at their commas."""
 
     source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
 
@@ -37,7 +37,7 @@ class _Fish(FishComplete):
 @base.command("completion")
 @click.argument("shell", metavar="bash|zsh|fish", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print a script that makes a shell complete commands, options, names, mount points and files.
+    """Print a script with which a shell completes commands, options, names, mount points and files.
 
     \b
     Examples:
@@ -45,14 +45,14 @@ def command(shell: str) -> None:
       eval "$(llmcache completion zsh)"                    # in ~/.zshrc
       llmcache completion fish > ~/.config/fish/completions/llmcache.fish
 
-    It completes llmcache and llmcachefs: both have to be found in PATH. bash must be 4.4 or later; in zsh, compinit must
-    have run before. A word takes about as long as --help.
+    The script completes llmcache and llmcachefs, which must be in PATH. It needs bash 4.4 or later; in zsh, compinit must
+    run before it. A completion takes about as long as --help.
     """
     for program in PROGRAMS:
         shell_complete(click.Command(program), {}, program, base.completion_variable(program), f"{shell}_source")
 
 
 def answer(command: click.Command, program: str) -> None:
-    """Print the words that fit what has been typed of `program`; nothing for a shell that is not known."""
+    """Print the completions of a command line of `program`; nothing if the shell is unknown."""
     variable = base.completion_variable(program)
     shell_complete(command, {}, program, variable, os.environ[variable])

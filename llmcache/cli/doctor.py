@@ -9,10 +9,15 @@ from llmcache.cli import base, types
 
 @base.command("doctor")
 @click.argument("directory", metavar="[DIR]", required=False, type=types.DIRECTORY)
-@click.option("--pid", type=int, metavar="PID", help="Examine a running engine instead: has it copied its weights?")
+@click.option(
+    "--pid",
+    type=int,
+    metavar="PID",
+    help="Check a running engine instead: its model files, and whether it has copied the weights.",
+)
 @base.json_option("llmcache.doctor/1")
 def command(directory: str | None, pid: int | None, as_json: bool) -> int:
-    """Say what this machine offers to llmcache, and what to do about what it lacks; DIR's storage is measured.
+    """Check what this machine supports, and suggest fixes; with DIR, measure its storage.
 
     \b
     Examples:
@@ -22,12 +27,12 @@ def command(directory: str | None, pid: int | None, as_json: bool) -> int:
       llmcache doctor --json | jq '.findings[] | select(.status != "ok")'
 
     \b
-    ok       as good as it gets
-    limited  works, with less: the remedy says how to have more
-    failed   a mount is not possible before this is cured
-    skipped  was not asked for
+    ok       works without limits
+    limited  works with limits; the remedy says how to lift them
+    failed   must be fixed before a mount is possible
+    skipped  not checked, because no DIR was given
 
-    Exit code 3 if something that a mount needs has failed, 2 if DIR is no directory.
+    Exit code 3 if a check has failed, 2 if DIR is not a directory.
     """
     from llmcache.doctor import examine, show
 

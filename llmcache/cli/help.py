@@ -9,7 +9,7 @@ from llmcache.cli import base
 
 
 def _offered(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Commands that begin with `incomplete`, below those named before."""
+    """Return the commands that begin with `incomplete`, in the group that the words before name."""
     found: click.Command | None = context.find_root().command
     for word in context.params.get("words") or ():
         found = found.get_command(context, word) if isinstance(found, base.LazyGroup) else None
@@ -20,7 +20,7 @@ def _offered(context: click.Context, _parameter: click.Parameter, incomplete: st
 @click.argument("words", metavar="[COMMAND]…", nargs=-1, shell_complete=_offered)
 @click.pass_context
 def command(context: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a command, as `--help` after it does; without one, that of llmcache.
+    """Show the help of a command, like --help after its name; without COMMAND, that of llmcache.
 
     \b
     Examples:
@@ -28,7 +28,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
       llmcache help stats
       llmcache help kv bench
 
-    The manual page says more: man llmcache-stats.
+    The manual pages have more detail: man llmcache-stats.
     """
     root = context.find_root()
     with root.command.make_context(root.info_name, [*words, "--help"]) as shown:

@@ -1,4 +1,4 @@
-"""`llmcachefs SOURCE MOUNT`, also `llmcache mount`; and `llmcache config`, which shows the same settings."""
+"""`llmcachefs SOURCE MOUNT`, also `llmcache mount`; and `llmcache config`, which shows its settings."""
 
 from __future__ import annotations
 
@@ -15,56 +15,85 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _SETTINGS = (
     click.argument("source", required=False, type=types.DIRECTORY),
     click.argument("mount", required=False, type=types.DIRECTORY),
-    click.option("--cache", metavar="SIZE", help="Memory it may hold, e.g. 6G or 800Mi [default: fitting]."),
+    click.option(
+        "--cache",
+        metavar="SIZE",
+        help="Budget: memory for cached files, e.g. 6G or 800Mi [default: what the machine can spare].",
+    ),
     click.option(
         "--mode",
         type=click.Choice(["auto", "inplace", "steer", "arena"]),
-        help="inplace steers the files' own page cache (root), steer that of the mount (locked memory), arena has its own "
-        "memory [default: auto].",
+        help="inplace: the page cache of the files themselves (needs root); steer: the page cache of a FUSE mount (needs to "
+        "lock memory); arena: memory of the daemon (any user) [default: auto, the first that is possible].",
     ),
-    click.option("--rw", is_flag=True, default=None, help="Let everything be written, not only spill files."),
-    click.option("--spill", multiple=True, metavar="GLOB", help="Files that may be written [default: *.kv; '' for none]."),
-    click.option("--pin", multiple=True, metavar="GLOB", help="Files to keep before all others, brought in at once."),
-    click.option("--read-ahead", metavar="SIZE", help="In place, read_ahead_kb of SOURCE's storage: 32Ki for mixtures."),
+    click.option("--rw", is_flag=True, default=None, help="Make all files writable, not only those of --spill."),
+    click.option(
+        "--spill", multiple=True, metavar="GLOB", help="Over FUSE: make these files writable [default: *.kv; '' for none]."
+    ),
+    click.option(
+        "--pin",
+        multiple=True,
+        metavar="GLOB",
+        help="Cache these files before all others, and read them as soon as the mount serves.",
+    ),
+    click.option(
+        "--read-ahead",
+        metavar="SIZE",
+        help="In place: set read_ahead_kb of the disk; 32Ki suits MoE models [default: unchanged].",
+    ),
     click.option(
         "--access-log",
         type=types.FILE,
         metavar="FILE.parquet",
-        help="Record every reference to an extent: a trace to replay.",
+        help="Record all references to extents in a new trace.",
     ),
-    click.option("--metrics", metavar="127.0.0.1:PORT", help="Serve /metrics (OpenMetrics) there; port 0 for any."),
-    click.option("--metrics-files", is_flag=True, default=None, help="Name files in them: any local user can read that."),
-    click.option("--log", type=types.FILE, metavar="journal|FILE", help="Where the log goes; SIGHUP rotates a FILE."),
+    click.option(
+        "--metrics",
+        metavar="127.0.0.1:PORT",
+        help="Serve OpenMetrics at http://127.0.0.1:PORT/metrics; port 0 takes a free one.",
+    ),
+    click.option(
+        "--metrics-files",
+        is_flag=True,
+        default=None,
+        help="Include file names in the metrics; all local users can read them.",
+    ),
+    click.option(
+        "--log",
+        type=types.FILE,
+        metavar="journal|FILE",
+        help="Log to systemd's journal, or to FILE, which SIGHUP rotates [default: a file in /run/llmcache].",
+    ),
     click.option(
         "--config",
         type=types.FILE,
         metavar="FILE.toml",
-        help="Settings in the table [mount]; flags and LLMCACHE_* come first.",
+        help="Read settings from the table [mount] of a file; options and LLMCACHE_* take precedence.",
     ),
-    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, noallow_other, cache=6G, …"),
+    click.option("-o", "options", multiple=True, metavar="OPT,…", help="Set mount options: ro, noallow_other, cache=6G, …"),
 )
 
 
 def settings_of_a_mount(command: Command) -> Command:
-    """Gives a command the arguments and options that settings of a mount can come from."""
+    """Add the arguments and options for the settings of a mount to a command."""
     for decorate in reversed(_SETTINGS):
         command = decorate(command)
     return command
 
 
 @base.command("mount")
-@click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
+@click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground and log to stderr; Ctrl-C unmounts.")
 @click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, which `mount -a` runs again
 @click.option("--while", "lifetime_pids", type=int, multiple=True, hidden=True)  # llmcache run: until all these have ended
 @settings_of_a_mount
-@base.json_option("llmcache.mount/1", ", once it serves")
+@base.json_option("llmcache.mount/1", " when the mount serves")
 def command(
     foreground: bool, unless_served: bool, lifetime_pids: tuple[int, ...], config: str | None, as_json: bool, **flags: Any
 ) -> None:
     """Mount the model directory SOURCE on MOUNT with a cache budget.
 
-    The best first command is the first example: in place, as root, with SOURCE as MOUNT. It needs no other directory, and
-    programs that run already gain from it without a restart. Over FUSE they have to open the files again, in MOUNT.
+    The first example is the best way to start: in place, as root, with SOURCE as MOUNT. It needs no other directory, and
+    running programs benefit without a restart. Over FUSE, programs must open the files again, in MOUNT.
 
     \b
     Examples:
@@ -73,8 +102,8 @@ def command(
       llmcachefs --config /etc/llmcache/models.toml
       llmcachefs ~/models ~/models --mode arena --json | jq .budget_bytes
 
-    Returns once the mount serves. Ends with `llmcache umount MOUNT`. Every setting may also stand in --config FILE or in
-    LLMCACHE_SOURCE, LLMCACHE_CACHE, …; `llmcache config --show` tells which is taken.
+    The command returns when the mount serves; `llmcache umount MOUNT` ends the mount. Settings can also come from --config
+    or from variables (LLMCACHE_SOURCE, LLMCACHE_CACHE, …); `llmcache config --show` prints the result.
     """
     from llmcache.fs.client import mount
     from llmcache.fs.client.settings import resolve
@@ -84,11 +113,11 @@ def command(
 
 
 @base.command("config")
-@click.option("--show", is_flag=True, required=True, help="Show every setting of a mount and where it comes from.")
+@click.option("--show", is_flag=True, required=True, help="Print every setting and its origin.")
 @base.json_option("llmcache.config/1")
 @settings_of_a_mount
 def config_command(show: bool, as_json: bool, config: str | None, **flags: Any) -> None:
-    """Show the settings that `llmcache mount` would take with the same arguments, and the origin of each.
+    """Show the settings that `llmcache mount` would use with the same arguments, and where each comes from.
 
     \b
     Examples:
@@ -96,13 +125,13 @@ def config_command(show: bool, as_json: bool, config: str | None, **flags: Any) 
       llmcache config --show --config /etc/llmcache/models.toml --cache 8G
 
     \b
-    Origins, first come first:
+    Origins, in order of precedence:
       flag         an argument, an option, or -o KEY=VALUE
       environment  LLMCACHE_CACHE=6G; lists with colons: LLMCACHE_PIN=a:b
-      file         --config FILE, LLMCACHE_CONFIG: cache = "6G" below [mount]
+      file         --config FILE or LLMCACHE_CONFIG: cache = "6G" below [mount]
       default
 
-    A key of a file that is not known is an error that names it (exit code 2); a file that is no TOML: 5.
+    Exit code 2 if a file has an unknown key, 5 if it is not TOML.
     """
     from llmcache.fs.client import settings
 

@@ -1,4 +1,4 @@
-"""The commands for a running mount: what it keeps, its budget, its end."""
+"""The commands for a running mount: umount, stats, top, resize, warmup, evict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmcache.cli import base, types
 
 @base.command("umount")
 @click.argument("mount", required=False, type=types.MOUNT)
-@base.force_option("Also a busy mount (its users get errors), and a dead one.")
-@click.option("--config", type=types.FILE, metavar="FILE.toml", help="Take MOUNT from the settings in FILE.toml.")
+@base.force_option("Also end a mount that programs use, and clean up a dead one.")
+@click.option("--config", type=types.FILE, metavar="FILE.toml", help="Take MOUNT from the settings in this file.")
 @base.json_option("llmcache.umount/1")
 def umount_command(mount: str | None, force: bool, config: str | None, as_json: bool) -> None:
-    """End the mount on MOUNT: unpin, unmount, wait for its daemon.
+    """End the mount on MOUNT, free its memory, and wait until its daemon has ended.
 
     \b
     Examples:
@@ -23,7 +23,7 @@ def umount_command(mount: str | None, force: bool, config: str | None, as_json: 
       llmcache umount --force /mnt/models
       llmcache umount --config /etc/llmcache/models.toml
 
-    A mount that programs use is not ended without --force: the error names them.
+    Without --force, a mount that programs use is not ended; the error names the programs.
     """
     from llmcache.fs.client.operation import end_mount
     from llmcache.fs.client.settings import mount_point
@@ -37,12 +37,14 @@ def umount_command(mount: str | None, force: bool, config: str | None, as_json: 
 @click.argument("mount", required=False, type=types.MOUNT)
 @click.argument("interval", required=False, type=types.TIME)
 @click.argument("count", required=False, type=click.IntRange(min=1))
-@base.json_option("llmcache.stats/1", "; one line for each sample; of a list llmcache.mounts/1")
-@click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0, once, with the names of looping files.")
+@base.json_option("llmcache.stats/1", ", one line for each sample; the list of mounts has schema llmcache.mounts/1")
+@click.option(
+    "--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0 once, with the names of files that have loops."
+)
 def stats_command(mount: str | None, interval: float | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
-    """Show what the mount on MOUNT keeps and reads; every INTERVAL (e.g. 1s), COUNT times or until Ctrl-C.
+    """Show what the mount on MOUNT caches and reads; without MOUNT, list your mounts (root: all), also dead ones.
 
-    Without MOUNT it lists your mounts (root: all), also dead ones.
+    With INTERVAL (e.g. 1s), print a line every INTERVAL, COUNT times or until Ctrl-C.
 
     \b
     Examples:
@@ -51,7 +53,7 @@ def stats_command(mount: str | None, interval: float | None, count: int | None, 
       llmcache stats /mnt/models 1s 10
       llmcache stats /mnt/models --openmetrics | grep byte_hit_ratio
 
-    For a scraper, a mount can serve the same over HTTP itself: llmcachefs … --metrics 127.0.0.1:9464
+    A mount can also serve the metrics over HTTP: llmcachefs … --metrics 127.0.0.1:9464
     """
     from llmcache.fs.client import operation
 
@@ -73,9 +75,9 @@ def stats_command(mount: str | None, interval: float | None, count: int | None, 
 @click.argument("interval", type=types.TIME, default="1s")
 @click.argument("count", required=False, type=click.IntRange(min=1))
 @click.option("--once", is_flag=True, help="Print one view as text, with the rates of one INTERVAL.")
-@base.json_option("llmcache.top/1", "; one line for each sample")
+@base.json_option("llmcache.top/1", ", one line for each sample")
 def top_command(mount: str, interval: float, count: int | None, once: bool, as_json: bool) -> None:
-    """Watch the mount on MOUNT live: who has the memory, loops and their readers, rates, waits, heat of each layer.
+    """Watch the mount on MOUNT live: memory, loops and their readers, rates, waits, and the cached part of each layer.
 
     \b
     Examples:
@@ -84,8 +86,8 @@ def top_command(mount: str, interval: float, count: int | None, once: bool, as_j
       llmcache top /mnt/models --once
       llmcache top /mnt/models 10s 6 --json | jq .interval.hit_ratio
 
-    A new look every INTERVAL [default: 1s], COUNT of them or until q or Ctrl-C. Where stdout is no terminal, one view (or
-    COUNT) is printed as text.
+    The view changes every INTERVAL [default: 1s], COUNT times or until q or Ctrl-C. If stdout is not a terminal, one view
+    (or COUNT) is printed as text.
     """
     from llmcache.fs.client import top
 
@@ -98,13 +100,14 @@ def top_command(mount: str, interval: float, count: int | None, once: bool, as_j
 @click.argument("size", type=types.SIZE)
 @base.json_option("llmcache.resize/1")
 def resize_command(mount: str, size: int, as_json: bool) -> None:
-    """Give the mount on MOUNT a budget of SIZE while it serves.
+    """Change the budget of the mount on MOUNT to SIZE while it serves.
 
     \b
     Examples:
       llmcache resize /mnt/models 12G
 
-    Returns when what is kept has shrunk to it; a larger budget fills as files are read. Exit code 3 if it does not fit.
+    The command returns when the cache has shrunk to SIZE, or after 30 seconds. A larger budget fills as files are read.
+    Exit code 3 if the machine cannot spare SIZE.
     """
     from llmcache.fs.client import operation
 
@@ -114,10 +117,10 @@ def resize_command(mount: str, size: int, as_json: bool) -> None:
 @base.command("warmup")
 @click.argument("mount", type=types.MOUNT)
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
-@click.option("--check", is_flag=True, help="Bring nothing in: say how much is there, exit code 4 if some is not.")
+@click.option("--check", is_flag=True, help="Read nothing and report only; exit code 4 unless everything is cached.")
 @base.json_option("llmcache.warmup/1")
 def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: bool) -> None:
-    """Bring in what the mount on MOUNT would keep of its files, before they are read.
+    """Read the data that the mount on MOUNT would cache, before programs use it.
 
     \b
     Examples:
@@ -125,11 +128,11 @@ def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: boo
       llmcache warmup /mnt/models 'llama-70b*.gguf'
       llmcache warmup /mnt/models --check
 
-    GLOBs are matched with paths below MOUNT, names of files and names of models (llama3.2:3b). Without one: models and
-    small files; files of no known format only if a GLOB names them. What would stream through the budget is not read.
-    What was brought in is kept until it has been used, or others need the room. Sizes are by the mount's own count.
+    GLOBs match paths below MOUNT, file names and names of models (llama3.2:3b). Without GLOB, models and small files are
+    read; larger files of an unknown format only if a GLOB matches them. Data beyond the budget is not read. Warmed data
+    stays cached until programs have used it, or other files need the room.
 
-    Exit code 4 if something that should be kept is not there.
+    Exit code 4 if data that should be cached is not.
     """
     from llmcache.fs.client import operation
 
@@ -141,7 +144,7 @@ def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: boo
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
 @base.json_option("llmcache.evict/1")
 def evict_command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
-    """Give up what the mount on MOUNT keeps of files, and what it learned about them: all, or those that match a GLOB.
+    """Evict files from the cache of the mount on MOUNT: all, or those that match a GLOB.
 
     \b
     Examples:
@@ -149,7 +152,8 @@ def evict_command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
       llmcache evict /mnt/models 'llama-8b*' '*.json'
       llmcache evict ~/.ollama/models 'llama3.2:*'
 
-    Shards of one model go together. Files of --pin stay. Programs that read on bring their files back.
+    Shards of one model are evicted together. Files of --pin stay. If programs still use a file, it is cached again. The
+    mount also forgets the loops that it has observed.
     """
     from llmcache.fs.client import operation
 

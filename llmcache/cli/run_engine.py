@@ -13,20 +13,35 @@ from llmcache.cli import base, types
 @click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.option("--pid", type=int, metavar="PID", help="Attach to a running process until it ends, or until Ctrl-C.")
 @click.option(
-    "--cache", type=types.SIZE, metavar="SIZE", help="Memory that may be pinned, e.g. 6G [default: what memory can spare]."
+    "--cache",
+    type=types.SIZE,
+    metavar="SIZE",
+    help="Budget: memory for cached files, e.g. 6G [default: what the machine can spare].",
 )
-@click.option("--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size; needs root.")
-@click.option("--user", metavar="NAME", help="User that the command runs as [default: the user that called sudo].")
-@click.option("--dir", "directories", multiple=True, type=types.DIRECTORY, help="Look for model files here.")
+@click.option(
+    "--memory", type=types.SIZE, metavar="SIZE", help="Run in a memory cgroup of this size; needs root [default: no limit]."
+)
+@click.option("--user", metavar="NAME", help="Run the command as this user [default: the user that called sudo].")
+@click.option(
+    "--dir",
+    "directories",
+    multiple=True,
+    type=types.DIRECTORY,
+    help="Look for model files in DIR [default: in the arguments of the command].",
+)
 @click.option(
     "--files",
     "globs",
     multiple=True,
     metavar="GLOB",
-    help="Steer only model files with this path or name; may contain wildcards.",
+    help="Steer only model files with this path or name; wildcards are allowed [default: all].",
 )
-@click.option("--env/--no-env", default=True, help="Set variables that stop the engine from copying weights.")
-@base.json_option("llmcache.run/1", ", for the summary, on stderr")
+@click.option(
+    "--env/--no-env",
+    default=True,
+    help="Set variables that stop the engine from copying weights if the copy does not fit in memory.",
+)
+@base.json_option("llmcache.run/1", " as the summary, on stderr")
 def command(
     words: tuple[str, ...],
     pid: int | None,
@@ -38,7 +53,7 @@ def command(
     env: bool,
     as_json: bool,
 ) -> int:
-    """Run an engine and steer the page cache for its model files; you need not mount anything.
+    """Run an engine and steer the page cache for its model files; no mount is needed.
 
     \b
     Examples:
@@ -48,7 +63,7 @@ def command(
       llmcache run -- llama-server -m model.gguf
 
     As root, model files are steered in place, including files that the command opens later. Without root, they are served
-    over FUSE in a private mount namespace. Then the arguments of the command, --dir or --files must name them.
+    over FUSE in a private mount namespace; then the arguments of the command, --dir or --files must name them.
     """
     from llmcache.errors import UsageError
     from llmcache.run import session

@@ -10,8 +10,8 @@ from llmcache.cli import base, types
 @base.command("tokens", cls=base.CommandAfterDashes)
 @click.argument("words", metavar="PID | MOUNT | -- COMMAND...", nargs=-1, type=types.FILE)
 @click.option("-d", "--duration", "seconds", type=types.TIME, help="Observe for this time: 30, 90s, 5m [default: no limit].")
-@base.output_option("Write the table, or JSON, to a file.")
-@base.force_option("Replace the file of --output if it exists.")
+@base.output_option("Write the table, or JSON, to FILE [default: stdout; the table of COMMAND: stderr].")
+@base.force_option("Overwrite FILE if it exists.")
 @base.json_option("llmcache.tokens/1", ", one object per line for each token, then the summary")
 def command(words: tuple[str, ...], seconds: float | None, output: str | None, force: bool, as_json: bool) -> int:
     """Print a line for each token that a program computes, with its time and how the time was spent.

@@ -1,4 +1,4 @@
-"""Types of arguments: how their text is read, and what a shell offers for them. Nothing here loads a large module."""
+"""Types of arguments: parsers of their text, and completions for shells. Nothing here imports a large module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmcache.units import parse_bandwidth, parse_duration, parse_size, parse_si
 
 
 class TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
-    """Text, handed on as `parse` reads it; its errors name the argument or option. Help shows `name`."""
+    """Text that `parse` converts; errors name the argument or option. Help shows `name`."""
 
     def __init__(self, name: str, parse: Callable[[str], Any] = str) -> None:
         self.name = name
         self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """What `value` means; UsageError, naming `param`, if it means nothing."""
+        """Return the parsed value. UsageError, with the name of `param`, if it is invalid."""
         if not isinstance(value, str):
             return value
         try:
@@ -33,20 +33,20 @@ class TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from cl
 
 
 class _PathType(TextType):
-    """A path, unread: the shell offers files, or directories."""
+    """A path, for which shells complete files or directories."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """A note to the shell to offer its own."""
+        """Return a marker that makes the shell complete files or directories itself."""
         return [CompletionItem(incomplete, type="dir" if self.name == "dir" else "file")]
 
 
 class _MountType(TextType):
-    """A mount point, unread: the shell offers those of running mounts, or directories where there is none."""
+    """A mount point, for which shells complete running mounts, or directories if there are none."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Mount points that begin with `incomplete`.
+        """Return the mount points that begin with `incomplete`.
 
-        Shells take them as they are: one that a shell would not read as one word, made by whomever, is not offered.
+        Shells insert them without quotes, so those that need quotes are left out.
         """
         from llmcache.fs.client.mountpoint import ours
 
@@ -56,9 +56,9 @@ class _MountType(TextType):
 
 
 class NameType(TextType):
-    """One or several of known names, unread.
+    """One or several names of `known` and of the keys of `table` (module:attribute). They are not checked here.
 
-    `known`, and the keys of `table` (module:attribute), which is loaded only when a shell wants to offer them.
+    The table is imported only for completions.
     """
 
     def __init__(self, *known: str, table: str = "", several: bool = True) -> None:
@@ -68,12 +68,12 @@ class NameType(TextType):
         self._several = several
 
     def known(self) -> tuple[str, ...]:
-        """All of them, loading the table."""
+        """Return all names; imports the table."""
         module, _, attribute = self._table.partition(":")
         return (*self._known, *(getattr(importlib.import_module(module), attribute) if module else ()))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Names that go on with what is there; of a list joined by commas, with its last word."""
+        """Return the names that begin with `incomplete`, or with the last word of a list with commas."""
         before, comma, word = incomplete.rpartition(",") if self._several else ("", "", incomplete)
         taken = set(before.split(","))
         return [
@@ -82,7 +82,7 @@ class NameType(TextType):
 
 
 def _named(param: click.Parameter | None) -> str:
-    """How a user knows `param`: the long name of an option, the word that the usage has for an argument."""
+    """Return the long name of an option, or the name of an argument as the usage shows it."""
     if param is None:
         return "value"
     if isinstance(param, click.Option):
@@ -102,10 +102,10 @@ TOKENS = TextType("tokens", parse_tokens)
 
 
 class Range(click.IntRange):
-    """A whole number between two; help shows N."""
+    """A whole number in a range; help shows N."""
 
     def get_metavar(self, *args: Any, **named: Any) -> str:
-        """What stands for it in help."""
+        """Return the placeholder in help."""
         return "N"
 
 
@@ -113,7 +113,7 @@ COUNT = Range(min=1)
 
 
 def above(name: str, parse: Callable[[str], float], example: str, most: float = math.inf) -> TextType:
-    """What `parse` reads, if it is above 0, and at most `most`; as `example` is. Help shows `name`."""
+    """Return a type for values of `parse` above 0 and up to `most`, such as `example`. Help shows `name`."""
 
     def checked(text: str) -> float:
         value = parse(text)
@@ -126,7 +126,7 @@ def above(name: str, parse: Callable[[str], float], example: str, most: float = 
 
 
 def number(text: str) -> float:
-    """The number that `text` is, of any sign."""
+    """Return the number, of any sign. UsageError."""
     try:
         return float(text)
     except ValueError:
@@ -134,7 +134,7 @@ def number(text: str) -> float:
 
 
 def whole(least: int) -> TextType:
-    """A whole number of at least `least`, which may have underscores."""
+    """Return a type for whole numbers of at least `least`; underscores are allowed."""
 
     def parse(text: str) -> int:
         digits = text.strip().replace("_", "")
@@ -148,5 +148,5 @@ def whole(least: int) -> TextType:
 
 
 def several(one: TextType) -> TextType:
-    """A list of `one`, commas between them, each value once."""
+    """Return a type for lists of `one`, separated by commas, without duplicates."""
     return TextType(f"{one.name},…", lambda text: list(dict.fromkeys(one.parse(part.strip()) for part in text.split(","))))

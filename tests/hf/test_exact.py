@@ -201,7 +201,7 @@ def test_what_is_not_chosen_is_there_by_the_mean_of_values(dtype: str) -> None:
     for share in (0.0, 0.5, 1.0):
         chosen = policy_settings("mass", {"token_budget": 128, "scorer": "exact", "mean_share": share})
         settings = SpillSettings(*chosen, threads=1, full_tokens=0)
-        conv = conversation.Conversation(settings, "m", 1)
+        conv = conversation.Conversation(settings, 1)
         for part in (slice(0, 511), slice(511, 512)):
             asked = query.expand(-1, -1, part.stop - part.start, -1)
             call = Call(module, asked, keys[:, :, part], values[:, :, part], None, {}, sdpa_attention_forward)

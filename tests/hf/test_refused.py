@@ -1,5 +1,6 @@
 """What a SpillCache cannot do is said before or at the first step, by name; a wrong answer is never given silently."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def linear() -> Any:
         ({"gpu_pages": 9, "lookahead": True}, "gpu_pages"),
         ({"full_tokens": -1}, "full_tokens"),
         ({"policy": "h2o", "full_tokens": 100}, "full_tokens"),
+        ({"token_budget": "1024"}, "token_budget"),
+        ({"alpha": "0.5"}, "alpha"),
+        ({"cpu_pages": "9"}, "cpu_pages"),
     ],
 )
 def test_settings(options: dict[str, Any], field: str) -> None:
@@ -58,6 +62,49 @@ def test_models(model: Any, field: str) -> None:
         SpillCache(model)
 
 
+def family(name: str) -> Any:
+    sizes = {"num_hidden_layers": 4, "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).eval()
+
+
+def test_a_family_whose_attention_cannot_be_replaced_stays_as_it_is() -> None:
+    model = family("Bloom")
+    expected = model(**single()).logits
+    with pytest.raises(UsageError, match="model: the attention of BloomForCausalLM cannot be replaced"):
+        enable(model)
+    assert torch.equal(model(**single()).logits, expected)
+
+
+def test_layers_without_attention_are_refused_by_the_cache_alone() -> None:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    shape = {"num_hidden_layers": 4, "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**shape, **sizes)).eval()
+    assert enable(model) is model
+    with pytest.raises(UsageError, match="layer_types: 'linear_attention' of layer 0"):
+        SpillCache(model)
+    disable(model)
+
+
+def test_a_cache_for_something_that_is_no_model() -> None:
+    with pytest.raises(UsageError, match="config: a dict, not the configuration"):
+        SpillCache({})
+
+
+def test_two_threads_are_refused_by_name(llama: Any) -> None:
+    with SpillCache(llama, "full") as cache:
+
+        def other(*arguments: Any) -> None:
+            hook.remove()
+            thread = threading.Thread(target=lambda: llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)))
+            thread.start()
+            thread.join()
+
+        llama(**single(), **cache_argument(cache))
+        hook = llama.model.layers[1].mlp.register_forward_pre_hook(other)
+        with pytest.raises(UsageError, match="two threads"):
+            llama(input_ids=torch.tensor([[5]]), **cache_argument(cache))
+
+
 def test_a_model_that_was_not_enabled() -> None:
     model = tiny("llama")
     with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="attention") as error:
@@ -68,7 +115,7 @@ def test_a_model_that_was_not_enabled() -> None:
 def test_another_batch_without_reset(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
         generate(llama, cache, single())
-        with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
+        with pytest.raises(UsageError, match="batch: must be the 1 sequences of the cache, not 2"):
             llama(input_ids=prompt()["input_ids"], **cache_argument(cache))
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -112,7 +159,7 @@ def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabl
     with SpillCache(model.config, "full") as cache:
         model(**single(), **cache_argument(cache))
         stopped_step(model, cache)
-        with pytest.raises(DataError, match="middle of a step"):
+        with pytest.raises(DataError, match="middle of an earlier step"):
             model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
         cache.reset()
         model(**single(), **cache_argument(cache))

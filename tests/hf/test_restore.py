@@ -2,17 +2,19 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from llmcache import files
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.transformers import SpillCache, cache_argument
+from llmcache.kv.transformers import SpillCache, cache_argument, enable
 from llmcache.kv.transformers.cache import SpillLayer
 from tests.hf.tiny_models import Enabled, check_same, generate, longer, prompt, tiny
 from tests.unit.kv_parts import small_disk
@@ -172,7 +174,7 @@ def test_what_would_not_stay_cannot_be_saved_nor_restored_into_another_model(lla
     for directory in (tmp_path, None):
         with SpillCache(llama.config, path=directory) as cache:
             generate(llama, cache, prompt())
-            with pytest.raises(UsageError, match="path: no spill file that stays"):
+            with pytest.raises(UsageError, match="path: the cache has only a temporary"):
                 cache.save()
     path = tmp_path / "talk.kv"
     assert not list(tmp_path.iterdir())
@@ -185,6 +187,89 @@ def test_what_would_not_stay_cannot_be_saved_nor_restored_into_another_model(lla
         SpillCache.restore(tiny("llama", "bfloat16"), path)
     with pytest.raises(UsageError, match="path: "):
         SpillCache.restore(tiny("llama"), tmp_path)
+
+
+# The identity of a model
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a layer of keys is scaled": lambda model: model.model.layers[1].self_attn.k_proj.weight.mul_(1.5),
+    "one weight of the last layer": lambda model: model.model.layers[-1].mlp.down_proj.weight[3].mul_(1.001),
+    "one element of the embeddings": lambda model: model.model.embed_tokens.weight[40, 7:8].add_(1e-3),
+    "the rotary frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "a setting": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
+}
+
+
+def saved_model(path: Path, change: Callable[[Any], object] = lambda model: None) -> Any:
+    """Return a model that is loaded from `path`, where the tiny Llama is written first, with `change`; enabled."""
+    tiny("llama").save_pretrained(path)
+    model = transformers.LlamaForCausalLM.from_pretrained(path).eval()
+    with torch.no_grad():
+        change(model)
+    return enable(model)
+
+
+def test_the_same_weights_elsewhere_are_the_same_model(tmp_path: Path) -> None:
+    path = tmp_path / "talk.kv"
+    one, other = (saved_model(tmp_path / name) for name in ("here", "there"))
+    with SpillCache(one, path=path) as cache:  # a model does as well as its configuration
+        generate(one, cache, prompt())
+        cache.save()
+        ids = cache.ids.copy()
+    with SpillCache.restore(other, path) as cache:
+        assert (cache.ids == ids).all()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_one_changed_weight_or_setting_is_another_model(tmp_path: Path, change: str) -> None:
+    path, model = tmp_path / "talk.kv", saved_model(tmp_path / "model")
+    with SpillCache(model, path=path) as cache:
+        generate(model, cache, prompt())
+        cache.save()
+    with pytest.raises(DataError, match="spill file of another model"):
+        SpillCache.restore(saved_model(tmp_path / "model", CHANGES[change]), path)
+    with torch.no_grad():
+        CHANGES[change](model)
+    with pytest.raises(DataError, match="spill file of another model"):
+        SpillCache.restore(model, path)
+    with SpillCache(model, path=tmp_path / "next.kv") as cache:  # the identity is not the one of before the change
+        generate(model, cache, prompt())
+        cache.save()
+    with SpillCache.restore(model, tmp_path / "next.kv") as cache:
+        assert cache.get_seq_length()
+
+
+def test_a_model_that_cannot_be_identified_saves_nothing_that_could_be_restored(tmp_path: Path) -> None:
+    class Packed(torch.Tensor):  # type: ignore[misc]  # torch has no types here
+        """Weights of a library for quantization."""
+
+    model, path = saved_model(tmp_path / "model"), tmp_path / "talk.kv"
+    weight = model.model.norm.weight
+    model.model.norm.weight = torch.nn.Parameter(weight.detach().as_subclass(Packed), requires_grad=False)
+    with SpillCache(model, path=path) as cache:
+        generate(model, cache, prompt())
+        with pytest.raises(UsageError, match=r"model: the weight norm.weight is a Packed"):
+            cache.save()
+    model.model.norm.weight = weight
+    with pytest.raises(DataError, match="spill file of another model"):
+        SpillCache.restore(model, path)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_forked_child_that_ends_leaves_the_files_of_its_parent(llama: Any, tmp_path: Path, named: bool) -> None:
+    with SpillCache(llama, path=tmp_path / "talk.kv" if named else tmp_path, full_tokens=0, threads=1) as cache:
+        inputs = longer(generate(llama, cache, prompt()))
+        before = sorted(os.listdir(tmp_path))
+        child = os.fork()
+        if not child:
+            try:
+                cache.close()
+                cache._finalizer()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert before and sorted(os.listdir(tmp_path)) == before
+        generate(llama, cache, inputs)
 
 
 # A full disk: an error that says so, nothing half written, and it goes on

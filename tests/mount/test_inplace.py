@@ -459,7 +459,8 @@ def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, 
         live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount,
         reader(mount.mountpoint / "loop.bin", source / CHECK, "read") as program,
     ):
-        wait_for(lambda: program.next()["wrong"] == 0 and huge() > SIZE // 2, "most is in huge pages")
+        # the mount stops after the first 32 MiB where storage takes longer than 10 ms for 1 MB, as on a busy machine
+        wait_for(lambda: program.next()["wrong"] == 0 and huge() >= 16 * MIB, "16 MiB are in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
         assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
     syscalls.munmap(address, SIZE)

@@ -381,7 +381,7 @@ def test_what_fails_stops_nothing_and_is_shown(rooted: Path, capfd: pytest.Captu
     errors = {run["benchmark"]: run["error"] for run in told["runs"]}
     assert "exit code 1" in errors["broken"] and errors["good"] is None and words_of(rooted, "good") == ["--long"]
     page = (rooted / "all.html").read_text()
-    assert "the &lt;bar&gt; of slow" in page and "NOT reached" in page and "1 of 2 bars" in page
+    assert "the &lt;bar&gt; of slow" in page and "MISSED" in page and "1 of 2 targets" in page
     assert "machine was busy" in page and "Without results: broken, asked" in page
     said = capfd.readouterr()
     assert said.out == "" and "broken FAILED" in said.err and "BUSY" in said.err
@@ -392,7 +392,7 @@ def test_codes_are_of_what_was_asked_for_and_nothing_is_replaced_without_force(
 ) -> None:
     assert suite.main(["-o", str(rooted), "--only", "good", "--quick"]) == 0
     before = (rooted / "good.json").read_text()
-    assert words_of(rooted, "good") == ["--quick"] and "quick look" in (rooted / "all.html").read_text()
+    assert words_of(rooted, "good") == ["--quick"] and "quick run" in (rooted / "all.html").read_text()
     assert suite.main(["-o", str(rooted), "--only", "good"]) == 2 and (rooted / "good.json").read_text() == before
     assert "--force" in capfd.readouterr().err
     assert suite.main(["-o", str(rooted), "--only", "good", "--force"]) == 0 and words_of(rooted, "good") == ["--long"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,22 @@ def test_a_real_group_caps_counts_and_is_removed(tmp_path: Path) -> None:
         other.wait(120)
     finally:
         data.unlink()
+
+
+@pytest.mark.cgroup
+def test_a_process_inside_execve_is_killed_with_its_group(tmp_path: Path) -> None:
+    script = tmp_path / "again"
+    script.write_text('#!/bin/sh\nexec "$0"\n')
+    script.chmod(0o755)
+    for _ in range(20):
+        children: list[subprocess.Popen[bytes]] = []
+        with cgroup.Cgroup("exec", directory=None) as group:
+            children += [subprocess.Popen(group.wrap([script])) for _ in range(16)]
+            while not {child.pid for child in children} <= set(group.processes()):
+                time.sleep(0.01)
+        try:
+            assert {child.wait(20) for child in children} == {-9}
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()

@@ -1,4 +1,4 @@
-"""Runs a benchmark, all of them, or the demo: `tools/bench NAME [options]`; without NAME it lists them."""
+"""Run a benchmark, all benchmarks or the demo: `tools/bench NAME [options]`. Without NAME, list them."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from importlib import import_module  # noqa: E402 - found through the lines abov
 from tools.bench import all as suite  # noqa: E402
 from tools.bench.harness import run  # noqa: E402
 
-OTHERS = {"all": "every benchmark, one after the other, and a page of all bars", "demo": "what tools/demo runs"}
+OTHERS = {"all": "all benchmarks in sequence, and one page with all targets", "demo": "the comparison that tools/demo runs"}
 
 
 def main(words: list[str]) -> int:
@@ -29,7 +29,9 @@ def main(words: list[str]) -> int:
         print("\n".join(f"  {name:16s}{about}" for name, about in known.items()))
         return 0
     if name not in known:
-        print(f"tools/bench: error: there is no benchmark {name!r}\nhint: there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"tools/bench: error: unknown benchmark {name!r}\nhint: the benchmarks are {', '.join(known)}", file=sys.stderr
+        )
         return 2
     module = import_module(f"tools.bench.{name}")
     return int(module.main(words[1:]) if name in OTHERS else run(module, words[1:]))

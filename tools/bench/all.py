@@ -1,7 +1,7 @@
-"""Runs every benchmark, one after the other, and puts the bars of all into all.json and all.html.
+"""Run all benchmarks in sequence, and write every target and its figure to all.json and all.html.
 
-A benchmark that fails stops no other. Exit code: 0 if every bar is reached, 1 if one is not, 2 usage, 3 if a benchmark
-failed or has no results. All that is printed goes to stderr.
+If a benchmark fails, the others still run. All output goes to stderr. Exit codes: 0 all targets are met, 1 a target is
+missed, 2 usage error, 3 a benchmark failed or has no results.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class SuiteEntry:
 BENCHMARKS = (
     SuiteEntry(
         "mount",
-        "llmcachefs and the kernel's page cache: same memory, same storage",
+        "llmcachefs and the page cache: same memory, same storage",
         ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
         ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
     ),
-    SuiteEntry("zoo", "llmcachefs never worse than the page cache: many access patterns", asked=True),
-    SuiteEntry("demotime", "a second tools/demo", quick=None),
-    SuiteEntry("startup", "start of every command"),
+    SuiteEntry("zoo", "mounts and the page cache: bytes read, for many access patterns", asked=True),
+    SuiteEntry("demotime", "run time of a second tools/demo", quick=None),
+    SuiteEntry("startup", "start-up time of every command"),
     SuiteEntry(
         "trace",
-        "what tracing costs, and what it loses",
+        "overhead of tracing, and lost events",
         ("--rounds", "3", "--pairs", "15", "--seconds", "1"),
         ("--rounds", "1", "--pairs", "3", "--seconds", "0.3"),
     ),
@@ -76,21 +76,21 @@ BENCHMARKS = (
     SuiteEntry("policies", "hit ratios on generated traces (not timed)", quick=("--policy", "lru,belady,llmcache")),
     SuiteEntry("kv", "kernels and spill file of the KV manager"),
     SuiteEntry("kvstore", "a million tokens in the KV store"),
-    SuiteEntry("kvpipeline", "looking ahead, pools and near-data scoring"),
-    SuiteEntry("papers", "what is measured for the papers, and claims with a bar", ("--measure",), quick=()),
-    SuiteEntry("kvindex", "trees of keys and the scan of all", ("--rounds", "2")),
+    SuiteEntry("kvpipeline", "lookahead, pools and near-data scoring"),
+    SuiteEntry("papers", "measurements for the papers, and claims with a target", ("--measure",), quick=()),
+    SuiteEntry("kvindex", "trees of keys and a scan of all keys", ("--rounds", "2")),
     SuiteEntry("kvtransformers", "SpillCache and DynamicCache: memory and time"),
     SuiteEntry("prefix", "prompts of llama.cpp restored from disk"),
-    SuiteEntry("kvanswers", "what budgets do to a model's answers (not timed)"),
+    SuiteEntry("kvanswers", "answers of a model at several KV budgets (not timed)"),
     SuiteEntry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
     SuiteEntry(
         "size",
-        "formula (1), simulator and mount: where stalls begin",
+        "formula (1), simulator and mount: the cache size at which stalls begin",
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
-    SuiteEntry("kvmodels", "contexts on real models: loss, answers, time, memory", asked=True),
-    SuiteEntry("testtime", "tools/test, ten times", quick=None, asked=True),
+    SuiteEntry("kvmodels", "SpillCache with real models: loss, answers, time, memory", asked=True),
+    SuiteEntry("testtime", "ten runs of tools/test", quick=None, asked=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)
 
@@ -128,7 +128,7 @@ def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None)
         document = results.read(new)
         if code not in (0, 1) or not document.get("complete", True):
             partial = new.replace(directory / f"{benchmark.name}.partial.json")
-            raise LlmcacheError(f"{benchmark.name} ended with exit code {code} before its end: {partial} has what it got")
+            raise LlmcacheError(f"{benchmark.name} ended early with exit code {code}; partial results are in {partial}")
     finally:
         new.unlink(missing_ok=True)
     about |= {"seconds": round(time.monotonic() - begin, 1), "load": [load, os.getloadavg()[0]]}
@@ -182,20 +182,20 @@ def reached(told: Document) -> tuple[int, int]:
 def table(told: Document) -> str:
     """How many bars of all benchmarks are reached, and those that are not."""
     rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in bars_of(told) if not bar.passed]
-    about = "Reached: {} of {} bars.".format(*reached(told))
-    return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if rows else "\n")
+    about = "{} of {} targets are met.".format(*reached(told))
+    return about + ("\n\n" + markdown(["missed", "kind", "value", "target"], rows, texts=(0, 1)) if rows else "\n")
 
 
 def page(told: Document) -> str:
     """Return the page of what `whole` told."""
     good, count = reached(told)
     lead = (
-        "A bar is a limit that the project has set for a figure. "
-        f"{good} of {count} bars of benchmarks are reached, {count - good} are not."
+        "A target is a limit that the project sets for a figure. "
+        f"{good} of {count} targets are met, {count - good} are missed."
     )
     if missing := [run["benchmark"] for run in told["runs"] if not run["recorded"]]:
         lead += f" Without results: {', '.join(missing)}."
-    return html_page("llmcache: what its benchmarks reach", lead, [*_bars(told), _conditions(told)])
+    return html_page("llmcache: benchmark results and targets", lead, [*_bars(told), _conditions(told)])
 
 
 def _bars(told: Document) -> list[Section]:
@@ -206,18 +206,18 @@ def _bars(told: Document) -> list[Section]:
     for one in BENCHMARKS:
         bars = [(name, bar) for name, bar in every if name == one.name]
         missed = sum(not bar.passed for _, bar in bars)
-        verdict = Badge("all reached", "good") if bars and not missed else Badge(f"{missed} not reached", "fair")
+        verdict = Badge("all met", "good") if bars and not missed else Badge(f"{missed} missed", "fair")
         rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
         if bars:
             each.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
     missing = [(name, bar) for name, bar in every if not bar.passed]
     summary: list[HtmlBlock] = [
-        Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows),
-        *([_bars_table("Not reached", missing)] if missing else []),
-        Text("Measured: on the machine below. Emulated: also, with an emulated accelerator or SSD taking part.", True),
-        Text("Modelled: computed. A time over a bound is a measured time over a modelled one.", True),
+        Table("Targets by benchmark", ["benchmark", "met", "missed", ""], rows),
+        *([_bars_table("Missed targets", missing)] if missing else []),
+        Text("Measured: on the machine below. Emulated: measured there with an emulated accelerator or SSD.", True),
+        Text("Modelled: computed. A figure 'time / modelled bound' divides a measured time by a modelled one.", True),
     ]
-    return [Section("Summary", summary), Section("Bars", each)]
+    return [Section("Summary", summary), Section("Targets", each)]
 
 
 def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
@@ -225,9 +225,9 @@ def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
     for name, bar in bars:
         sense, _, number = bar.wanted.partition(" ")
         limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # without a space, where lines would break
-        badge = Badge("reached", "good") if bar.passed else Badge("NOT reached", "bad")
+        badge = Badge("met", "good") if bar.passed else Badge("MISSED", "bad")
         rows.append([bar.what, bar.shown, limit, badge, bar.kind, bar.command or f"tools/bench {name}"])
-    return Table(caption, ["bar", "value", "limit", "", "kind", "command"], rows)
+    return Table(caption, ["figure", "value", "target", "", "kind", "command"], rows)
 
 
 def _conditions(told: Document) -> Section:
@@ -237,8 +237,8 @@ def _conditions(told: Document) -> Section:
             versions.setdefault(name, set()).add(str(version))
     columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
     note = (
-        "Load: processes that ran or waited, mean of a minute; the one before is partly of the benchmark before. Busy: "
-        f"share of the processors' time used in the three seconds before; from {BUSY_SHARE:.0%} on others worked too."
+        "Load: one-minute load average before and after the run; the first one includes part of the previous benchmark. "
+        f"Busy: share of CPU time in use in the three seconds before the run; above {BUSY_SHARE:.0%}, the machine was busy."
     )
     blocks: list[HtmlBlock] = [
         *(Facts(_facts(machine)) for machine in told["machines"]),
@@ -255,7 +255,7 @@ def _run_row(run: Document) -> list[Cell]:
     if run["error"]:
         state = Badge(run["error"], "bad")
     elif run.get("quick"):
-        state = Badge("quick look", "fair")
+        state = Badge("quick run", "fair")
     elif "busy_share" not in run:
         state = Badge("load not recorded", "fair")
     else:
@@ -269,7 +269,7 @@ def _run_row(run: Document) -> list[Cell]:
 def _facts(machine: Document) -> list[tuple[str, str]]:
     device = machine["device"]
     return [
-        ("processors", f"{machine['cpus']} of {machine['cpu']}"),
+        ("CPUs", f"{machine['cpus']}, {machine['cpu']}"),
         ("memory", f"{machine['memory_bytes'] / 1e9:.1f} GB"),
         ("kernel", f"Linux {machine['kernel']}"),
         ("device", f"{device['name']}, read-ahead {device['read_ahead_kb']} KiB, scheduler {device['scheduler']}"),
@@ -283,25 +283,28 @@ def _facts(machine: Document) -> list[tuple[str, str]]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line, `out` being where to write; UsageError for what does not go together."""
     parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
-    every = f"run these: {', '.join(NAMES)} (testtime only if named here)"
+    named = ", ".join(one.name for one in BENCHMARKS if one.asked)
+    every = f"benchmarks to run: {', '.join(NAMES)} [all except {named}]"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
-    parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
-    parser.add_argument("-o", dest="out", type=Path, help="where the JSON and the page go [build/bench; with --from, there]")
-    parser.add_argument("--force", action="store_true", help="replace results that are there")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off: keep what it has done")
-    again = "run nothing: make the page from the JSON in DIR"
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter runs, not comparable with the targets")
+    parser.add_argument(
+        "-o", dest="out", type=Path, help="directory for the JSON and the page [build/bench; with --from, its DIR]"
+    )
+    parser.add_argument("--force", action="store_true", help="replace existing results")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run and keep its results")
+    again = "run nothing; make the page from the JSON in DIR"
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=again)
     args = parser.parse_args(argv)
     args.out = args.out or args.source or ROOT / "build" / "bench"
     for name in args.only:
         if name not in NAMES:
-            raise UsageError(f"there is no benchmark {name!r}", f"there are {', '.join(NAMES)}")
+            raise UsageError(f"--only: unknown benchmark {name!r}", f"the benchmarks are {', '.join(NAMES)}")
     if args.source and (args.only or args.resume or args.quick):
-        raise UsageError("--from runs nothing", "leave --only, --quick and --resume out")
+        raise UsageError("--from cannot be combined with --only, --quick or --resume", "--from runs no benchmark")
     if args.resume and args.quick:
-        raise UsageError("--quick and --resume exclude each other", "a quick look is run again")
+        raise UsageError("--quick and --resume exclude each other", "repeat the quick run")
     if args.quick and args.out.resolve() == results.DIRECTORY:
-        raise UsageError("-o: a quick look is nothing to record", "leave --quick out")
+        raise UsageError("-o: results of --quick are not recorded", "leave --quick out, or choose another directory")
     return args
 
 
@@ -310,7 +313,7 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
     out, started, done = args.out, now(), set()
     if args.resume:
         if not (out / "all.json").exists():
-            raise UsageError(f"--resume: there is no run to go on with in {out}", "leave --resume out")
+            raise UsageError(f"--resume: {out} has no interrupted run", "leave --resume out")
         started = str(results.read(out / "all.json")["started"])
         runs = {name: document.get("run", {}) for name, document in read(out).items()}
         done = {name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")}
@@ -318,7 +321,9 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
     benchmarks = [one for one in wanted if one.quick is not None or not args.quick]
     there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
     if there and not (args.force or args.resume):
-        raise UsageError(f"{out} has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere")
+        raise UsageError(
+            f"{out} already has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere"
+        )
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     model = None
@@ -334,7 +339,7 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
             errors[one.name] = str(error)
             say.print(f"{one.name} FAILED: {error}", soft_wrap=True)
         else:
-            busy = ", on a machine that was BUSY before" if told["busy_share"] > BUSY_SHARE else ""
+            busy = ", on a BUSY machine" if told["busy_share"] > BUSY_SHARE else ""
             before, after = told["load"]
             say.print(f"{one.name}: {told['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
         write(whole(out, errors, started), out)
@@ -347,7 +352,7 @@ def recorded(source: Path) -> tuple[Document, bool]:
     told = whole(source, {}, results.read(before)["started"] if before.exists() else "")
     there = {run["benchmark"] for run in told["runs"] if run["recorded"]}
     if not there:
-        raise UsageError(f"--from: {source} holds no results", f"files are named {NAMES[0]}.json and so on")
+        raise UsageError(f"--from: {source} has no results", f"result files are named {NAMES[0]}.json and so on")
     return told, any(not one.asked and one.name not in there for one in BENCHMARKS)
 
 
@@ -362,10 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report("tools/bench all", error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("tools/bench all: interrupted; --resume goes on", file=sys.stderr)
+        print("tools/bench all: interrupted; --resume continues", file=sys.stderr)
         return FAILED
     args.out.mkdir(parents=True, exist_ok=True)
     write(told, args.out)
     say.print(Markdown(table(told)))
-    say.print("{} of {} bars reached: {}".format(*reached(told), args.out / "all.html"), soft_wrap=True)
+    say.print("{} of {} targets met: {}".format(*reached(told), args.out / "all.html"), soft_wrap=True)
     return FAILED if failed else exit_code(bars_of(told))

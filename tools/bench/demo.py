@@ -1,11 +1,11 @@
-"""The demo: the stock llama.cpp server over plain storage and over llmcachefs, same memory, same storage limit, in turns.
+"""Compare the stock llama.cpp server over plain storage and over llmcachefs: same memory, same storage limit.
 
-The server has its default flags. Its model is of Q8_0, which llama.cpp maps and reads in place on x86-64; weights of Q4_0 or
-Q4_K it would copy into its own memory (repacking). The page cache runs with the machine's own read_ahead_kb and with 128.
-Then what `llmcache trace`, `classify` and `size` say of the same program.
+The server runs with its default flags and a Q8_0 model, which llama.cpp maps and reads in place on x86-64. (It would copy
+weights of Q4_0 or Q4_K into its own memory, which is called repacking.) The page cache is run with the current read_ahead_kb
+and with 128. Afterwards, `llmcache trace`, `classify` and `size` analyze the same server.
 
-The model's loop (what each token reads) is larger than the memory that is left for caching. Run through tools/demo,
-which installs what is needed; ends by unmounting and removing its cgroups, also on Ctrl-C.
+Each token reads more of the model than fits in the memory that is left for caching. tools/demo runs this and installs what
+it needs. The demo unmounts and removes its cgroups when it ends, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -47,16 +47,23 @@ _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=MODELS, help="where the model is kept (a real disk)")
-    parser.add_argument("--size", default="700M", help="size of the generated model")
-    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second")
-    parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")
-    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in each layer")
-    parser.add_argument("--used", type=int, default=4, help="of which a token uses so many")
-    per_run = f"tokens per run [8, {mount.TOKEN_WARMUP} for warm-up; of a mixture 40, 15]"
+    parser.add_argument(
+        "--dir", type=Path, default=MODELS, help="directory on a real disk where the model is kept [%(default)s]"
+    )
+    parser.add_argument("--size", default="700M", help="size of the generated model [%(default)s]")
+    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second [%(default)s]")
+    parser.add_argument(
+        "--fraction", type=float, default=0.75, help="share of the loop that the cache may hold [%(default)s]"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="generate an MoE model with this number of experts per layer [dense]"
+    )
+    parser.add_argument("--used", type=int, default=4, help="experts per layer that a token uses [%(default)s]")
+    per_run = f"tokens per run [8, of which {mount.TOKEN_WARMUP} warm up; MoE model: 40, 15]"
     parser.add_argument("--tokens", type=int, help=per_run)
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each side, in turns")
-    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), default="auto")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each side, interleaved [%(default)s]")
+    modes = ("auto", "inplace", "steer", "arena")
+    parser.add_argument("--mode", choices=modes, default="auto", help="mode of llmcachefs [%(default)s]")
     return parser.parse_args(argv)
 
 
@@ -98,9 +105,9 @@ def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
         f"storage {format_rate(each.read_bps or 0)}, total memory {format_size(outcome.cap_bytes or 0)}"
     )
     rows = []
-    labels = {"kernel": "plain storage, page cache", "mount": f"llmcachefs, {mount.mode_of(told, 'mount')}"}
+    labels = {"kernel": "page cache", "mount": f"llmcachefs, {mount.mode_of(told, 'mount')}"}
     for side in outcome.sides:
-        label = labels.get(side, f"the same, read_ahead_kb {SMALL_READ_AHEAD_KB}")
+        label = labels.get(side, f"page cache, read_ahead_kb {SMALL_READ_AHEAD_KB}")
         times, median = mount.steps(told, side), mount.seconds(told, side)
         spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(told, side) / 1e6:.0f}"
         rows.append((label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}"))
@@ -128,7 +135,7 @@ def show(outcome: Comparison, console: Console) -> bool:
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
     console.print(
         f"llmcachefs: {kernel / median:.1f} x as fast as the page cache{bound}; "
-        f"tokens and their probabilities {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
+        f"tokens and their probabilities {'are identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
     own = f"The server's own memory is {format_size(outcome.anon_bytes)}"
     if outcome.anon_bytes < COPIED * outcome.experiment.loop_bytes:
@@ -141,8 +148,8 @@ def show(outcome: Comparison, console: Console) -> bool:
 def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     """Run the whole demo; returns the exit code."""
     began = time.monotonic()
-    console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (made once, then kept)")
-    console.print("   the stock llama.cpp server maps Q8_0 on x86-64; Q4_0 and Q4_K it copies by default, see docs/index.md")
+    console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (generated once, then kept)")
+    console.print("   the stock llama.cpp server maps Q8_0 on x86-64; it copies Q4_0 and Q4_K by default, see docs/index.md")
     model = make_model(args.dir.resolve(), args.size, args.experts, args.used)
     plan = experiment(args, model)
     host = machine.describe(model)
@@ -151,10 +158,10 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
         asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
     console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
     console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}")
-    console.print("2. the server alone, with its default flags and all memory: how long a token takes to compute")
+    console.print("2. the server alone, default flags, no memory limit: the time to compute a token")
     console.print(
-        f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds server, daemon and page cache, "
-        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)",
+        f"3. {args.repeat} runs of {plan.steps} tokens for each side, in a cgroup with server, daemon and page cache, "
+        f"storage limited to {format_rate(plan.read_bps or 0)} (s per token; the first {plan.warmup} are warm-up)",
         soft_wrap=True,
     )
     options: tuple[str, ...] = () if args.mode == "auto" else ("--mode", args.mode)
@@ -177,34 +184,34 @@ def show_tools(outcome: Comparison, token_bytes: int, trace: Path, console: Cons
     """
     model, loop_size = outcome.experiment.file, outcome.experiment.loop_bytes
     header = ["--model", str(model)]
-    console.print(f"\n5. llmcache trace: {TOKENS} tokens over the page cache, which holds little of the loop")
+    console.print(f"\n5. llmcache trace: {TOKENS} tokens with the page cache, which holds little of the loop")
     try:
         command = mount.answers(1, PROMPT, TOKENS)("trace", model)
         cap = outcome.anon_bytes + ROOM_BYTES + int(KEPT * loop_size)
         made = record(model, command, trace, cap)
     except LlmcacheError as error:
-        console.print(f"   cannot record here: {error.message}" + (f"\n   hint: {error.hint}" if error.hint else ""))
-        console.print("   steps 6 and 7 go on with the model file alone")
-        console.print("6. llmcache classify: left out, there is no trace")
+        console.print(f"   cannot record: {error.message}" + (f"\n   hint: {error.hint}" if error.hint else ""))
+        console.print("   step 7 uses the model file instead of a trace")
+        console.print("6. llmcache classify: skipped, there is no trace")
         return _size(outcome, header, console)
     for line in made.said.splitlines():
         console.print(f"   {line}", soft_wrap=True)
-    console.print("6. llmcache classify: what was read in loops, once, or again and again, by tensor and layer")
+    console.print("6. llmcache classify: data read in loops, once or frequently, by tensor and layer")
     output = _run(["classify", str(trace), "--min-bytes", "1M"], console)
     if output is None:
         return False
     console.print(output, soft_wrap=True)
-    console.print(f"   the model's header says {format_size(token_bytes)} per token; one took {made.step_s:.2f} s")
+    console.print(f"   by the model's header, a token reads {format_size(token_bytes)}; a token took {made.step_s:.2f} s")
     if token_bytes < loop_size:  # what was read once, or now and then, are experts
         return _size(outcome, header, console)
     suggested = _SUGGESTED.search(output)
     if suggested is None:
-        console.print("   no loop was found: the tier named above does not see what mapped files are read")
+        console.print("   no loop was found: the tier named above does not record reads of mapped files")
     return _size(outcome, suggested[1].split() if suggested else header, console)
 
 
 def _size(outcome: Comparison, loop: list[str], console: Console) -> bool:
-    console.print("7. llmcache size: how large a cache serves that loop without stalls, at the storage limit of this demo")
+    console.print("7. llmcache size: the cache size that serves this loop without stalls, at the storage limit of the demo")
     rate, period = f"{(outcome.experiment.read_bps or 0) / 1e6:.10g}MB/s", f"{outcome.compute_s * 1e3:.0f}ms"
     output = _run(["size", *loop, "--bw", rate, "--t", period], console)
     console.print(output or "", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How long a second tools/demo takes, set up by the first one."""
+"""Measure the run time of tools/demo when everything that it needs is installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def timed(command: Sequence[str]) -> Run:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fresh", action="store_true", help="run it once before, where it has not run yet")
+    parser.add_argument("--fresh", action="store_true", help="run it once before, to install what it needs")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
@@ -50,6 +50,6 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 def bars(told: Document) -> list[Bar]:
     last = told["runs"][-1]
     return [
-        Bar("demo", "a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),
+        Bar("demo", "run time of a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),
         Bar("exit", "exit code of tools/demo", last["exit_code"], "<=", 0),
     ]

@@ -1,4 +1,4 @@
-"""How long the accelerator model takes on this machine. What it computes is modelled."""
+"""Measure how long the accelerator model takes on this machine. Its results are modelled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def cases() -> dict[str, Callable[[], object]]:
     return {
         "sweep": lambda: swept(made, SYSTEMS["Original+SRAM"]),
         "evaluate": lambda: evaluate(configurations),
-        "every step by itself": lambda: evaluate(configurations[:: len(configurations) // 100], groups=None),
+        "evaluate 100 of them, each step separately": lambda: evaluate(
+            configurations[:: len(configurations) // 100], groups=None
+        ),
         "command": _command,
         "reproduce kelle": lambda: reproduce("kelle", False, lambda _: None).page(),
     }
@@ -60,7 +62,7 @@ def _command() -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, in turns")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, interleaved [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -78,11 +80,11 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def bars(told: Document) -> list[Bar]:
     (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
-    what = f"a sweep of the accelerator model over {told['configurations']:,} configurations"
+    what = f"sweep of the accelerator model over {told['configurations']:,} configurations"
     return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
 
 
 def table(told: Document) -> str:
     """How long the accelerator model takes, from `tools/bench edram`."""
-    head = [f"accelerator model, {told['configurations']:,} configurations", "s"]
+    head = [f"accelerator model, {told['configurations']:,} configurations", "time s"]
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])

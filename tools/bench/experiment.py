@@ -225,4 +225,4 @@ def _progress(outcome: Comparison) -> str:
     times = " ".join(f"{step.seconds:.3f}" for one in run.clients for step in one.steps[:12])
     read = run.storage_bytes_per_step(outcome.experiment) / 1e6 if times else math.nan
     median_s = statistics.median([step.seconds for one in run.clients for step in one.measured(warmup)] or [math.inf])
-    return f"  {run.side:10s} {median_s:.4f} s/step, {read:.0f} MB from storage each | {times}"
+    return f"  {run.side:10s} {median_s:.4f} s/step, {read:.0f} MB read per step | {times}"

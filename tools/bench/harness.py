@@ -50,7 +50,7 @@ def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
 
 def shown(bench: ModuleType, told: Document) -> str:
     """Return what people see of it, in Markdown."""
-    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "what"))
+    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "figure"))
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
     name = f"tools/bench {bench.__name__.rpartition('.')[2]}"
     parser = argparse.ArgumentParser(prog=name, description=bench.__doc__)
     bench.options(parser)
-    parser.add_argument("--json", type=Path, help="write every run here")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     told: Document | None = None
@@ -72,11 +72,11 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
         report(name, error)
         return error.exit_code
     except KeyboardInterrupt:
-        console.print("interrupted" + (": nothing is written" if told is None else ""))
+        console.print("interrupted" + (": nothing was written" if told is None else ""))
         if told is None:
             return 1
     assert told is not None
-    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "what")))):
+    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "figure")))):
         console.print(Markdown(text))
     return exit_code(bars_of(bench, told)) if told.get("complete", True) else 1
 
@@ -115,7 +115,7 @@ def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Cons
         for name, run_once in runs.items():
             took = run_once()
             seconds[name] += [took] if number else []
-        console.print(f"run {number} of {repeat}" if number else "warm", soft_wrap=True)
+        console.print(f"run {number} of {repeat}" if number else "warm-up", soft_wrap=True)
     return seconds
 
 

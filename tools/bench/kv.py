@@ -1,5 +1,7 @@
-"""Kernels and spill file of the KV manager: kernels on one core, in turns with plain reading of the same memory; the spill
-file, and an emulated device that scores it, in a process of their own, whose memory is measured.
+"""Measure the kernels and the spill file of the KV manager.
+
+Kernels run on one core, interleaved with plain reads of the same memory. The spill file, and an emulated device that scores
+it, are measured in a separate process, whose memory is measured too.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def kernels(tokens: int) -> Iterator[Kernel]:
         for queries, query in asked.items():
             bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
             scoring = partial(score, query, scales=scales, threads=1)
-            yield Kernel(f"score {dtype}, {queries} a head", partial(_each, scoring, keys), size, bar)
+            per_head = "1 query" if queries == 1 else f"{queries} queries"
+            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, bar)
         if dtype == "float16":
             scores = [score(asked[1], head, threads=1) for head in keys]
             for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
@@ -120,11 +123,11 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
     for case in found:
         took, choosing = times[case.name], case.name.startswith("top")
         dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
-        against = times[f"score {dtype}, 1 a head"] if choosing else times[f"read {dtype}"]
+        against = times[f"score {dtype}, 1 query per head"] if choosing else times[f"read {dtype}"]
         row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took
-        row["means"] = "share of the time of scoring" if choosing else "share of the bandwidth of reading"
+        row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
         rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
@@ -226,9 +229,11 @@ def spill(directory: Path, tokens: int, rounds: int) -> Document:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
-    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, in turns")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens: for a look, not for the bars")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill file, 4.4 GB [%(default)s]"
+    )
+    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, interleaved [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -246,9 +251,9 @@ def bars(told: Document) -> list[Bar]:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
             found.append(Bar(one["case"], what, one["figure"], sense, one["bar"]))
     fetch, memory, device = (told["spill"][key] for key in ("fetch", "memory", "device"))
-    fetched = f"fetch of scattered pages of {fetch['request_bytes'] >> 10} KiB: of the disk's bandwidth"
-    tokens, peak = f"{told['spill']['tokens']:,} tokens in a spill file: memory", memory["peak_bytes"] / MIB
-    link = "bytes over the link, of those that scoring on the host moves"
+    fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
+    tokens, peak = f"peak memory with {told['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
+    link = "bytes over the link / bytes that scoring on the host moves"
     return [
         *found,
         Bar("fetch", fetched, fetch["figure"], ">=", FETCH_BAR),

@@ -1,7 +1,6 @@
-"""What budgets do to a model's answers: passkeys and recall of the recall model, asked by `llmcache.kv.bench.task`.
+"""Measure the answers of the recall model at several KV budgets: passkey and recall tasks.
 
-Answers are the same however long they take, so contexts are asked at the same time, in processes of their own, and no
-time is kept. *Measured*.
+Nothing is timed, so the contexts run at the same time, each in its own process.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def passkey(bench: TaskBench) -> dict[str, Any]:
     rows = [row for row in bench.rows if row.policy == "icecache"]
     least = min(share for row in rows for share in row.answers.by_depth().values())
     questions = sum(row.answers.questions for row in rows)
-    what = f"least share of passkeys found at any depth, budget and context ({questions} questions)"
+    what = f"smallest share of passkeys found at any depth, budget and context ({questions} questions)"
     return {"what": what, "figure": least, "run": document(bench)}
 
 
@@ -100,7 +99,7 @@ def recall(bench: TaskBench) -> dict[str, Any]:
     """IceCache's answers at the largest budget beside the full cache's."""
     own = [row for row in bench.rows if row.policy == "icecache" and row.budget == BUDGETS[-1]]
     least = min(row.answers.share / bench.stock(row.context).answers.share for row in own)
-    what = "right answers at a budget of 256, of those with the full cache; least of all contexts"
+    what = "correct answers at a budget of 256 / with the full cache, worst context"
     return {"what": what, "figure": least, "run": document(bench)}
 
 
@@ -110,14 +109,16 @@ def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         shares.setdefault((row["context"], row["budget"]), {})[row["policy"]] = row["answers"]["share"]
     leads = [one["icecache"] - max(one[rival] for rival in RIVALS) for one in shares.values() if "icecache" in one]
-    what = f"right answers more than the best of {', '.join(RIVALS)}, least of all budgets and contexts"
+    what = f"share of correct answers above the best of {', '.join(RIVALS)}, smallest over budgets and contexts"
     return {"what": what, "figure": min(leads)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="contexts that are asked at the same time")
-    parser.add_argument("--quick", action="store_true", help="one context, few questions: for a look, not for the bars")
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files [%(default)s]")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="contexts that run at the same time [%(default)s]"
+    )
+    parser.add_argument("--quick", action="store_true", help="one context, few questions; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:

@@ -1,6 +1,6 @@
-"""Trees of keys and the scan of all: the key heads of one layer, one core, asked in turns.
+"""Compare trees of keys with a scan of all keys: the key heads of one layer, on one core, interleaved.
 
-Keys lie in clusters, which are what a tree is for, or are noise, where it must lose.
+Keys are clustered, where a tree helps, or random, where it finds little.
 """
 
 from __future__ import annotations
@@ -190,17 +190,17 @@ def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
     """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
     times = {name: spread["median_s"] for name, spread in row["times"].items()}
     enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
-    yield _bar(row, "auto", "time of auto over that of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
+    yield _bar(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
     if row["kind"] != "clustered":
         return
     yield _bar(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
     yield _bar(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
     built = row["keys"] / min(row["build_cpu_s"])
-    yield _bar(row, "build", "build, best of heads", built, ">=", BUILD_PER_S, "keys/s")
+    yield _bar(row, "build", "speed of building, best head", built, ">=", BUILD_PER_S, "keys/s")
     if row["keys"] in FASTER:
-        yield _bar(row, "faster", "times faster than the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
+        yield _bar(row, "faster", "speedup over the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
     if row["keys"] == SIZES[-1]:
-        yield _bar(row, "insert", "insertion of a page of 16", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
+        yield _bar(row, "insert", "insertion of a page of 16 keys", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
 
 
 def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
@@ -209,8 +209,8 @@ def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, li
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="how often all queries are asked")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the keys: for a look, not for the bars")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each query is run [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the keys; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -224,7 +224,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def table(told: Document) -> str:
-    head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
+    head = ["keys", "recall@64", "keys touched", "scan µs", "tree µs", "speedup", "`auto` uses"]
     rows = []
     for one in told["rows"]:
         scan, tree = (1e6 * one["times"][side]["median_s"] for side in ("scan", "tree"))

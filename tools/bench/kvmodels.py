@@ -1,9 +1,9 @@
-"""Contexts on real models: what a budget costs in loss and answers, and a token in time, bytes and memory. *Measured*.
+"""Measure SpillCache on real models: loss and answers at several budgets; time, bytes and memory of a token.
 
-SmolLM2-135M-Instruct and Gemma 3 270M in float32, through transformers, on texts of the machine's documentation and tasks
-like RULER's. With --kvpress also the loss that methods of kvpress have which keep as many tokens of the prompt, with a
-transformers of their own. On a GPU, where there is one, times and memory alone, of SmolLM2 and of a Llama of 8 B weights,
-drawn by chance.
+The models are SmolLM2-135M-Instruct and Gemma 3 270M in float32, run by transformers on texts from the documentation on
+this machine and on tasks like those of RULER. --kvpress adds the loss of kvpress' methods at the same number of tokens, with
+the version of transformers that kvpress needs. On a GPU, if there is one, only time and memory are measured: of SmolLM2, and
+of a model with the shape of Llama 3 8B and random weights.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class BenchScope:
         """Return those of them that were asked for; UsageError: none."""
         found = [context for context in contexts if context in self.contexts]
         if not found:
-            raise UsageError("--context: none of those that are measured", f"of {', '.join(map(str, contexts))}")
+            raise UsageError(
+                "--context: this part does not measure that length", f"it measures {', '.join(map(str, contexts))}"
+            )
         return self.lengths(found)
 
     def setup(self, task: str, model: str, context: int, cases: int) -> TaskSetup:
@@ -131,7 +133,7 @@ def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
     pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in told]
     answered_most = [(own, full) for own, full in pairs if own is not None and full.share >= MOST]
     if not answered_most:
-        raise DataError("tasks: the full cache answers most of none", "ask longer ones of another model")
+        raise DataError("tasks: the model solves no task with the full cache", "use another model or other lengths")
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
 
 
@@ -192,14 +194,14 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
 
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
-        what = f"loss above full of {OWN} over {share} of {best} at {lengths} tokens, less its standard error, most of all"
+        what = f"loss above full: {OWN} - {share} x {best} - standard error, worst of {lengths} tokens"
         for budget in budgets:
             figure = max(excess(told, budget, others, share) for told, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
 
-    judge("loss", BUDGETS, WORST, "the oracle's", (ORACLE,))
+    judge("loss", BUDGETS, WORST, "oracle", (ORACLE,))
     if scope.kvpress:
-        judge("rivals", PRESS_BUDGETS, HALF, "kvpress' best", PRESSES)
+        judge("rivals", PRESS_BUDGETS, HALF, "best of kvpress", PRESSES)
     parts[f"loss.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
     return parts
 
@@ -222,7 +224,7 @@ def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Answers to tasks like RULER's."""
     found = list(_answers(scope))
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
-    what = f"right answers of the full cache that are kept, over tasks of which it answers most, at {lengths} tokens"
+    what = f"share of the full cache's correct answers kept, in tasks that it mostly solves, {lengths} tokens"
     told = [told for told, _ in found]
     parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
     parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
@@ -268,7 +270,7 @@ def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
     rows = _times(scope, CONTEXTS)
     most = max(row["times"] for row in rows)
     long = max((row["times"] for row in rows if row["context"] >= LONG[0]), default=most)
-    what = "time of a token, of DynamicCache's, default settings, most of"
+    what = "time per token / DynamicCache's, default settings, worst of"
     return {
         "time": {"what": f"{what} {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": most, "rows": rows},
         "time.long": {"what": f"{what} {LONG[0]:,} tokens and more", "figure": long},
@@ -279,8 +281,8 @@ def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """A token with pages limited to the budget; `measure` has it read no more than DISK_BPS from the disk."""
     rows = _times(scope, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=scope.directory)
     most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
-    what = "time of a token, of DynamicCache's, with pages limited to the budget and a disk of 500 MB/s"
-    bytes_what = f"bytes from the file a token, of those of the rows chosen, budget {POOL_BUDGET}, most of the contexts"
+    what = "time per token / DynamicCache's, pages limited to the budget, disk limited to 500 MB/s"
+    bytes_what = f"bytes read from the file / bytes of the selected rows, budget {POOL_BUDGET}, worst context"
     return {
         "file": {"what": what, "figure": max(row["times"] for row in rows), "rows": rows},
         "bytes": {"what": bytes_what, "figure": most},
@@ -316,8 +318,8 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
                 run.step()
                 taken = run.memory()
             shares[name].append((taken.kv_bytes + taken.index_bytes) / full.memory().kv_bytes)
-    what = f"pages and index in memory, of DynamicCache's, at {tokens:,} tokens drawn by chance or of a text, the more"
-    little = f"{POOL_PAGES} pages, two bits a number"
+    what = f"keys, values and index in memory / DynamicCache's, {tokens:,} tokens, worse of random keys and text"
+    little = f"{POOL_PAGES} pages, index of 2 bits per number"
     return {
         "memory.small": {"what": f"{what}, {little}", "figure": max(shares["memory.small"])},
         "memory": {"what": f"{what}, default settings", "figure": max(shares["memory"])},
@@ -389,7 +391,7 @@ def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
     import torch
 
     if not torch.cuda.is_available():
-        raise EnvironmentProblem("--only gpu: torch sees no GPU", "run it where there is one")
+        raise EnvironmentProblem("--only gpu: torch finds no GPU", "run it on a machine with a GPU")
     rows: list[dict[str, Any]] = []
     for name, model in _gpu_models(scope):
         context = scope.lengths((GPU_CONTEXTS[name],))[0]
@@ -398,7 +400,7 @@ def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
                 rows.append({"model": name, "context": context, **row})
     full, own = ([row["token_ns"] for row in rows if row["cache"] == kind] for kind in ("DynamicCache", "SpillCache"))
     lengths = " and ".join(f"{context:,}" for context in dict.fromkeys(row["context"] for row in rows))
-    what = f"time of a token on a GPU, of DynamicCache's, default settings, most of {lengths} tokens"
+    what = f"time per token on a GPU / DynamicCache's, default settings, worst of {lengths} tokens"
     device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "processors": os.cpu_count()}
     figure = max(one / other for one, other in zip(own, full, strict=True))
     return {"gpu": {"what": what, "figure": figure, "rows": rows, "device": device}}
@@ -419,7 +421,7 @@ def exact(scope: BenchScope) -> dict[str, dict[str, Any]]:
         with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=scope.directory, full_tokens=0) as cache:
             for ids in (text.ids, *(text.following[:, at : at + 1] for at in range(SAID))):
                 same.append(bool((logits(model, full, ids) == logits(model, cache, ids)).all()))
-    what = "steps whose logits are DynamicCache's bit for bit, with a budget of the context"
+    what = "share of steps with the same logits as DynamicCache, bit for bit, budget of the whole context"
     return {"exact": {"what": what, "figure": statistics.fmean(same)}}
 
 
@@ -462,7 +464,7 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
         try:
             said = hear.recv()
         except EOFError as error:
-            raise DataError(f"{name}: the conversation ended by itself", "see what it said above") from error
+            raise DataError(f"{name}: the conversation process ended early", "see its messages above") from error
         finally:
             talk.kill()
             talk.join()
@@ -472,7 +474,7 @@ def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
         with SpillCache(model.config, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             expected = _generated(model, cache, text.ids, SAID + AFTER)
         same += [one == other for one, other in zip([*said, *rest], expected, strict=True)]
-    what = "tokens that are the same after a save, a kill and a restore"
+    what = "share of tokens that are the same after a save, a kill and a restore"
     return {"restored": {"what": what, "figure": statistics.fmean(same)}}
 
 
@@ -483,23 +485,27 @@ PARTS: dict[str, Callable[[BenchScope], dict[str, dict[str, Any]]]] = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=PARTS, action="append", help="this case alone; may be given several times")
-    about = f"in loss, kvpress' methods as well, which this sets up: {KVPRESS_COMMAND}"
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part; repeatable")
+    about = f"also measure the loss of kvpress' methods; set it up first: {KVPRESS_COMMAND}"
     parser.add_argument("--kvpress", action="store_true", help=about)
-    about = "in loss and tasks, this length alone; may be given several times"
+    about = "measure loss and tasks only at this context length; repeatable"
     parser.add_argument("--context", type=int, choices=CONTEXTS, action="append", help=about)
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (2 GB)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch and of each kernel")
-    parser.add_argument("--quick", action="store_true", help="one model, short contexts: for a look, not for the bars")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files, 2 GB [%(default)s]"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads of torch and of each kernel [%(default)s]"
+    )
+    parser.add_argument("--quick", action="store_true", help="one model, short contexts; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:
     import torch
 
     if args.kvpress and "loss" not in (args.only or PARTS):
-        raise UsageError("--kvpress: it is compared with in loss alone", "add --only loss")
+        raise UsageError("--kvpress applies only to the part loss", "add --only loss")
     if args.kvpress and not KVPRESS.is_dir():
-        raise EnvironmentProblem(f"--kvpress: {KVPRESS} is not there", f"set it up: {KVPRESS_COMMAND}")
+        raise EnvironmentProblem(f"--kvpress: {KVPRESS} does not exist", f"set it up: {KVPRESS_COMMAND}")
     torch.set_num_threads(args.threads)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
@@ -526,11 +532,15 @@ def table(told: dict[str, Any]) -> str:
         for policy, by_budget in above.items():
             cells = ["{:.3f} ± {:.3f}".format(*by_budget[budget]) if budget in by_budget else "" for budget in BUDGETS]
             rows.append([f"{run['model']}, {run['context']:,}", policy, *cells])
-    head = [f"{len(runs['loss'][0]['texts'])} texts" if rows else "", "loss above the full cache's", *map(str, BUDGETS)]
+    head = [
+        f"loss above the full cache, {len(runs['loss'][0]['texts'])} texts" if rows else "",
+        "policy",
+        *map(str, BUDGETS),
+    ]
     tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
     if "gpu" in parts:
         found = parts["gpu"]
-        head = [found["device"]["gpu"], "cache", "prompt, s", "a token, ms", "its memory on the GPU, GB"]
+        head = [found["device"]["gpu"], "cache", "prompt s", "token ms", "GPU memory of the cache GB"]
         lines: list[list[str]] = []
         for one in found["rows"]:
             figures = one["prompt_ns"] / 1e9, one["token_ns"] / 1e6, one["gpu_bytes"] / 1e9
@@ -546,7 +556,7 @@ def table(told: dict[str, Any]) -> str:
         found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
         answers.setdefault((run["model"], run["task"]), []).append(found)
     if answers:
-        head = ["model, task", "asked", "right with the full cache", *(f"of these at {budget}" for budget in BUDGETS)]
+        head = ["model, task", "questions", "correct with the full cache", *(f"of these, at {budget}" for budget in BUDGETS)]
         totals = [
             [f"{model}, {task}", *map(str, map(sum, zip(*each, strict=True)))] for (model, task), each in answers.items()
         ]

@@ -1,6 +1,7 @@
-"""The KV pipeline: four parts, each with a bar, all of them runs of `llmcache.kv.bench`.
+"""Measure the KV pipeline in four parts, each with a target.
 
-Measured on this machine; keys, values and queries are synthetic, the accelerator and the computational SSD are emulated.
+Times and bytes are measured on this machine. Keys, values and queries are synthetic; the accelerator and the computational
+SSD are emulated.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(timed, [Variant("hillinfer"), plain])
     ahead, without = bench.rows
     modelled = modelled_idle(without, setup)
+    waits = "share of decode time in which the emulated accelerator waits"
     return {
-        "what": "share of decode steps in which the emulated accelerator waits, where it need not by the model",
+        "what": f"look-ahead: {waits}, where the model predicts at most 0.1",
         "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
         "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
         "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
@@ -79,7 +81,7 @@ def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", ("bkp",))])
     shares = [_seen(row).ping_pong_share for row in bench.rows]
     return {
-        "what": "pages that went down and came up again within 16 steps, of those that came up",
+        "what": "pools: pages fetched again within 16 steps after their eviction / pages fetched",
         "figure": shares[0], "without": shares[1], "pages_up": [_seen(row).pages_up for row in bench.rows],
         "run": _without_timelines(bench),
     }  # fmt: skip
@@ -93,7 +95,7 @@ def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     links = ("ssd to cpu, score", "cpu to ssd, score")
     moved = [sum(row.moved_bytes.get(name, 0) for name in links) for row in (device, host)]
     return {
-        "what": "bytes that scoring moves between host and SSD, emulated device to host scoring",
+        "what": "bytes that scoring moves between host and SSD: emulated device / host",
         "device_bytes": moved[0], "host_bytes": moved[1],
         "figure": moved[0] / moved[1],
     }  # fmt: skip
@@ -116,7 +118,7 @@ def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     relative = relative_times([_seen(row).steps_ns for row in bench.rows])
     best = min(range(len(FACTORS)), key=lambda place: relative[place])
     return {
-        "what": "steps of the sweep, each twice the last, between the least latency and the rule's beta",
+        "what": "distance from the rule's beta to the beta of least latency, in doublings",
         "betas": [row.beta for row in bench.rows], "token_ns": [row.token_ns for row in bench.rows],
         "relative": relative, "rule": bench.marks.rule, "figure": abs(best - FACTORS.index(1)),
         "run": _without_timelines(bench),
@@ -159,9 +161,11 @@ def _without_timelines(bench: Bench) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (3 GB)")
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic stream")
-    parser.add_argument("--quick", action="store_true", help="short contexts: for a look, not for the bars")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files, 3 GB [%(default)s]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic stream [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="short contexts; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:

@@ -1,6 +1,6 @@
-"""A million tokens of one layer in the KV store: the memory that takes, and how fast pages are fetched.
+"""Measure a KV store with a million tokens of one layer: its memory, and how fast it fetches pages.
 
-One process, as its memory is measured.
+The benchmark is one process, because its memory is measured.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ def fetch(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
-    parser.add_argument("--rounds", type=int, default=20, help="fetches, each with plain reads")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens: for a look, not for the bars")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill file, 4.4 GB [%(default)s]"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="fetches, interleaved with plain reads [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
@@ -82,8 +84,8 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    gathered = f"KvStore.gather of scattered pages of {told['fetch']['request_bytes'] >> 10} KiB: of the disk's bandwidth"
-    memory = f"{told['tokens']:,} tokens in a KV store on disk: memory"
+    gathered = f"KvStore.gather of scattered {told['fetch']['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
+    memory = f"peak memory with {told['tokens']:,} tokens in a KV store on disk"
     peak = told["memory"]["peak_bytes"] / MIB
     return [
         Bar("gather", gathered, told["fetch"]["figure"], ">=", FETCH_BAR),

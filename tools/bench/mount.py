@@ -1,7 +1,7 @@
-"""Compares llmcachefs with the kernel's page cache: same total memory, same storage limit, in turns.
+"""Compare llmcachefs with the page cache: same total memory, same storage limit, interleaved runs.
 
-Cases: (a) a loop larger than memory, (b) one that fits, (c) one cold pass, (d) several readers, (e) loops of several sizes,
-(f) no limit on storage, (g) mixtures of experts, (h) the stock llama.cpp server with its default flags.
+Cases: (a) a loop larger than memory, (b) a loop that fits, (c) one cold pass, (d) several readers, (e) loops of several
+sizes, (f) unlimited storage, (g) MoE models, (h) the stock llama.cpp server with its default flags.
 """
 
 from __future__ import annotations
@@ -76,18 +76,29 @@ Judged = tuple[str, str, float, str, float]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)")
-    only = "cases to run, for example ac [%(default)s]; (h) only where tools/demo or tools/test has set up the server"
+    parser.add_argument(
+        "--model", type=Path, help="Q8_0 GGUF file (tools/make_model.py); without it, the llama.cpp cases are skipped"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("/var/tmp"),
+        help="directory for loop files [%(default)s; with --model, its directory]",
+    )
+    only = "cases to run, for example ac [%(default)s]; (h) needs the server that tools/demo or tools/test sets up"
     parser.add_argument("--only", default="".join(CASES), help=only)
-    parser.add_argument("--match", default="", help="only experiments with this text in their name")
-    parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
-    parser.add_argument("--fraction", type=float, default=0.75, help="S/N of the cases larger than memory")
-    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
-    kernel = "the page cache with this read_ahead_kb too, beside 128 and the machine's own; may be given several times"
+    parser.add_argument("--match", default="", help="run only experiments whose name contains this text")
+    parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps; not comparable with the targets")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each side, interleaved [%(default)s]")
+    parser.add_argument(
+        "--fraction", type=float, default=0.75, help="share of the loop that fits in memory, case a [%(default)s]"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp [%(default)s]"
+    )
+    kernel = "also run the page cache with this read_ahead_kb, besides 128 and the current setting; repeatable"
     parser.add_argument("--read-ahead", type=int, action="append", default=[], metavar="KB", help=kernel)
-    modes = "--mode of llmcachefs; given several times, each is a side of its own"
+    modes = "--mode of llmcachefs; repeatable, each mode is run separately [auto]"
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
 
 
@@ -397,7 +408,7 @@ def bars(told: Document) -> list[Bar]:
     """Return the bars of all results; the first is that nothing went wrong over the mount."""
     results: list[Result] = told["results"]
     wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
-    what = f"hangs, wrong bytes, failures over the mount, in {len(results)} cases"
+    what = f"hangs, wrong bytes and failures with a mount, in {len(results)} cases"
     nothing = Bar("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
     return [nothing, *(bar for result in results for side in mounts(result) for bar in judge(result, side))]
 
@@ -418,38 +429,38 @@ def _judged(result: Result, side: str) -> Iterator[Judged]:
     size, over_kernel = result["loop_bytes"], own_s / kernel_s
     case = result["case"]
     if case == "a":
-        yield "bound", "time over the modelled bound", own_s / result["bound_s"], "<=", 1.05 if in_place else 1.15
-        yield "kernel", "time over the page cache's", over_kernel, "<=", 0.4 if in_place else 0.5
+        yield "bound", "time / modelled bound", own_s / result["bound_s"], "<=", 1.05 if in_place else 1.15
+        yield "kernel", "time / page cache's time", over_kernel, "<=", 0.4 if in_place else 0.5
     elif case == "b":
         limit = 0.95 if result["name"].startswith("llama") else 0.9
-        yield "plain", "speed, of the plain file's", kernel_s / own_s, ">=", 0.98 if in_place else limit
+        yield "plain", "speed / speed of the plain file", kernel_s / own_s, ">=", 0.98 if in_place else limit
     elif case == "c" and in_place:
         best_s = seconds(result, fastest(result, ("direct", kernel(result))))
-        yield "best", "bandwidth, of O_DIRECT's or the page cache's", best_s / own_s, ">=", 0.95
+        yield "best", "bandwidth / best of O_DIRECT and page cache", best_s / own_s, ">=", 0.95
     elif case == "c":
         measured = size / seconds(result, "direct")
         direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would take a limit for what is no number
-        yield "direct", "bandwidth, of O_DIRECT's", size / own_s / direct, ">=", 0.8
+        yield "direct", "bandwidth / bandwidth of O_DIRECT", size / own_s / direct, ">=", 0.8
     elif case == "d":
         # readers at different places of the loop share the pins but not what is streamed
         bound_s = max(result["compute_s"], result["bound_s"] * result["clients"])
-        yield "bound", "time over the modelled bound of readers apart", own_s / bound_s, "<=", 1.15
-        yield "kernel", "time over the page cache's", over_kernel, "<=", NEVER_SLOWER
+        yield "bound", "time / modelled bound for separate readers", own_s / bound_s, "<=", 1.15
+        yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
     elif case == "e":
         # no cliff: near the bound, with an allowance of a tenth of a full read for loops that nearly fit
         allowed_s = result["bound_s"] + 0.1 * size / (result["read_bps"] or 1e9)
-        yield "bound", "time over (modelled bound + 10 % of a full read)", own_s / allowed_s, "<=", 1.15
+        yield "bound", "time / (modelled bound + 10 % of a full read)", own_s / allowed_s, "<=", 1.15
         if in_place:
-            yield "kernel", "time over the page cache's", over_kernel, "<=", NEVER_SLOWER
+            yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
     elif case == "f" and in_place:  # through FUSE nothing is promised where storage is as fast as memory
         limit = 0.67 if round(result["cache_bytes"] / size, 2) == 0.75 else NEVER_SLOWER
-        yield "kernel", "time over the page cache's", over_kernel, "<=", limit
+        yield "kernel", "time / page cache's time", over_kernel, "<=", limit
     elif case == "g":
         yield from _mixture(result, side, in_place)
     elif case == "h":
         allowed = NEVER_SLOWER * storage_bytes(result, kernel(result)) + MORE_READ * size
-        yield "kernel", "time over the page cache's", over_kernel, "<=", NEVER_SLOWER
-        what = f"bytes from storage over {NEVER_SLOWER} x the page cache's + {MORE_READ:.0%} of the loop"
+        yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
+        what = f"bytes read / ({NEVER_SLOWER} x page cache's bytes + {MORE_READ:.0%} of the loop)"
         yield "bytes", what, storage_bytes(result, side) / allowed, "<=", 1
 
 
@@ -460,26 +471,32 @@ def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     misses = read > MISSES * asked
     if in_place:
         limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
-        yield "kernel", "mean time over the page cache's", ratio, "<=", limit
+        yield "kernel", "mean time / page cache's time", ratio, "<=", limit
     elif limited:
-        yield "kernel", "mean time over the page cache's", ratio, "<=", 0.8 if misses else NEVER_SLOWER
+        yield "kernel", "mean time / page cache's time", ratio, "<=", 0.8 if misses else NEVER_SLOWER
     if misses:
-        yield "bytes", "bytes from storage over the page cache's", storage_bytes(result, side) / read, "<=", 0.65
+        yield "bytes", "bytes read / page cache's bytes", storage_bytes(result, side) / read, "<=", 0.65
     if result["routed"]["lru_bytes"]:
         share = storage_bytes(result, side) / result["routed"]["lru_bytes"]
-        yield "lru", "bytes from storage over exact LRU's, of whole experts", share, "<=", 1
+        yield "lru", "bytes read / bytes of exact LRU of whole experts", share, "<=", 1
     if times:
         late = sorted(times)[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
-        yield "p99", "the 99th of a hundred tokens over the median", late, "<=", 3
+        yield "p99", "99th percentile of token times / median", late, "<=", 3
 
 
 def _costs(result: Result, side: str) -> Iterator[Judged]:
     if not costs(result, side):
         return
     room, mode = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES, mode_of(result, side)
-    yield "memory", "memory of mount and daemon, of budget + 64 MiB", memory(result, side) / room, "<=", 1
+    yield "memory", "memory of mount and daemon / (budget + 64 MiB)", memory(result, side) / room, "<=", 1
     if result["case"] in "af" and not result["name"].startswith("llama") and mode in CPU_S_PER_GB:
-        yield "cpu", "daemon's processor seconds per GB from storage", cpu_s_per_gb(result, side), "<=", CPU_S_PER_GB[mode]
+        yield (
+            "cpu",
+            "CPU seconds of the daemon per GB read from storage",
+            cpu_s_per_gb(result, side),
+            "<=",
+            CPU_S_PER_GB[mode],
+        )
 
 
 LABELS = {
@@ -488,7 +505,7 @@ LABELS = {
     "c": "one cold pass",
     "d": "readers",
     "e": "loop size",
-    "f": "no limit",
+    "f": "unlimited storage",
     "h": "default flags",
 }
 
@@ -497,14 +514,14 @@ def table(told: Document) -> str:
     machine = told["machine"]
     versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
     about = (
-        f"Machine: {machine['cpu']}, {machine['cpus']} processors, {machine['memory_bytes'] / 1e9:.0f} GB, "
-        f"Linux {machine['kernel']}, device {machine['device']['name']}; {versions}.\n\n"
+        f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
+        f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}.\n\n"
     )
     results = [result for result in told["results"] if result["case"] != "g"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
-    head = ["case", "loop / cache MB", *columns, "bound s", "times"]
+    head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
     mixed = [result for result in told["results"] if result["case"] == "g"]
     return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
@@ -528,8 +545,8 @@ def _mixtures_table(results: list[Result]) -> str:
     """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
     the same room would have missed.
     """
-    head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
-    head += ["exact LRU MB", "popularities known", "Belady"]
+    head = ["MoE model, share in memory, storage", "page cache ms", "inplace ms", "steer ms"]
+    head += ["page cache MB", "inplace MB", "steer MB", "exact LRU MB", "known popularity MB", "Belady MB"]
     rows = []
     for result in results:
         sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
@@ -537,5 +554,8 @@ def _mixtures_table(results: list[Result]) -> str:
         read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
         replayed = (result["routed"].get(f"{policy}_bytes") for policy in ("lru", "known", "belady"))
         rows.append([result["name"], *times, *read, *("" if each is None else f"{each / 1e6:.0f}" for each in replayed)])
-    about = "Means of a token, what it read from storage, and what it would have, by replays of its routing (modelled):"
+    about = (
+        "Mean time of a token and bytes that it read from storage (measured). The last three columns are modelled: the "
+        "bytes that three policies would read in a replay of the same routing."
+    )
     return f"{about}\n\n{markdown(head, rows)}"

@@ -1,11 +1,11 @@
-"""What is measured for the papers, and what is asked of their claims: the figures of `llmcache reproduce` that have a bar.
+"""Check the figures of `llmcache reproduce` that have a target; with --measure, measure first.
 
-With --measure, what the report says is measured is measured anew first, on this disk and processor, small, with an emulated
-accelerator and device, and saved with machine and day in `llmcache/papers/NAME.json`: the report reads only that. Whatever
-cannot be measured (no torch, no room on the disk) is missing there with its reason.
+`llmcache reproduce` reads its measured figures from `llmcache/papers/NAME.json`. --measure replaces these files: it measures
+small cases on this machine, with an emulated accelerator and SSD, and records machine and date. A figure that cannot be
+measured (torch is missing, the disk is full) is left out, with the reason.
 
-The speed-ups are *modelled*, those of the paper's own machine and reading; the page of `llmcache reproduce hillinfer` has
-the other readings, and says by how much each is missed and why.
+The speedups are modelled, for the paper's machine. `llmcache reproduce hillinfer` also shows other readings of the paper,
+how far each is from its claims, and why.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ REPEATS = 5  # of a replay; each replay's cache is half of the footprint
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measure", nargs="*", choices=list(MEASURES), help="measure first: these papers, or all")
-    parser.add_argument("--quick", action="store_true", help="measure less")
+    parser.add_argument(
+        "--measure", nargs="*", choices=list(MEASURES), help="measure these papers first [without names: all papers]"
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter measurements")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
@@ -78,13 +80,13 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 def bars(told: Document) -> list[Bar]:
     """Returns the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
     found = {name: told["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
-    ranged = "speed-ups over four baselines from 4.21 to 8.56, on the paper's machine: share of the points"
-    order = "baselines in the paper's order, on the paper's machine: share of the points"
+    ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
+    order = "share of points with the baselines in the paper's order, on the paper's machine"
     lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
     return [
         Bar("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
         Bar("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
-        Bar("alpha", "right answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
+        Bar("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
     ]
 
 
@@ -105,7 +107,7 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
-        tell(f"{name}: beginning")
+        tell(f"{name}: started")
         try:
             found[name] = run()
         except LlmcacheError as error:

@@ -1,8 +1,9 @@
-"""Mean hit ratios of every policy over ten cache sizes (2 to 100 % of the footprint) on the generated traces.
+"""Simulate every policy on generated traces, with ten cache sizes (2 to 100 % of the footprint), for its mean hit ratio.
 
-And of generated routings of mixtures the experts that a token misses, with ours, LRU, known popularities and Belady.
+Also count the experts that a token of an MoE model misses, for generated routings: with the policy of llmcache, LRU, Belady,
+and policies that learn or know the popularity of each expert.
 
-Nothing here is timed: the figures are the same on every machine. Traces are synthetic (`llmcache.trace.shapes`).
+Nothing is timed: the figures are the same on every machine. The traces are synthetic (`llmcache.trace.shapes`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def groups(ratios: Ratios) -> Ratios:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default=",".join(POLICIES), help="policies, with commas between (default: all)")
+    parser.add_argument("--policy", default=",".join(POLICIES), help="comma-separated policies [all]")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
@@ -87,15 +88,18 @@ def bars(told: Document) -> list[Bar]:
     found = []
     for group, share in BELADY_SHARE.items():
         value = told["groups"][group][OURS] / told["groups"][group]["belady"]
-        what = f"{_words(group)} traces: hit ratio, of Belady's"
+        what = f"{_words(group)} traces: hit ratio / Belady's"
         found.append(Bar(f"{group}.belady", what, value, ">=", share, "modelled"))
     least = min(ratios, key=lambda name: ratios[name][OURS] - ratios[name]["lru"])
-    value, what = ratios[least][OURS] - ratios[least]["lru"], f"the trace that gains least: {_words(least)}, more than LRU"
+    value, what = (
+        ratios[least][OURS] - ratios[least]["lru"],
+        f"hit ratio minus LRU's, on the trace with the smallest gain ({_words(least)})",
+    )
     found.append(Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
     if rows := told.get("mixtures"):
         ours, learned, known = ([_way(row, policy) for row in rows] for policy in (OURS, "learned", "known"))
-        most = f"learned at best {min(learned):.2f} to {max(learned):.2f}, known {min(known):.2f} to {max(known):.2f}"
-        what = f"experts of generated mixtures: least share of the way from LRU to Belady; popularities {most}"
+        most = f"learned {min(learned):.2f} to {max(learned):.2f}, known {min(known):.2f} to {max(known):.2f}"
+        what = f"MoE experts: smallest share of the gap from LRU to Belady that is closed (popularity {most})"
         found.append(Bar("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
     return found
 
@@ -121,7 +125,7 @@ def table(told: Document) -> str:
         percent: [statistics.fmean(missed[name] / missed["lru"] for missed in found) for name in deciders]
         for percent, found in by_room.items()
     }
-    head = ["experts that fit: misses, of LRU's", "llmcache", "popularities learned at best", "known", "belady"]
+    head = ["experts that fit: misses / LRU's", "llmcache", "popularity learned", "popularity known", "belady"]
     return f"{table}\n" + markdown(
         head, [[f"{percent} %", *map("{:.2f}".format, found)] for percent, found in means.items()]
     )

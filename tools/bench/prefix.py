@@ -1,8 +1,8 @@
-"""The benchmark of stored prompts: time to the first token from disk and evaluated, bytes, and what storing costs.
+"""Measure stored prompts: time to the first token from disk and evaluated, bytes on disk, and the cost of storing.
 
-Every answer comes from a process of its own with llama.cpp, as after a restart; what it reads of the stored prompts is not
-in memory before, and its storage is limited (--rate, needs root; 0: not limited). Tokens are random: times do not depend on
-them. The disk cache is llama-cpp-python's own.
+Each answer comes from a new process with llama.cpp, as after a restart. The stored prompts that it reads are not in memory,
+and its storage is limited (--rate, needs root). The tokens are random, as times do not depend on them. The disk cache that
+this is compared with is the one of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class PromptClient:
             wrapped = group.wrap(command) if group else command
             result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment())
         if result.returncode:
-            raise EnvironmentProblem(f"the client failed: {result.stderr[-1000:]}", "run it by itself: tools/bench/clients")
+            raise EnvironmentProblem(
+                f"the client failed: {result.stderr[-1000:]}", "run it alone: tools/bench/clients/prefix_prompts.py"
+            )
         said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
         found: dict[str, Any] = {"answers": [one for one in said if one["event"] == "answer"]}
         return found | {one["event"]: one for one in said if one["event"] in ("load", "cache")}
@@ -95,13 +97,15 @@ def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     base = statistics.median(evaluated)
     times = {name: statistics.median(one) for name, one in runs.items()}
     each = f"{tokens:,} tokens, evaluated in {base:.1f} s"
-    same, theirs = f"first token of a stored prompt, of evaluating it: {each}", "of llama-cpp-python's disk cache"
+    same, theirs = f"time to first token: stored / evaluated ({each})", "llama-cpp-python's disk cache"
     return {
         "restored": {"what": same, "figure": times["same"] / base},
-        "question": {"what": "the same with other 50 tokens at its end", "figure": times["other"] / base},
-        "disk_time": {"what": f"first token, {theirs} ({times['theirs']:.2f} s)", "figure": times["same"] / times["theirs"]},
+        "question": {"what": "the same with 50 other tokens at the end of the prompt", "figure": times["other"] / base},
+        "disk_time": {
+            "what": f"time to first token / {theirs} ({times['theirs']:.2f} s)", "figure": times["same"] / times["theirs"],
+        },
         "disk_bytes": {
-            "what": f"bytes on disk, {theirs} ({sizes['theirs'] / 1e6:.0f} MB)", "figure": sizes["ours"] / sizes["theirs"],
+            "what": f"bytes on disk / {theirs} ({sizes['theirs'] / 1e6:.0f} MB)", "figure": sizes["ours"] / sizes["theirs"],
         },
         "runs": {"evaluated": evaluated, **runs, "bytes": sizes},
     }  # fmt: skip
@@ -112,7 +116,7 @@ def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
     kept = ask.scratch / "conversations"
     told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
     whole = sum(answer["prompt_tokens"] + 16 for answer in told["answers"]) * told["load"]["token_bytes"]
-    what = f"{count} conversations over {shared:,} tokens: bytes on disk, of whole states ({whole / 1e6:,.0f} MB)"
+    what = f"bytes on disk / complete states ({whole / 1e6:,.0f} MB): {count} conversations with {shared:,} tokens in common"
     return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
 
 
@@ -131,7 +135,7 @@ def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict
             runs[name].append(sum(one["whole_s"] - one["first_s"] for one in told["answers"]))
         shutil.rmtree(kept)
     lost = 1 - statistics.median(runs["plain"]) / statistics.median(runs["stored"])
-    what = f"tokens a second lost while prompts of {tokens:,} tokens are stored behind"
+    what = f"share of tokens per second lost while prompts of {tokens:,} tokens are stored in the background"
     return {"generating": {"what": what, "figure": lost, "runs": runs}}
 
 
@@ -153,7 +157,7 @@ def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     finally:
         server.kill()
         server.wait()
-    what = f"first token of another process's prompt over loopback, of evaluating it: {tokens:,} tokens"
+    what = f"time to first token: from another process over loopback / evaluated ({tokens:,} tokens)"
     told = {"evaluated": evaluated, "own": runs}
     return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
 
@@ -177,18 +181,20 @@ def compression(directory: Path) -> list[dict[str, Any]]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     smollm2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    parser.add_argument("--model", type=Path, default=smollm2, help="a GGUF file [SmolLM2, which tools/test fetches]")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
-    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
+    parser.add_argument("--model", type=Path, default=smollm2, help="GGUF file [SmolLM2, which tools/test downloads]")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the long prompt [%(default)s]")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory on a real disk where prompts are stored [%(default)s]"
+    )
+    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none [%(default)s]")
+    parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp [%(default)s]")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each case [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="shorter prompts, fewer runs; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     if not args.model.exists():
-        raise EnvironmentProblem(f"{args.model} is not there", "tools/test fetches it, or name another with --model")
+        raise EnvironmentProblem(f"{args.model} does not exist", "tools/test downloads SmolLM2; --model takes another file")
     tokens, repeat = (1024, 1) if args.quick else (args.tokens, args.repeat)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:

@@ -1,16 +1,15 @@
-"""What README.md and docs/ show of the recorded benchmarks: `python -m tools.bench.readme [--write]`.
+"""Check that README.md and docs/ show the recorded results; with --write, update them.
 
-What stands between these comments is made here; everything else is left as it is:
+Only the text between these marks is generated:
 
-    <!-- results:NAME -->          a table of tools/bench/results/NAME.json
+    <!-- results:NAME -->          the tables of tools/bench/results/NAME.json
     <!-- /results -->
 
-    <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
-    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
+    <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its figures, or one of `FIGURES`
+    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the target of that figure, and whether it is missed
 
-docs/tokens.svg is drawn anew from the same results: tokens per second over the share of a model that fits in memory, of
-page cache and llmcachefs. The dense panel is of case (f) of `tools/bench mount`, and of case (a), whose storage is limited,
-in open markers; the panel of mixtures is of case (g).
+docs/tokens.svg is drawn from the same results: tokens per second with the page cache alone and with llmcachefs in place, of
+the dense model of case (f) of `tools/bench mount` and of an MoE model of case (g), both with unlimited storage.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from importlib import import_module
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
 
-from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, logarithmic, style
+from llmcache.report.theme import MUTED, figure_bytes, grid_of, legend_below, style
 
 from . import results
 from .all import NAMES, reached
@@ -34,13 +32,8 @@ from .harness import ROOT, shown
 from .mount import Result, kernel, mean, mounts, seconds
 from .results import Document, bars_of, wanted
 
-KERNEL = "page cache"
-LIMIT_BPS = 500_000_000  # of the rates that are measured, the one that is drawn
-SIDES = {
-    KERNEL: (KERNEL, Look(INK, "-", "s", 1.8)),
-    "inplace": ("llmcachefs, in place", Look("#0072b2", "-", "o", 2.4, 5)),
-    "steer": ("llmcachefs, steer", Look("#d55e00", "-", "^", 1.8)),
-}
+COLORS = {"page cache alone": MUTED, "with llmcache": "#0072b2"}
+MOE_SHARES = (0.12, 0.2, 0.3, 0.5)
 _MARKED = re.compile(r"(<!-- (results|figure|limit):(\w+)\.?([^>]*?) -->\n?)(.*?)(<!-- /\2 -->)", re.DOTALL)
 _DERIVED = re.compile(r"\b[mp][0-9a-f]{10}\b")  # what matplotlib names markers and clip paths, from their coordinates
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -50,31 +43,34 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def dense(document: Document) -> list[Result]:
-    """Results of the dense model, run by llama.cpp. Where nearly all fits another one is run, which is larger."""
-    of_llama = [one for one in document["results"] if one["case"] in "af" and one["name"].startswith("llama.cpp")]
-    return [one for one in of_llama if one["file"] == of_llama[0]["file"]]
+    """Return the results of one dense model, run by llama.cpp with unlimited storage, by share of it in memory."""
+    of_llama = [one for one in document["results"] if one["case"] == "f" and one["name"].startswith("llama.cpp")]
+    return sorted((one for one in of_llama if one["file"] == of_llama[0]["file"]), key=_share)
 
 
-def mixture(document: Document) -> list[Result]:
-    """Results of the first mixture that is read by a generated routing."""
-    routed = [one for one in document["results"] if one["case"] == "g" and not one["name"].startswith("llama.cpp")]
-    return [one for one in routed if one["file"] == routed[0]["file"]]
+def moe(document: Document) -> list[Result]:
+    """Return the results of one MoE model with a generated routing and unlimited storage, by share of it in memory."""
+    routed = [one for one in document["results"] if one["case"] == "g" and not one["read_bps"] and one["routed"]]
+    routed = [one for one in routed if not one["name"].startswith("llama.cpp") and round(_share(one), 2) in MOE_SHARES]
+    return sorted((one for one in routed if one["file"] == routed[0]["file"]), key=_share)
 
 
 def caption(document: Document) -> str:
-    """What the picture shows."""
-    first = next(one for one in document["results"] if one["case"] == "f")
-    limited = f"storage at full speed, or limited to {LIMIT_BPS / 1e6:.0f} MB/s (open markers)"
-    model = f"llama.cpp with {first['loop_bytes'] / 1e6:.0f} MB of weights"
-    return f"{model}; {limited}; all sides have the same memory and storage"
+    """Return the conditions of the picture."""
+    dense_bytes, moe_bytes = (one[0]["loop_bytes"] for one in (dense(document), moe(document)))
+    return (
+        f"Dense: llama.cpp, {dense_bytes / 1e6:.0f} MB of weights. MoE: {moe_bytes / 1e9:.1f} GB; a program reads "
+        "the experts that a generated routing selects, and computes nothing. Both sides have the same memory and storage; "
+        "the page cache has the faster of two values of read_ahead_kb"
+    )
 
 
 def drawn(document: Document) -> str:
-    """Returns the picture as SVG; the same results give the same text."""
+    """Return the picture as SVG; the same results give the same text."""
     with style():
         figure, axes = grid_of(2)
-        _draw(axes[0], "Dense model, llama.cpp", dense(document), seconds)
-        _draw(axes[1], "Mixture of experts, generated routing", mixture(document), mean)  # tokens use different experts
+        _draw(axes[0], "Dense model", dense(document), seconds)
+        _draw(axes[1], "MoE model", moe(document), mean)  # tokens use different experts
         legend_below(figure, axes)
     return figure_bytes(figure, "svg").decode()
 
@@ -86,22 +82,17 @@ def same_picture(one: str, other: str) -> bool:
     return _NUMBER.sub("", one) == _NUMBER.sub("", other) and all(abs(float(a) - float(b)) < 1e-3 for a, b in pairs)
 
 
-def _draw(panel: Axes, title: str, of_model: list[Result], time_of: Callable[[Result, str], float]) -> None:
-    for limit in (None, LIMIT_BPS):
-        each = sorted((one for one in of_model if one["read_bps"] == limit), key=_share)
-        for side in (KERNEL, *mounts(each[0])) if each else ():
-            times = [time_of(one, kernel(one, time_of) if side == KERNEL else side) for one in each]
-            shares, tokens_per_s = [_share(one) for one in each], [1 / each_s for each_s in times]
-            label, look = SIDES[side][0], SIDES[side][1].line()
-            if limit:
-                look |= {"linestyle": ":", "markerfacecolor": "none", "markeredgecolor": look["color"]}
-            panel.plot(shares, tokens_per_s, label=None if limit else label, **look)
-            if limit and side == KERNEL:
-                place, text = (shares[-1], tokens_per_s[-1]), f"{LIMIT_BPS / 1e6:.0f} MB/s"
-                panel.annotate(text, place, (8, -3), textcoords="offset points", color=MUTED, fontsize=8)
-    panel.set(title=title, xlabel="share of the model's loop that fits in memory", ylabel="tokens per second")
-    panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    logarithmic(panel, "y")
+def _draw(panel: Axes, title: str, each: list[Result], time_of: Callable[[Result, str], float]) -> None:
+    for number, (label, color) in enumerate(COLORS.items()):
+        times = [time_of(one, "inplace" if number else kernel(one, time_of)) for one in each]
+        bars = panel.bar(
+            [at + 0.4 * number for at in range(len(each))], [1 / s for s in times], 0.38, label=label, color=color
+        )
+        panel.bar_label(bars, fmt=lambda value: f"{value:.1f}" if value < 10 else f"{value:.0f}", padding=2, fontsize=8.5)
+    panel.set_xticks([at + 0.2 for at in range(len(each))], [f"{100 * _share(one):.0f} %" for one in each])
+    panel.set(title=title, xlabel="share of the model that fits in memory", ylabel="tokens per second")
+    panel.grid(visible=False, axis="x")
+    panel.margins(y=0.12)
 
 
 def _share(result: Result) -> float:
@@ -150,7 +141,7 @@ def filled(text: str) -> str:
     def anew(found: re.Match[str]) -> str:
         begin, kind, name, key, _, end = found.groups()
         if name not in (*NAMES, "all"):
-            raise ValueError(f"{kind}:{name}: there is no such benchmark, only all, {', '.join(NAMES)}")
+            raise ValueError(f"{kind}:{name}: unknown benchmark; known are all, {', '.join(NAMES)}")
         told = recorded(name)
         if kind == "results":
             return begin + shown(import_module(f"tools.bench.{name}"), told) + end
@@ -158,7 +149,7 @@ def filled(text: str) -> str:
             return begin + FIGURES[f"{name}.{key}"](told) + end
         bars = {bar.name: bar for bar in bars_of(told)}
         if key not in bars:
-            raise ValueError(f"{name}.{key}: there are {', '.join(bars)}")
+            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(bars)}")
         return begin + (wanted(bars[key]) if kind == "limit" else bars[key].shown) + end
 
     return _MARKED.sub(anew, text)
@@ -173,7 +164,9 @@ def shows(path: Path, text: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the pages")
+    parser.add_argument(
+        "--write", action="store_true", help="write the recorded tables and figures into the pages, and draw docs/tokens.svg"
+    )
     args = parser.parse_args(argv)
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     made = {page: filled(page.read_text()) for page in pages} | {ROOT / "docs" / "tokens.svg": drawn(recorded("mount"))}
@@ -182,7 +175,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.write:
             results.write_text(path, text)
         else:
-            print(f"{path.relative_to(ROOT)}: not as recorded: python -m tools.bench.readme --write", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)}: differs from the recorded results: python -m tools.bench.readme --write",
+                file=sys.stderr,
+            )
     return 0 if args.write or not differing else 1
 
 

@@ -129,14 +129,14 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence
 
 def wanted(bar: Bar) -> str:
     """The limit of a bar, and whether it is missed."""
-    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+    return bar.wanted if bar.passed else f"{bar.wanted}: **missed**"
 
 
-def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
+def bars_table(document: Document, what: str = "figure", without: Callable[[Bar], str] | None = None) -> str:
     """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
-    more = [] if without is None else ["without"]
+    more = [] if without is None else ["without the feature"]
     rows = []
     for bar in bars_of(document):
         kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
         rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
-    return markdown([what, "figure", "bar", *more], rows)
+    return markdown([what, "value", "target", *more], rows)

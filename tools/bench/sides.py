@@ -131,7 +131,7 @@ def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path) -
     deadline = time.monotonic() + 120
     while not is_mounted(mountpoint):
         if daemon.poll() is not None or time.monotonic() > deadline:
-            what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
+            what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "did not start within 120 s"
             raise EnvironmentProblem(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
         time.sleep(0.02)
     # It is in the mount table before it serves, and before its control socket is there: the first request waits for that.

@@ -1,4 +1,4 @@
-"""Speed and memory of the simulator: speeds from interleaved runs, memory in processes of their own."""
+"""Measure the simulator: its speed in interleaved runs, its memory in separate processes."""
 
 from __future__ import annotations
 
@@ -147,9 +147,11 @@ def speeds() -> list[Throughput]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the traces go (1 GB at most)")
-    parser.add_argument("--quick", action="store_true", help="short traces: for a look, not for the bars")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each speed, in turns")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the traces, up to 1 GB [%(default)s]"
+    )
+    parser.add_argument("--quick", action="store_true", help="short traces; not comparable with the targets")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each case, interleaved [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -165,7 +167,9 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         for step in ("write", "simulate"):
             told = measured_apart("simulate", step, scratch / "large.parquet", blocks)
             memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
-            console.print(f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, {told['peak_bytes'] / 1e6:.0f} MB at most")
+            console.print(
+                f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, peak memory {told['peak_bytes'] / 1e6:.0f} MB"
+            )
     yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
 
 
@@ -174,9 +178,9 @@ def bars(told: Document) -> list[Bar]:
     for one in told["speeds"]:
         if one["bar"]:
             name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
-            found.append(Bar(name, f"{name}: simulated from a file", *values, unit="M blocks/s"))
+            found.append(Bar(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
     for one in told["memory"]:
-        what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: memory"
+        what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: peak memory"
         peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
         found.append(Bar(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
     return found
@@ -188,9 +192,9 @@ def table(told: Document) -> str:
         bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
         rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
     for one in told["memory"]:
-        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: peak memory {one['peak_bytes'] / 2**20:.0f} MiB"
         rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
-    return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))
+    return markdown(["trace", "policy", "M blocks/s", "target"], rows, texts=(0, 1))
 
 
 def apart(step: str, path: Path, blocks: int) -> Document:

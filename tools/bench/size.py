@@ -1,13 +1,13 @@
-"""Where do stalls begin: formula (1) beside the simulator and a real mount.
+"""Compare formula (1) with the simulator and with a mount: the cache size below which a client stalls.
 
-On the mount: a reader with a fixed time of computing per pass, over throttled storage. Everything the formula needs is
-measured in the same way: the bandwidth by `llmcache size --measure` under the throttle, T by the same reader without a
-throttle. T has two values. With all of the loop kept it is pure computing and copying; with the formula's S kept the rest
-passes through the mount's daemon, which costs time however fast storage is. Stalls are what throttled storage adds to the
-second one, so that is the formula's T here; the first one is recorded too.
+On the mount, a reader computes for a fixed time per pass while storage is throttled. The inputs of the formula are measured
+in the same way: the bandwidth by `llmcache size --measure` under the throttle, and T, the time of a pass, by the same reader
+without a throttle. T has two values. With the whole loop in memory, T is computing and copying alone. With S of the formula
+in memory, the rest passes through the daemon of the mount, which takes time even on fast storage. The formula uses this
+second value, because stalls are the time that throttled storage adds to it; the first one is recorded too.
 
-The paper's smartwatch (a loop of 70 MB, 60 MB kept, 10 MB streamed) cannot be swept: the mount's window allowance of
-12 MiB holds all that would be streamed.
+The paper's smartwatch (a loop of 70 MB, of which 60 MB are pinned and 10 MB streamed) cannot be measured on a mount: the
+mount's window allowance of 12 MiB holds everything that would be streamed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,19 @@ Points = Sequence[tuple[float, float]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files and mount points go")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="policies of the simulator, or '' for none")
-    parser.add_argument("--modes", default="steer,arena", help="modes of the mount, or '' for none")
-    parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes")
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, in turns")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for loop files and mount points [%(default)s]"
+    )
+    parser.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="comma-separated policies of the simulator, or '' for none [%(default)s]",
+    )
+    parser.add_argument(
+        "--modes", default="steer,arena", help="comma-separated modes of the mount, or '' for none [%(default)s]"
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes; not comparable with the targets")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, interleaved [%(default)s]")
 
 
 def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
@@ -82,7 +90,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 def bars(told: Document) -> list[Bar]:
     """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
-    what = "where stalls begin, off formula (1) by"
+    what = "deviation from formula (1) of the cache size at which stalls begin"
     simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in told["simulator"]}
     mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in told["mount"]}
     return [
@@ -249,7 +257,8 @@ class Sweeper:
         near = formula_bytes(sweep.loop_bytes, bandwidth, round(kept.median_s * 1e9))
         if not 0 < near < sweep.loop_bytes:
             raise EnvironmentProblem(
-                "the whole loop can be streamed: nothing to sweep", "take a longer loop, or compute less"
+                "the whole loop can be streamed, so no cache size causes stalls",
+                "use a larger loop or a shorter computing time",
             )
         passing, points = Point(near), [Point(round(factor * near)) for factor in sweep.factors]
         for repeat in range(sweep.repeat):
@@ -259,7 +268,9 @@ class Sweeper:
             self._measure(sweep, file, kept, None)
             self._measure(sweep, file, passing, None)
         self.say(f"{sweep.name}, {sweep.mode}: {bandwidth / 1e6:.1f} MB/s (measured)")
-        self.say(f"  T {passing.median_s:.4f} s, {kept.median_s:.4f} s with all kept (measured, no throttle)")
+        self.say(
+            f"  T {passing.median_s:.4f} s, {kept.median_s:.4f} s with the whole loop in memory (measured, no throttle)"
+        )
         for point in points:
             self.say(f"  {point}")
         file.unlink()
@@ -322,7 +333,7 @@ def find_knee(points: Points) -> Knee:
     falling = [fit for fit in fits if fit is not None]
     if not falling:
         raise EnvironmentProblem(
-            "passes do not get shorter with a larger cache", "the machine is too busy, or all budgets are on one side"
+            "passes do not get shorter with a larger cache", "the machine is too busy, or no budget stalls"
         )
     return min(falling, key=lambda knee: sum(abs(seconds - knee.seconds(size)) for size, seconds in ordered))
 
@@ -338,7 +349,7 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
 
 
 def table(told: Document) -> str:
-    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    head = ["mode", "storage MB/s", "T s", "S modelled by formula (1) MB", "S measured MB", "difference"]
     rows = []
     for one in told["mount"]:
         first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]

@@ -1,6 +1,7 @@
-"""How long every command takes to show its help, and `llmcache size` to answer.
+"""Measure how long each command takes to print its help, and how long `llmcache size` takes.
 
-Each run is a process of its own, files in the page cache; commands take turns, so that other load falls on all of them.
+Each run is a new process whose files are in the page cache. Runs are interleaved, so that other load affects all commands
+alike.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def run(words: tuple[str, ...]) -> float:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each command, in turns")
-    parser.add_argument("--quick", action="store_true", help="one run of each: for a look, not for the bars")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each command, interleaved [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="one run of each command; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -51,8 +52,8 @@ def bars(told: Document) -> list[Bar]:
     medians = {row["command"]: statistics.median(row["seconds"]) for row in told["commands"]}
     size = medians.pop(" ".join(("llmcache", *SIZE)))
     slowest = max(medians, key=lambda command: medians[command])
-    what = f"start of the slowest of {len(medians)} commands: {slowest}"
-    answer = f"llmcache {' '.join(SIZE)}"
+    what = f"start-up of the slowest of {len(medians)} commands: {slowest}"
+    answer = f"run time of llmcache {' '.join(SIZE)}"
     return [
         Bar("help", what, medians[slowest], "<", START_BAR_S, unit="s"),
         Bar("size", answer, size, "<", START_BAR_S, unit="s"),

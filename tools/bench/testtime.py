@@ -1,7 +1,7 @@
-"""How long tools/test takes, and how often it fails: as many runs as tell a test that fails now and then.
+"""Run tools/test several times, for its run time and to find tests that fail occasionally.
 
-The last `--loaded` of them are beside a load of two busy processors. `--log FILE…` takes the times of runs that were made
-before from what pytest printed at their end; the last `--loaded` of these were beside a load.
+The last --loaded runs share the machine with two busy processes. --log takes the times of earlier runs from the last line
+that pytest printed; the last --loaded of these ran under load.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def of_log(path: Path) -> Run:
     """Return the run whose output a file holds; DataError without pytest's last line."""
     found = list(_SUMMARY.finditer(path.read_text(errors="replace")))
     if not found:
-        raise DataError(f"--log: {path} does not hold the end of a run of pytest", "name what tools/test printed")
+        raise DataError(f"--log: {path} has no summary line of pytest", "it must hold the output of tools/test")
     last = found[-1]
     failed = _FAILED.search(last[0])
     return {"seconds": float(last[2]), "exit_code": 1 if failed else 0, "said": last[0].strip("= "), "log": path.name}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=TEST_RUNS, help="how often to run it")
-    parser.add_argument("--loaded", type=int, default=LOADED_RUNS, help="how many of them beside two busy processors")
-    parser.add_argument("--log", type=Path, nargs="+", help="take the times of finished runs from their output")
+    parser.add_argument("--runs", type=int, default=TEST_RUNS, help="number of runs [%(default)s]")
+    parser.add_argument("--loaded", type=int, default=LOADED_RUNS, help="number of runs under load [%(default)s]")
+    parser.add_argument("--log", type=Path, nargs="+", help="output of finished runs to take the times from")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
@@ -81,6 +81,6 @@ def bars(told: Document) -> list[Bar]:
     good = sum(run["exit_code"] == 0 for run in runs)
     wanted = max(TEST_RUNS, len(runs))
     return [
-        Bar("suite", f"longest of {len(free)} runs without load", longest, "<", TEST_BAR_MIN, unit="min"),
+        Bar("suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_BAR_MIN, unit="min"),
         Bar("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
     ]

@@ -1,7 +1,7 @@
-"""What tracers cost a process that reads cached blocks, and how much is lost.
+"""Measure how much tracers slow down a process that reads cached blocks, and how many events are lost.
 
-Rounds are interleaved, so that what else the machine does falls on all tracers alike; a ratio is the median of those of
-the rounds, each to the run without a tracer that came just before or after.
+Runs are interleaved, so that other load on the machine affects all tracers alike. A ratio is the median over the rounds of
+the time with a tracer / the time without one in the same round.
 """
 
 from __future__ import annotations
@@ -221,17 +221,21 @@ def bars(told: Document) -> list[Bar]:
     by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in told["overheads"]}
     small, large = told["pairs"]
     events, seconds = told["rate"][0], statistics.median(told["start_s"])
-    unseen = f"cached 1 MiB preads: chance that as many pairs are slower without a cause (ratio {large['ratio']:.2f})"
+    unseen = f"cached 1 MiB preads: probability that as many pairs are slower by chance (ratio {large['ratio']:.2f})"
     found = [
-        Bar("small", "cached 4 KiB preads while traced: times as long", small["ratio"], "<=", MOST_OVERHEAD),
+        Bar("small", "cached 4 KiB preads: time while traced / untraced", small["ratio"], "<=", MOST_OVERHEAD),
         Bar("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
         Bar("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
         Bar("lost", "events lost at that rate", events["lost"], "<=", 0),
-        Bar("start", "from the start of the recorder to the first access recorded", seconds, "<", MOST_START_S, unit="s"),
+        Bar(
+            "start", "time from the start of the recorder to the first recorded access", seconds, "<", MOST_START_S, unit="s"
+        ),
     ]
     if ("strace", SIZES[0]) in by_key:
         cheaper = ratio(by_key["strace", SIZES[0]], by_key["llmcache", SIZES[0]])
-        found.append(Bar("strace", "times as long under strace as under llmcache trace", cheaper, ">=", LEAST_CHEAPER))
+        found.append(
+            Bar("strace", "cached 4 KiB preads: time under strace / time under llmcache trace", cheaper, ">=", LEAST_CHEAPER)
+        )
     return found
 
 
@@ -241,16 +245,23 @@ def _clear(scratch: Path) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the file and the traces go")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each tracer, in turns")
-    parser.add_argument("--pairs", type=int, default=21, help="short runs without and with llmcache, for the bars")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the file and the traces [%(default)s]"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each tracer, interleaved [%(default)s]")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=21,
+        help="pairs of short runs without and with llmcache trace, for the targets [%(default)s]",
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each run [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise EnvironmentProblem("there is no C compiler", "install gcc or clang")
+        raise EnvironmentProblem("no C compiler is installed", "apt-get install gcc")
     with workplace(args.dir) as scratch:
         client = scratch / "preads"
         subprocess.run([compiler, "-O2", "-o", str(client), str(CLIENTS / "preads.c")], check=True)
@@ -265,5 +276,8 @@ def table(told: Document) -> str:
     sizes = sorted({one["read_bytes"] for one in told["overheads"]})
     tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
     ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
-    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    head = [
+        "tracer",
+        *(f"preads of {size >> 10} KiB" if size < 1 << 20 else f"preads of {size >> 20} MiB" for size in sizes),
+    ]
     return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])

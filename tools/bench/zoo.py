@@ -1,15 +1,16 @@
-"""Compares mounts with the page cache on many access patterns: bytes read from storage, and time.
+"""Compare mounts with the page cache on many access patterns: bytes read from storage, and time.
 
-A mount must never read much more than the page cache would have read, whatever programs do with a model file. Every side has
-the same memory, the mount's daemon included: a cgroup with the clients' own memory, 16 MiB for page tables, and a share of
-the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Each pattern uses 700 MB or more, so that at 110 % the
-64 MiB that a daemon may take fit as well.
+A mount must never read much more than the page cache would, whatever a program does with a model file. Every side runs in a
+cgroup with the same memory limit, which includes the mount's daemon: the clients' own memory, 16 MiB for page tables, and a
+share of the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Each pattern uses 700 MB or more, so that at
+110 % the 64 MiB of a daemon fit as well.
 
-Mounts get no --cache: they settle their budget when they start, as most users have it, and clients that then take memory of
-their own make them shrink. With --budget given, --cache is the limit less the clients' own memory and 64 MiB.
+By default, mounts get no --cache: they choose their budget when they start, and shrink when clients allocate memory. With
+--budget given, --cache is the limit minus the clients' own memory and 64 MiB.
 
-Passes after the fifth are judged: bytes always, the time with --repeat 3 or more, pages a row where the loop fits in memory
-(elsewhere the loop's own reads vary by more). Model files are made once and kept in --dir.
+Targets apply to the passes after the fifth: always to the bytes, with --repeat 3 or more to the time, and to the pages per
+row where the loop fits in memory (elsewhere, the reads of the loop vary by more). Model files are generated once and kept in
+--dir.
 """
 
 from __future__ import annotations
@@ -133,21 +134,25 @@ CASES = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=MODELS / "zoo", help="where the files are kept [%(default)s]")
-    parser.add_argument("--match", default="", help="only patterns with this text in their name")
-    parser.add_argument("--mode", choices=MODES, action="append", default=[], help="of llmcachefs; repeatable [all three]")
-    shares = "memory, as a share of the bytes used; repeatable [0.3, 0.6, 0.9, 1.1]"
+    parser.add_argument(
+        "--dir", type=Path, default=MODELS / "zoo", help="directory where the model files are kept [%(default)s]"
+    )
+    parser.add_argument("--match", default="", help="run only patterns whose name contains this text")
+    parser.add_argument(
+        "--mode", choices=MODES, action="append", default=[], help="mode of llmcachefs; repeatable [all three]"
+    )
+    shares = "memory, as a share of the bytes that the pattern uses; repeatable [0.3, 0.6, 0.9, 1.1]"
     parser.add_argument("--share", type=float, action="append", default=[], help=shares)
-    budgets = "settled: mounts settle their budget; given: by --cache [%(default)s]"
+    budgets = "settled: mounts choose their budget; given: --cache sets it [%(default)s]"
     parser.add_argument("--budget", choices=("settled", "given"), default="settled", help=budgets)
-    parser.add_argument("--quick", action="store_true", help="four patterns, shares 0.6 and 1.1")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each side, interleaved")
+    parser.add_argument("--quick", action="store_true", help="run four patterns with shares 0.6 and 1.1")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each side, interleaved [%(default)s]")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     names = [name for name, case in CASES.items() if args.match in name and (case.quick or not args.quick)]
     if not names:
-        raise UsageError(f"--match: no pattern has {args.match!r} in its name", f"the patterns are {', '.join(CASES)}")
+        raise UsageError(f"--match: no pattern name contains {args.match!r}", f"the patterns are {', '.join(CASES)}")
     sides: list[Plain | Mounted] = [
         PAGE_CACHE,
         *(Mounted(options=("--mode", mode), name=mode) for mode in args.mode or MODES),
@@ -178,7 +183,7 @@ def alone_in(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             message = f"another tools/bench zoo uses the files in {directory}"
-            raise EnvironmentProblem(message, "wait for its end, or give another --dir") from error
+            raise EnvironmentProblem(message, "wait until it ends, or choose another --dir") from error
         yield
     finally:
         os.close(fd)
@@ -264,12 +269,12 @@ def _problems(clients: Sequence[ClientRun], oom_kills: int, is_silent: bool) -> 
     if oom_kills:
         yield f"{oom_kills} OOM kills"
     if is_silent:
-        yield "the mount does not answer"
+        yield "the mount did not respond"
 
 
 def _progress(run: Document) -> str:
     read = " ".join(f"{one / MB:.0f}" for one in run["storage_bytes"][:24])
-    return f"  {run['side']:10s} {sum(run['seconds']):6.1f} s | MB a pass {read} {'; '.join(run['problems'])}"
+    return f"  {run['side']:10s} {sum(run['seconds']):6.1f} s | MB per pass {read} {'; '.join(run['problems'])}"
 
 
 # The figures of a result, and its bars
@@ -315,7 +320,7 @@ def bars(told: Document) -> list[Bar]:
     """Return the bars of all results; the first is that nothing went wrong over a mount."""
     results: list[Result] = told["results"]
     wrong = sum(len(run["problems"]) for result in results for run in result["runs"] if run["side"] in modes_of(result))
-    nothing = Bar("problems", f"hangs, failures, OOM kills over mounts, in {len(results)} cases", wrong, "<=", 0)
+    nothing = Bar("problems", f"hangs, failures and OOM kills with a mount, in {len(results)} cases", wrong, "<=", 0)
     return [nothing, *(bar for result in results for mode in modes_of(result) for bar in judge(result, mode))]
 
 
@@ -329,22 +334,22 @@ def judge(result: Result, mode: str) -> Iterator[Bar]:
         return Bar(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
 
     read = per_pass(result, mode, "storage_bytes")
-    yield bar("bytes", "bytes from storage over 1.05 x the page cache's + 1 % of the loop", read / allowed_bytes(result), 1)
+    yield bar("bytes", "bytes read / (1.05 x page cache's bytes + 1 % of the loop)", read / allowed_bytes(result), 1)
     repeats = len({run["repeat"] for run in result["runs"]})
     if mode == "inplace" and repeats >= TIMED_REPEATS:
         ratio = per_pass(result, mode, "seconds") / per_pass(result, PAGE_CACHE.name, "seconds")
-        yield bar("time", "time over the page cache's", ratio, TIME_OVER_PAGE_CACHE)
+        yield bar("time", "time / page cache's time", ratio, TIME_OVER_PAGE_CACHE)
     if result["rows"] is not None and result["share"] > 1:
-        yield bar("rows", "pages from storage a row", pages_per_row(result, mode), PAGES_PER_ROW)
+        yield bar("rows", "pages read per row", pages_per_row(result, mode), PAGES_PER_ROW)
 
 
 def table(told: Document) -> str:
-    head = ["pattern", "memory", "mode", "page cache MB", "mount MB", "of the limit", "page cache s", "mount s", "times"]
-    head += ["pages a row, page cache", "mount", "problems"]
+    head = ["pattern", "memory", "mode", "page cache MB", "mount MB", "bytes / limit", "page cache s"]
+    head += ["mount s", "time ratio", "page cache pages per row", "mount pages per row", "problems"]
     rows = [_row(result, mode) for result in told["results"] for mode in modes_of(result)]
     about = (
-        "Means of a pass after the fifth. The limit is 1.05 x the page cache's bytes + 1 % of the loop; times is the "
-        "mount's time over the page cache's.\n\n"
+        "Means per pass after the fifth. Bytes / limit: the mount's bytes / (1.05 x page cache's bytes + 1 % of the loop); "
+        "the target is at most 1, and larger values are bold. Time ratio: the mount's time / page cache's time.\n\n"
     )
     return about + markdown(head, rows, texts=(0, 2, 11))
 

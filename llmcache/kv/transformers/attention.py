@@ -24,6 +24,7 @@ from llmcache.arrays import Int64s
 from llmcache.errors import UsageError, is_interrupt
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
 from llmcache.kv.transformers.conversation import Call, Output
+from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.tensors import as_array
 
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
@@ -57,7 +58,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
     """The attention that the family of `module` brings along itself."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
-        raise UsageError(f"model: {type(module).__name__} has no attention that can be replaced", "use another model")
+        raise UsageError(f"model: the attention of {type(module).__name__} cannot be replaced", "use another model")
     return function(module, *arguments, **options)
 
 
@@ -86,6 +87,11 @@ def enable(model: Any) -> Any:
     sdpa), but for the keys of a SpillCache. Called twice it does the same as once. UsageError if the model's attention
     cannot be replaced.
     """
+    if not any(_uses_interface(part) for part in model.modules()):
+        raise _not_replaceable(model, "it does not go through transformers' AttentionInterface")
+    inner = model.base_model
+    pairs = itertools.pairwise(getattr(inner, "layers", []))
+    ahead = [(layer, behind) for layer, behind in pairs if _can_be_estimated(layer, behind)]
     # The functions for masks as well: else transformers makes none.
     AttentionInterface.register(SDPA, _spilling(sdpa_attention_forward))
     AttentionMaskInterface.register(SDPA, sdpa_mask)
@@ -96,17 +102,24 @@ def enable(model: Any) -> Any:
     try:
         model.set_attn_implementation(EAGER if capped or before in ("eager", EAGER) else SDPA)
     except (AttributeError, ValueError) as error:
-        hint = "its attention must go through transformers' AttentionInterface"
-        raise UsageError(f"model: the attention of {type(model).__name__} cannot be replaced: {error}", hint) from error
+        model.set_attn_implementation(before)
+        raise _not_replaceable(model, str(error)) from error
     if not hasattr(model, _ENABLED):
-        inner = model.base_model
         hooks = [inner.register_forward_pre_hook(_note_tokens, with_kwargs=True)]
         hooks.append(inner.register_forward_hook(_check_step, with_kwargs=True))
-        for layer, behind in itertools.pairwise(getattr(inner, "layers", [])):
-            if _can_be_estimated(layer, behind):
-                hooks.append(layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True))
+        hooks += [layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True) for layer, behind in ahead]
         setattr(model, _ENABLED, (hooks, before))
     return model
+
+
+def _uses_interface(part: Any) -> bool:
+    """Return whether the family of the module `part` looks up its attention in transformers' AttentionInterface."""
+    return hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS")
+
+
+def _not_replaceable(model: Any, why: str) -> UsageError:
+    hint = "use transformers' own cache for this model"
+    return UsageError(f"model: the attention of {type(model).__name__} cannot be replaced: {why}", hint)
 
 
 def disable(model: Any) -> Any:
@@ -134,8 +147,13 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     cache.check()
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if layers != len(cache.layers):
-        hint = "make it with the config of the model that runs with it"
-        raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
+        hint = "create the cache with the config of this model"
+        raise UsageError(f"config: the cache was created for {len(cache.layers)} layers, but the model has {layers}", hint)
+    if cache.conversation.needs_identity:
+        try:
+            cache.conversation.identify(identity_of(inner))
+        except UsageError as error:
+            cache.conversation.identify(error)
     ids = options.get("input_ids", arguments[0] if arguments else None)
     places: Any = options.get("position_ids")
     numbers: Int64s | None = as_array(ids).astype(np.int64) if torch.is_tensor(ids) else None
@@ -198,5 +216,9 @@ def _can_be_estimated(layer: Any, behind: Any) -> bool:
     """
     if not hasattr(getattr(behind, "self_attn", None), "q_proj") or not hasattr(behind, "input_layernorm"):
         return False
-    kinds = (getattr(part, "attention_type", getattr(part.self_attn, "layer_type", None)) for part in (layer, behind))
-    return next(kinds) == next(kinds)
+    return _kind(layer) == _kind(behind)
+
+
+def _kind(layer: Any) -> Any:
+    """Return the type of attention of a decoder layer; None if it has none, or the family has only one."""
+    return getattr(layer, "attention_type", None) or getattr(getattr(layer, "self_attn", None), "layer_type", None)

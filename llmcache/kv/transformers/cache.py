@@ -6,8 +6,6 @@ Its layers of full attention are spilled and share a `Conversation`; those with 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +20,10 @@ from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
-from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
 from llmcache.kv.transformers.conversation import Conversation, SpillSettings, broken_off, policy_settings
+from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.tensors import dtype_name
 
 TAG = "_llmcache_layer"
@@ -34,8 +32,8 @@ TAG = "_llmcache_layer"
 _HINT = "use transformers' own cache for this model"
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA) is",
-    "attention_chunk_size": "attention in chunks is",
-    "num_kv_shared_layers": "layers that share their keys are",
+    "attention_chunk_size": "chunked attention is",
+    "num_kv_shared_layers": "layers with shared keys are",
 }
 
 
@@ -81,14 +79,14 @@ class SpillCache(Cache):
         full_tokens: int | None = None,
         **options: Any,
     ) -> None:
+        config = getattr(config, "config", config)  # a model is taken as well
         chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
             *chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
             cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile, lookahead=lookahead, exact=exact, threads=threads,
             timeline=timeline, full_tokens=full_tokens,
         )  # fmt: skip
-        name = model_name(config)
-        super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
+        super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings)))
         self.conversation = next(layer.conversation for layer in self.layers if isinstance(layer, SpillLayer))
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
 
@@ -172,15 +170,17 @@ class SpillCache(Cache):
 
     @classmethod
     def restore(cls, model: Any, path: str | Path, policy: str = "mass", **options: Any) -> SpillCache:
-        """Returns a cache that goes on with the spill file at `path`, for `model` itself; `options` as for a new one.
+        """Return a cache that continues the spill file at `path`, for `model` itself; `options` as for a new cache.
 
-        Up to 15 tokens at the end are lost where `save` was not called; of a model with sliding layers all that came after
-        the last `save`. Policies that remember what was attended to begin anew. DataError: the file is of another model,
-        damaged, or of a model with sliding layers and not saved, or cropped or reordered after that.
+        The file must be of a model with the same weights and settings (`identity_of`), at any path. Without a `save`, up to
+        15 tokens at the end are lost; of a model with sliding layers, all tokens after the last `save`. Policies that
+        remember attention begin with an empty memory. DataError: the file is of another model, damaged, or of a model with
+        sliding layers and not saved, or cropped or reordered after that. UsageError: the model cannot be identified.
         """
         cache = cls(model.config, policy, path=path, **options)
         try:
-            cache.conversation.restore(shape_of(model, cache.conversation))
+            cache.conversation.identify(identity_of(model, fresh=True))
+            cache.conversation.restore(dtype_name(model.dtype))
             sidecar.read(Path(path), cache.store, list(cache._stock()), model.device)
         except BaseException:
             cache.close()
@@ -189,7 +189,7 @@ class SpillCache(Cache):
 
     def __deepcopy__(self, memory: dict[int, Any]) -> SpillCache:
         """Raises TypeError: a spill file has one owner."""
-        raise TypeError("SpillCache: it cannot be copied; save() it to a file, and restore copies of that file")
+        raise TypeError("SpillCache: cannot be copied; call save(), and restore copies of the file")
 
     # The end
 
@@ -252,7 +252,7 @@ class SpillLayer(CacheLayerMixin):
         self.conversation.close()
 
     def _only_together(self, *arguments: Any) -> None:
-        raise TypeError("layer: layers of a SpillCache change together: call the cache's own method")
+        raise TypeError("layer: cannot be changed alone; call the method of the SpillCache")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _only_together
     offload = prefetch = _only_together
@@ -264,10 +264,27 @@ def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
     Under autocast rotary embeddings leave keys in float32, while values are in half precision.
     """
     if not torch.is_autocast_enabled(keys.device.type):
-        types = f"keys of type {keys.dtype}, values of type {values.dtype}"
-        raise UsageError(f"dtype: {types}, one is needed for both", _HINT)
+        types = f"keys are {keys.dtype}, values {values.dtype}"
+        raise UsageError(f"dtype: must be the same for keys and values, but {types}", _HINT)
     dtype = torch.get_autocast_dtype(keys.device.type)
     return keys.to(dtype), values.to(dtype)
+
+
+def checked_text_config(config: Any) -> Any:
+    """Return the configuration of the text model of `config`; UsageError names a property that is not supported."""
+    if not hasattr(config, "get_text_config"):
+        hint = "SpillCache(model.config, ...)"
+        raise UsageError(f"config: a {type(config).__name__}, not the configuration of a transformers model", hint)
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError("is_encoder_decoder: encoder-decoder models are not supported", _HINT)
+    for name, what in _REFUSED.items():
+        if getattr(text, name, None):
+            raise UsageError(f"{name}: {what} not supported", _HINT)
+    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UsageError(f"layer_types: '{kind}' of layer {index} is not supported", _HINT)
+    return text
 
 
 def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
@@ -276,45 +293,24 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     `conversation_of(n, alone)` makes the conversation of n spilled layers; `alone`: there are no others. UsageError names
     what of the model is not supported.
     """
-    text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
-    for name, what in _REFUSED.items():
-        if getattr(text, name, None):
-            raise UsageError(f"{name}: {what} not supported", _HINT)
-    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
-    layers: list[Any] = DynamicCache(config=config).layers
+    text = checked_text_config(config)
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"config: transformers makes no cache for a {text.model_type} model: {error}", _HINT) from error
     spilled = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UsageError(f"layer_types: layer {index} keeps its state in a {type(layer).__name__}, not in keys", _HINT)
+            raise UsageError(f"layer_types: layer {index} has no keys, but a {type(layer).__name__}", _HINT)
     if len(layers) != text.num_hidden_layers:
-        raise UsageError(f"num_hidden_layers: {text.num_hidden_layers}, but {len(layers)} of them have keys", _HINT)
+        raise UsageError(f"num_hidden_layers: only {len(layers)} of {text.num_hidden_layers} layers have keys", _HINT)
     if not spilled:
-        hint = "such a cache is never longer than the window: use transformers' own"
-        raise UsageError("sliding_window: every layer has one, there is nothing to spill", hint)
+        hint = "use transformers' own cache, which is never longer than the window"
+        raise UsageError("sliding_window: all layers have one, so there is nothing to spill", hint)
     conversation = conversation_of(len(spilled), len(spilled) == len(layers))
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)
     return layers
-
-
-def model_name(config: Any) -> str:
-    """Returns what a spill file calls a model: its type, where it is from, and a digest of its sizes."""
-    text = config.get_text_config(decoder=True)
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = json.dumps([getattr(text, name, None) for name in names])
-    return f"{text.model_type} {config._name_or_path} {hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
-
-
-def shape_of(model: Any, conversation: Conversation) -> KvShape:
-    """Returns the shape of the keys and values that `model` will give to `conversation`."""
-    text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return KvShape(conversation.model, conversation.layers, heads, dim, dtype_name(model.dtype))
 
 
 def _numbers(index: torch.Tensor) -> Int64s:

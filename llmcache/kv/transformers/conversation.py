@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
-from llmcache.kv.spill import KvShape
+from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.table import look
@@ -77,14 +78,22 @@ class SpillSettings:
     full_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("sink_tokens", "window_tokens", "cpu_pages", "gpu_pages", "threads", "full_tokens"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, np.integer)):
+                raise UsageError(f"{name}: {value!r} is not a whole number", f"for example {name}=1024")
         if self.gpu_pages is not None and self.gpu_pages < 1:
-            raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
+            raise UsageError(f"gpu_pages: must be at least 1, not {self.gpu_pages}", "omit it to use no gpu tier")
         if self.gpu_pages is not None and self.lookahead:
-            raise UsageError("gpu_pages: looking ahead fetches to the host, not to the gpu", "give one of the two")
+            raise UsageError(
+                "gpu_pages: cannot be combined with lookahead, which fetches to the host", "give only one of them"
+            )
         if self.full_tokens is not None and self.full_tokens < 0:
-            raise UsageError(f"full_tokens: {self.full_tokens}, at least 0 is needed", "0: choose from the first token on")
+            raise UsageError(
+                f"full_tokens: must be at least 0, not {self.full_tokens}", "use 0 to choose from the first token on"
+            )
         if self.full_tokens and self.policy.needs_weights:
-            hint = "it counts the attention of every step: leave full_tokens out"
+            hint = "omit full_tokens: this policy counts the attention of every step"
             raise UsageError(f"full_tokens: the policy {self.policy.name!r} must choose from the first token on", hint)
         # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
@@ -96,7 +105,7 @@ class SpillSettings:
         the budget where that is more.
         """
         if self.ssd not in ("file", "csd"):
-            raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
+            raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
         sink = self.policy.sink_tokens if self.sink_tokens is None else self.sink_tokens
         window = self.policy.window_tokens if self.window_tokens is None else self.window_tokens
         pages = self.cpu_pages
@@ -135,8 +144,8 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
     known = {entry.name for entry in dataclasses.fields(policy.settings_class)}
     for option in options:
         if option not in known:
-            hint = f"the policy {name!r} has: {', '.join(sorted(known))}"
-            raise UsageError(f"{option}: neither a setting of the cache nor of its policy", hint)
+            hint = f"settings of the policy {name!r}: {', '.join(sorted(known))}"
+            raise UsageError(f"{option}: unknown setting of the cache and of its policy", hint)
     return policy, policy.settings_class(**options)
 
 
@@ -179,8 +188,11 @@ class Conversation:
     `layers`: how many are spilled; `alone`: the model has no others, so that a step that failed can be taken back.
     """
 
-    def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
-        self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
+    def __init__(self, settings: SpillSettings, layers: int, alone: bool = True) -> None:
+        self.settings, self.layers, self.alone = settings, layers, alone
+        self.model = "unidentified"
+        self._unidentified: UsageError | None = None
+        self._pid = os.getpid()
         self._noted: tuple[Int64s | None, Int64s | None] = None, None
         self._store: KvStore | None = None
         self.engine: KvEngine | None = None  # None before the first step
@@ -191,6 +203,7 @@ class Conversation:
         self._is_restored = False
         self._done: set[int] = set()
         self._expected: int | None = None
+        self._thread = 0  # the thread that runs the present step
 
     @property
     def length(self) -> int:
@@ -203,7 +216,7 @@ class Conversation:
     def store(self) -> KvStore:
         """The store; UsageError before the first token."""
         if self._store is None:
-            raise UsageError("cache: it is empty, nothing is known of its keys", "run the model with it first")
+            raise UsageError("cache: it is empty", "run the model with it first")
         return self._store
 
     @property
@@ -222,13 +235,25 @@ class Conversation:
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
+    @property
+    def needs_identity(self) -> bool:
+        """True if the next token begins a spill file that may be restored later."""
+        path = self.settings.path
+        return self._store is None and path is not None and not path.is_dir()
+
+    def identify(self, model: str | UsageError) -> None:
+        """Set the identity of the model that the spill file will name, or why the model cannot be identified."""
+        self._unidentified = model if isinstance(model, UsageError) else None
+        self.model = "unidentified" if isinstance(model, UsageError) else model
+
     # Attention
 
     def expect(self, layer: int) -> None:
-        """Notes that attention of spilled layer `layer` comes next; UsageError if that of the one before never came."""
+        """Note that attention of spilled layer `layer` comes next; UsageError if that of the previous layer did not come."""
+        self._check_thread()
         if self._expected is not None:
-            hint = "call enable(model) before, and after an error reset() the cache"
-            raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
+            hint = "call enable(model) first; after an error, call reset() of the cache"
+            raise UsageError("model: the attention hook is not active", hint)
         self._expected = layer
 
     def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
@@ -236,17 +261,24 @@ class Conversation:
 
         Forgets keys that did not come to attention because a forward pass was broken off between the two.
         """
-        self._expected, self._noted = None, (ids, positions)
+        self._expected, self._noted, self._thread = None, (ids, positions), threading.get_ident()
 
     def check_step(self) -> None:
         """UsageError if a forward pass has ended and not all layers have attended."""
+        self._check_thread()
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
         if missing:
-            hint = "every layer must run, with the attention that enable(model) gives it; reset() the cache"
-            raise UsageError(f"model: {missing} of {self.layers} spilled layers have not attended", hint)
+            hint = "call enable(model), call reset() of the cache, and run all layers"
+            raise UsageError(f"model: {missing} of {self.layers} spilled layers did not run their attention", hint)
+
+    def _check_thread(self) -> None:
+        """UsageError if another thread has begun a forward pass since this one did."""
+        if self._thread not in (0, threading.get_ident()):
+            raise UsageError("cache: two threads use it at the same time", "give each thread a cache of its own")
 
     def attend(self, layer: int, call: Call) -> Output:
-        """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
+        """Return the output of attention in spilled layer `layer`, and store its keys and values."""
+        self._check_thread()
         self._expected = None
         engine = self.engine or self._begin(call)
         self._check(layer, call)
@@ -294,13 +326,18 @@ class Conversation:
             self._take_back()
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
-            raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
+            raise UsageError(
+                f"batch: must be the {batch} sequences of the cache, not {len(call.query)}",
+                "call reset() of the cache first",
+            )
         if (call.key.shape[1], call.key.shape[3]) != (shape.kv_heads, shape.head_dim):
             heads, dim = call.key.shape[1], call.key.shape[3]
-            has = f"the cache has {shape.kv_heads} of {shape.head_dim}"
-            raise UsageError(f"model: {heads} key heads of {dim} dimensions, {has}", "reset() the cache before")
+            has = f"but the cache {shape.kv_heads} of {shape.head_dim}"
+            raise UsageError(f"model: has {heads} key heads of {dim} dimensions, {has}", "call reset() of the cache first")
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
-            raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
+            raise UsageError(
+                f"dtype: keys are {dtype}, but those of the cache {shape.dtype}", "call reset() of the cache first"
+            )
 
     def _take_back(self) -> None:
         """Takes a step back that an error has broken off; DataError where that cannot be done."""
@@ -396,13 +433,18 @@ class Conversation:
         self._own_file = path / f"llmcache-{secrets.token_hex(8)}.kv"
         return self._own_file
 
-    def restore(self, shape: KvShape) -> None:
-        """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
-        if self.settings.path is None or self.settings.path.is_dir():
-            raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
-        batch = len(look(self.settings.path, shape).sequences)
-        config = self.settings.store_config(shape, batch, self.settings.path)
-        self._store = KvStore.restore(self.settings.path, config)
+    def restore(self, dtype: str) -> None:
+        """Continue the spill file, for the model that `identify` named and keys of type `dtype`.
+
+        DataError: the file is of another model, or damaged.
+        """
+        path = self.settings.path
+        if path is None or path.is_dir():
+            raise UsageError("path: must name a spill file", "name the file that was saved")
+        with SpillReader.open(path) as file:
+            shape = dataclasses.replace(file.shape, model=self.model, layers=self.layers, dtype=dtype)
+        batch = len(look(path, shape).sequences)
+        self._store = KvStore.restore(path, self.settings.store_config(shape, batch, path))
         self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
@@ -412,7 +454,9 @@ class Conversation:
         """
         store = self.store
         if self._own_file is not None or self.settings.path is None:
-            raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
+            raise UsageError("path: the cache has only a temporary spill file", "create the cache with the path of a file")
+        if self._unidentified is not None:
+            raise self._unidentified
         if self.engine is not None:
             self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
@@ -427,7 +471,12 @@ class Conversation:
             self.engine.policy.saved()
 
     def close(self) -> None:
-        """Ends it; a spill file that has a name of the user's stays. It may begin again."""
+        """End it; a spill file that the user named stays. It may begin again.
+
+        In a forked child nothing is closed or removed: the files are the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
         self._done, self._expected, self._noted, self._padding_known = set(), None, (None, None), False
         self._is_restored = False
@@ -475,8 +524,8 @@ class Conversation:
 
 def broken_off() -> DataError:
     """What is raised where layers are in the middle of a step that cannot be taken back."""
-    hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-    return DataError("cache: the model stopped in the middle of a step before", hint)
+    hint = "call reset() of the cache and start again: sliding layers cannot go back"
+    return DataError("cache: the model stopped in the middle of an earlier step", hint)
 
 
 # The break-even
@@ -521,7 +570,7 @@ def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
     query, key, value = (side[:, :, -1:] for side in (call.query, call.key, call.value))
     once = dataclasses.replace(call, query=query, key=key, value=value, mask=None)
     prompt = dataclasses.replace(once, query=query.expand(-1, -1, tokens, -1), key=keys, value=values, stock=no_attention)
-    measured, taken = Conversation(settings, "measured", MEASURED_LAYERS), []
+    measured, taken = Conversation(settings, MEASURED_LAYERS), []
     try:
         with torch.no_grad():
             for one in (prompt, *[once] * (MEASURED_STEPS + 1)):
@@ -559,7 +608,7 @@ def _refuse_backward(output: torch.Tensor) -> None:
     """Makes a backward pass through attention to stored keys an error: they are copies, through which nothing flows."""
 
     def refuse(gradient: torch.Tensor) -> None:
-        raise UsageError("backward: no gradients flow through what a SpillCache keeps", "train with transformers' own cache")
+        raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
 
     if output.requires_grad:
         output.register_hook(refuse)

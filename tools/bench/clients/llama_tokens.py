@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("tokens", type=int)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--no-mmap", action="store_true", help="read the model into memory in place of mapping it")
+    parser.add_argument("--no-mmap", action="store_true", help="read the model into memory instead of mapping it")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between tokens")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of a slower processor per token (emulated)")
     args = parser.parse_args()

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--how", choices=("read", "mmap", "direct"), default="read")
     parser.add_argument("--passes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the pass that reaches this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the pass in which this time is over")
     parser.add_argument("--check", type=Path, help="JSON list of the CRC of every MiB")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of computing per pass")
     args = parser.parse_args()

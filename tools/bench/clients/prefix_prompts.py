@@ -45,8 +45,8 @@ def main() -> None:
     """Load the model and ask for every prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--cache", default="", help="a directory; disk:DIR for llama-cpp-python's own; none")
-    parser.add_argument("--shared-tier", help="of our cache: redis://…")
+    parser.add_argument("--cache", default="", help="directory; disk:DIR for the cache of llama-cpp-python [no cache]")
+    parser.add_argument("--shared-tier", help="shared server of the prefix cache: redis://…")
     numbers = {"shared": 0, "own": 4096, "question": 0, "count": 1, "turn": 0, "tokens": 1, "threads": 2}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
