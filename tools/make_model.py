@@ -9,7 +9,7 @@
     tools/make_model.py small.gguf --like qwen3-30b-a3b --layers 8     3.5 GB of the same shape
     tools/make_model.py gpt-oss.gguf --like gpt-oss-20b               12.1 GB, MXFP4
 
-The same arguments give the same bytes. A file that is already right (its parameters stand in OUT.json) is kept.
+The same arguments give the same bytes. A file with the same parameters, which OUT.json records, is kept.
 The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
 
 A model of --like also chooses experts as a trained model does. Its embedding is large compared with what the layers add, so
@@ -637,7 +637,7 @@ def make_model(
         sizes = {path.name: path.stat().st_size for path in paths}
         sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
     except OSError as error:
-        hint = "name a place that is writable and has the room"
+        hint = "name a writable directory with enough free space"
         raise EnvironmentProblem(f"cannot write {out}: {error.strerror}", hint) from error
     return paths
 
@@ -675,26 +675,30 @@ def _drop_pages(file: BinaryIO) -> None:
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
-    parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
+    parser.add_argument("--size", default="700M", help="approximate size of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: chosen by --size)")
     parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="GGUF, or safetensors in BF16")
-    parser.add_argument("--type", choices=tuple(TYPES), help="quantisation of a GGUF (default: q8_0)")
-    parser.add_argument("--experts", type=int, default=0, metavar="N", help="an MoE model of N experts in each layer")
-    parser.add_argument("--used", type=int, default=4, metavar="K", help="experts that a token uses (default: %(default)s)")
-    parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
+    parser.add_argument("--type", choices=tuple(TYPES), help="quantization of a GGUF (default: q8_0)")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="make an MoE model with N experts in each layer")
+    parser.add_argument(
+        "--used", type=int, default=4, metavar="K", help="experts that a token uses in each layer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slice", default="500K", metavar="SIZE", help="size of one expert in one tensor (default: %(default)s)"
+    )
     parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
-    parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
-    like = "a GGUF with architecture, shape, types and vocabulary size of this MoE model; only --layers changes its size"
+    parser.add_argument("--tied", action="store_true", help="use the embedding as output tensor")
+    like = "make a GGUF with the architecture, shape and types of this MoE model; only --layers changes its size"
     parser.add_argument("--like", choices=tuple(LIKE), help=like)
     parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
     if arguments.layers is not None and arguments.layers < 1:
-        raise UsageError("--layers must be at least 1")
+        raise UsageError(f"--layers: must be at least 1, not {arguments.layers}")
     fixed = ("size", "format", "type", "experts", "used", "slice", "fused", "tied") if arguments.like else ()
     for name in fixed:
         if getattr(arguments, name) != parser.get_default(name):
-            raise UsageError(f"--{name} cannot be combined with --like, which sets it")
+            raise UsageError(f"--{name}: cannot be combined with --like, which sets it", f"remove --{name}, or --like")
     return arguments
 
 
@@ -704,11 +708,11 @@ def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
         shape, file_type = LIKE[arguments.like]
         return replace(shape, layers=arguments.layers or shape.layers), file_type
     if arguments.type and arguments.format != "gguf":
-        raise UsageError("--type is for GGUF; safetensors are written in BF16")
+        raise UsageError("--type: only for GGUF, safetensors are written in BF16", "remove --type, or use --format gguf")
     file_type = arguments.type or "q8_0"
     value_bytes = BYTES_PER_VALUE["safetensors"] if arguments.format != "gguf" else TYPES[file_type].mean_value_bytes
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
-        raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
+        raise UsageError(f"--used: must be from 1 to the number of experts, {arguments.experts}, not {arguments.used}")
     mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
     size_bytes, block_values = parse_size(arguments.size), TYPES[file_type].block.values
     return choose_shape(size_bytes, value_bytes, arguments.layers, arguments.tied, mixture, block_values), file_type
@@ -719,10 +723,12 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _arguments(words)
     shape, file_type = _chosen_shape(arguments)
     if not 1 <= arguments.split <= len(list(shape.weights())):
-        raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")
+        raise UsageError(
+            f"--split: must be from 1 to the number of tensors, {len(list(shape.weights()))}, not {arguments.split}"
+        )
     paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type)
     total = sum(path.stat().st_size for path in paths)
-    experts = f", {shape.experts} experts, {shape.used} used" if shape.experts else ""
+    experts = f", {shape.experts} experts per layer, {shape.used} used" if shape.experts else ""
     print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)
     print(*paths, sep="\n")
     return 0

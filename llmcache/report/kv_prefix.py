@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -13,12 +12,13 @@ from llmcache.errors import printable
 from llmcache.kv.prefix.store import Pruned, StoredModel
 from llmcache.report import output
 from llmcache.report.output import plain_table
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_size, shortened
 
 LIST, SHOW, PRUNE = "llmcache.kv-list/1", "llmcache.kv-show/1", "llmcache.kv-prune/1"
 
 
-_UNITS = [10**9 * seconds for seconds in (1, 60, 3600, 86400)]
+_UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+LEAST_MODEL = 18  # letters of a model's file that other columns make room for
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
@@ -29,18 +29,19 @@ def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> N
 
 def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table]:
     yield f"{printable(directory)}: {format_size(sum(model.size_bytes for model in models))}"
-    lines = plain_table("model", "fingerprint", "blocks", "size", "longest", "used", "restores", "tokens")
-    for model in models:
-        lines.add_row(
-            printable(model.file) or "?",
-            model.fingerprint[:8],
-            f"{sum(model.blocks.values()):,}",
-            format_size(model.size_bytes),
-            f"{model.longest_tokens:,}",
-            _ago(model.used_ns_ago),
-            f"{model.restores:,}",
-            f"{model.restored_tokens:,}",
-        )
+    columns = {
+        "fingerprint": [model.fingerprint[:8] for model in models],
+        "blocks": [f"{sum(model.blocks.values()):,}" for model in models],
+        "size": [format_size(model.size_bytes) for model in models],
+        "longest": [f"{model.longest_tokens:,}" for model in models],
+        "used": [_ago(model.used_ns_ago) for model in models],
+        "restores": [f"{model.restores:,}" for model in models],
+        "tokens": [f"{model.restored_tokens:,}" for model in models],
+    }
+    room = max(LEAST_MODEL, output.fit(columns, output.output_width(), LEAST_MODEL, ()))
+    lines = plain_table("model", *columns)
+    for model, *cells in zip(models, *columns.values(), strict=True):
+        lines.add_row(shortened(printable(model.file) or "?", room), *cells)
     if models:
         yield lines
 
@@ -51,12 +52,12 @@ def show_model(model: StoredModel, as_json: bool) -> None:
 
 
 def _model(model: StoredModel) -> Iterator[str]:
-    kinds = {"kv": "whole", "part": "begun", "state": "whole states"}
+    kinds = {"kv": "whole", "part": "partial", "state": "whole states"}
     blocks = ", ".join(f"{count:,} {kinds[kind]}" for kind, count in model.blocks.items())
     yield f"fingerprint  {model.fingerprint}"
     yield f"stored       {format_size(model.size_bytes)}, blocks: {blocks or 'none'}"
-    yield f"longest      {model.longest_tokens:,} tokens in whole blocks"
-    yield f"used         {_ago(model.used_ns_ago)}, the oldest block {_ago(model.unused_ns)}"
+    yield f"longest      prompt of {model.longest_tokens:,} tokens in whole blocks"
+    yield f"used         {_ago(model.used_ns_ago)}, its least recently used block {_ago(model.unused_ns)}"
     size = format_size(model.restored_bytes)
     yield f"restored     {model.restores:,} times, {model.restored_tokens:,} tokens, {size}"
     for key, value in model.described.items():
@@ -65,16 +66,15 @@ def _model(model: StoredModel) -> Iterator[str]:
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
     """Prints what was removed."""
-    removed = f"{found.removed_blocks:,} blocks removed, {format_size(found.removed_bytes)}"
-    left = f"{found.left_blocks:,} left, {format_size(found.left_bytes)}"
+    removed = f"removed {found.removed_blocks:,} blocks, {format_size(found.removed_bytes)}"
+    left = f"{found.left_blocks:,} blocks left, {format_size(found.left_bytes)}"
     _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
 
 
 def _show(as_json: bool, document: dict[str, object], parts: Iterable[str | Table]) -> None:
-    # Fingerprints and names are whole where something reads them.
-    output.show(as_json, lambda: document, parts, None if sys.stdout.isatty() else output.UNBOUND)
+    output.show(as_json, lambda: document, parts)
 
 
 def _ago(age_ns: int) -> str:
-    unit = max((unit for unit in _UNITS if unit <= age_ns), default=_UNITS[0])
-    return f"{format_duration(age_ns // unit * unit)} ago"
+    name = next((name for name, seconds in _UNITS.items() if seconds * 10**9 <= age_ns), "s")
+    return f"{age_ns // (_UNITS[name] * 10**9)} {name} ago"
