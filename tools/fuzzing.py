@@ -46,7 +46,7 @@ _ended = threading.Event()
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """Ends the run before its next input, and at once if that is said again.
+    """End the run before its next input, and at once if that is said again.
 
     An exception may come anywhere: while Python collects garbage it is lost, and in the midst of hypothesis it is a bug.
     """
@@ -56,7 +56,7 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _check_ended() -> None:
-    """Ends a run that was told to as Ctrl-C does: mounts are taken down."""
+    """End a run that was told to as Ctrl-C does: mounts are taken down."""
     if _ended.is_set():
         raise KeyboardInterrupt
 
@@ -86,15 +86,15 @@ class FuzzRun:
     failure: tuple[Path, str] | None = None
 
     def __str__(self) -> str:
-        told = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
+        summary = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
         if self.failure is None:
-            return f"{told}, none failed"
+            return f"{summary}, none failed"
         file, again = self.failure
-        return f"{told}; FAILED: {file}\n    {again}"
+        return f"{summary}; FAILED: {file}\n    {again}"
 
 
 def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> FuzzRun:
-    """Tries new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
+    """Try new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
     began, tried = time.monotonic(), 0
     current = out / f"fuzz-{target.name}.current"
     last = b""
@@ -139,8 +139,8 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
                 limits = settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
                 run_state_machine_as_test(seed(number)(begin), settings=limits)  # type: ignore[arg-type]  # it is called
             except Exception:  # noqa: BLE001 - as above
-                told = f"seed {number}\n\n{traceback.format_exc()}"
-                file = _keep(out, machine.name, told.encode(), told)
+                failure = f"seed {number}\n\n{traceback.format_exc()}"
+                file = _keep(out, machine.name, failure.encode(), failure)
                 again = f"tools/fuzz {machine.name} --seed {number}"
                 tried = (number - first_seed + 1) * MACHINE_ROUND
                 return FuzzRun(machine.name, tried, time.monotonic() - began, (file, again))
@@ -163,7 +163,7 @@ def _keep(out: Path, name: str, data: bytes, error: str) -> Path:
 
 
 def repeat(target: Target | Machine, file: Path) -> None:
-    """Tries the input in `file` once; it raises what it raised before."""
+    """Try the input in `file` once; it raises what it raised before."""
     if isinstance(target, Machine):
         raise UsageError(f"--input: {target.name} runs operations and has no inputs", "use --seed with the seed in the file")
     with target.around():

@@ -53,8 +53,8 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
     if isinstance(cache, SpillCache):
         written, read = (cache.traffic.bytes_between(*way) for way in (("cpu", "ssd"), ("ssd", "cpu")))
     sizes = {"in memory": taken.kv_bytes + taken.index_bytes, "written": written, "read": read}
-    told = ", ".join(f"{format_size(size):>8} {what}" for what, size in sizes.items())
-    return f"{seconds:6.2f} s, {told}: {answered}"
+    costs = ", ".join(f"{format_size(size):>8} {what}" for what, size in sizes.items())
+    return f"{seconds:6.2f} s, {costs}: {answered}"
 
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
@@ -108,8 +108,8 @@ def main() -> int:
             "transformers": ask(subject, answering, transformers.DynamicCache(config=config)),
             f"{options.policy}, {options.budget}": ask(subject, answering, spilled),
         }
-    for name, told in rows.items():
-        print(f"{name:<16} {told}")
+    for name, result in rows.items():
+        print(f"{name:<16} {result}")
     return 0
 
 

@@ -58,7 +58,7 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 
 def all_pages() -> list[Page]:
-    """Returns all pages."""
+    """Return all pages."""
     made = [
         page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
         page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
@@ -102,7 +102,7 @@ class Page:
         return f"{self.name}.{self.number}"
 
     def text(self) -> str:
-        """Returns the page as man(7) source."""
+        """Return the page as man(7) source."""
         made = [
             '.\\" made by tools/make_man.py from the help of the command and the text beside it: edit those',
             f'.TH {self.name.upper()} {self.number} {DATE} "llmcache {__version__}" "llmcache"',
@@ -121,7 +121,7 @@ class Page:
 
 
 def read_sections(path: Path) -> dict[str, str]:
-    """Returns the sections in a text (`# TITLE` begins one); empty if there is no such file."""
+    """Return the sections in a text (`# TITLE` begins one); empty if there is no such file."""
     if not path.exists():
         return {}
     parts = re.split(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)
@@ -131,7 +131,7 @@ def read_sections(path: Path) -> dict[str, str]:
 
 
 def page_of(command: click.Command, words: str, summary: str, text: Path, parent: str | None) -> Page:
-    """Returns the page of `command`, which users call as `words`; `text` is the file beside it."""
+    """Return the page of `command`, which users call as `words`; `text` is the file beside it."""
     context = click.Context(command, info_name=words, **HELP_OPTIONS)
     sections = read_sections(text)
     for title, block in _help_sections(command).items():
@@ -141,11 +141,11 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
     summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
     page = Page(words.replace(" ", "-"), 1, summary, sections)
     if isinstance(command, LazyGroup):
-        below = (f"{name}\n    {told} {page.name}-{name}(1)" for name, (_, told) in command.table.items())
+        below = (f"{name}\n    {about} {page.name}-{name}(1)" for name, (_, about) in command.table.items())
         sections["COMMANDS"] = "\n".join(below)
     page.raw["SYNOPSIS"] = " ".join([bold(words), *map(_piece, command.collect_usage_pieces(context))])
-    told = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
-    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in told)
+    options = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
+    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in options)
     page.raw["EXIT STATUS"] = "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
     if parent:
         sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)", sections.get("SEE ALSO"))))
@@ -202,7 +202,7 @@ def _option(option: click.Option, context: click.Context) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns `text` so that man(7) shows it as it is, in ASCII: backslashes, dashes, and a point or quote at the start."""
+    """Return `text` so that man(7) shows it as it is, in ASCII: backslashes, dashes, and a point or quote at the start."""
     for letter, plain in _CHARACTERS.items():
         text = text.replace(letter, plain)
     if not text.isascii():
@@ -212,12 +212,12 @@ def escaped(text: str) -> str:
 
 
 def bold(text: str) -> str:
-    """Returns `text`, escaped, in bold."""
+    """Return `text`, escaped, in bold."""
     return f"\\fB{escaped(text).removeprefix(chr(92) + '&')}\\fP"
 
 
 def inline(text: str) -> str:
-    """Returns a paragraph's text with its marks as fonts."""
+    """Return a paragraph's text with its marks as fonts."""
     made = "".join(bold(part) if place % 2 else _with_pages(part) for place, part in enumerate(_CODE.split(text)))
     lines = textwrap.wrap(made, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join("\\&" + line if line.startswith((".", "'")) else line for line in lines)
@@ -238,7 +238,7 @@ def blocks(text: str) -> Iterator[list[str]]:
 
 
 def section(title: str, text: str) -> str:
-    """Returns a whole section."""
+    """Return a whole section."""
     lines = [f'.SH "{title}"' if " " in title else f".SH {title}"]
     first = True
     for block in blocks(text):
@@ -274,7 +274,7 @@ def _definitions(lines: list[str]) -> Iterator[str]:
 
 
 def made() -> dict[str, str]:
-    """Returns every page's source by its path below tools/man."""
+    """Return every page's source by its path below tools/man."""
     os.environ.pop("COLUMNS", None)
     return {f"man{page.number}/{page.file}": page.text() for page in all_pages()}
 
@@ -283,8 +283,8 @@ def main() -> int:
     """Write what differs, and print its path."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     pages = made()
-    there = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
-    for file in sorted(file for file in {*pages, *there} if pages.get(file) != there.get(file)):
+    existing = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
+    for file in sorted(file for file in {*pages, *existing} if pages.get(file) != existing.get(file)):
         print(file)
         if file in pages:
             (TARGET / file).parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ _BEGIN, _END = "<!-- table: written by tools/make_traces.py -->\n", "<!-- end of
 
 
 def sample(name: str) -> Trace:
-    """Returns the trace of the shape `name` as it is in the tree."""
+    """Return the trace of the shape `name` as it is in the tree."""
     whole = SHAPES[name]()
     rows = SAMPLE_ROWS.get(name, len(whole))
     if rows >= len(whole):
@@ -51,7 +51,7 @@ def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace
 
 
 def table(traces: Sequence[Trace]) -> str:
-    """Returns the table of `traces`, which are of all shapes in their order, in Markdown."""
+    """Return the table of `traces`, which are of all shapes in their order, in Markdown."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     lines = ["| trace | group | rows | accesses (blocks) | writes | distinct | lasts |", "|---|---|---|---|---|---|---|"]
     for name, trace in zip(SHAPES, traces, strict=True):
@@ -64,7 +64,7 @@ def table(traces: Sequence[Trace]) -> str:
 
 
 def with_table(readme: str, traces: Sequence[Trace]) -> str:
-    """Returns `readme` with its table written anew."""
+    """Return `readme` with its table written anew."""
     before, begin, rest = readme.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:

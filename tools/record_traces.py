@@ -122,8 +122,8 @@ def record(target: Path, base: Path, force: bool) -> Path:
 def _saved(trace: Trace, target: Path, force: bool, command: str, note: str, facts: dict[str, str]) -> Path:
     """Write a trace that says where it comes from."""
     origin = trace.provenance
-    told = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
-    Trace(trace.columns, trace.files, told).save(target, force=force)
+    provenance = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
+    Trace(trace.columns, trace.files, provenance).save(target, force=force)
     return target
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE = ("CHANGELOG.md", "SECURITY.md")
+ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
 """Pages of the source tree's root that the site has as well."""
 _LINK = re.compile(r"\]\(\.\./(?:tools/man/man\d/)?([\w.-]+)")
 _TOKEN = re.compile(r"(?:\\%)?\\fB([a-z.\\-]+)\\fP\((\d)\)|(\\f[BIP])|\\(\((?:ha|ti)|[-%e`])")
@@ -21,13 +21,13 @@ _LETTERS = {"-": "-", "%": "", "e": "\\", "`": "`", "(ha": "^", "(ti": "~"}
 
 
 def manual(root: Path = ROOT) -> dict[str, str]:
-    """Returns the manual pages in Markdown, by the names of their files ("llmcache-size.1")."""
+    """Return the manual pages in Markdown, by the names of their files ("llmcache-size.1")."""
     sources = {path.name: path.read_text() for path in sorted(root.glob("tools/man/man?/*"))}
     return {name: markdown(name, text, set(sources)) for name, text in sources.items()}
 
 
 def markdown(name: str, text: str, known: set[str]) -> str:
-    """Returns a page of man(7), as tools/make_man.py writes them, in Markdown; `known`: pages that there are."""
+    """Return a page of man(7), as tools/make_man.py writes them, in Markdown; `known`: pages that there are."""
     title, _, number = name.rpartition(".")
     return "\n\n".join((f"# {title}({number})", *_blocks(text.splitlines(), known))) + "\n"
 
@@ -87,16 +87,16 @@ def _inline(line: str, known: set[str]) -> str:
 
 
 def linked(text: str) -> str:
-    """Returns a page of docs/ with its links to manual pages, and to pages of the root, as the site has them."""
-    return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in BESIDE else f"](man/{found[1]}.md", text)
+    """Return a page of docs/ with its links to manual pages, and to pages of the root, as the site has them."""
+    return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in ROOT_PAGES else f"](man/{found[1]}.md", text)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that do not lie in docs/."""
+    """Add the pages that do not lie in docs/."""
     from mkdocs.structure.files import File  # only where mkdocs is
 
-    beside = {name: (ROOT / name).read_text().replace("](docs/", "](") for name in BESIDE}
-    for name, text in {**{f"man/{name}.md": text for name, text in manual().items()}, **beside}.items():
+    root_pages = {name: (ROOT / name).read_text().replace("](docs/", "](") for name in ROOT_PAGES}
+    for name, text in {**{f"man/{name}.md": text for name, text in manual().items()}, **root_pages}.items():
         files.append(File.generated(config, name, content=text))
     return files
 

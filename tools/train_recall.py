@@ -87,7 +87,7 @@ class Teacher:
         self.steps, self.accuracy = 0, 0.0
 
     def teach(self, texts: TrainingBatch, rate_share: float = 1.0) -> None:
-        """Takes one step, at `rate_share` of the learning rate."""
+        """Take one step, at `rate_share` of the learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * rate_share
         ids = torch.from_numpy(texts.ids)
@@ -176,7 +176,7 @@ def train(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
 
 
 def _name_rotation(config: Path) -> None:
-    """Adds the base of the rotary embedding as transformers 4 reads it; 5 writes `rope_parameters` only."""
+    """Add the base of the rotary embedding as transformers 4 reads it; 5 writes `rope_parameters` only."""
     found = json.loads(config.read_text())
     config.write_text(json.dumps({**found, "rope_theta": ROTATION}, indent=2) + "\n")
 

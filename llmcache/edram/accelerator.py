@@ -70,12 +70,12 @@ class Outcome:
         return sum(self.energies_j[name] for name in REFRESH)
 
     def by_kind(self) -> dict[str, float]:
-        """Returns the energy (J) by `energy.KINDS`."""
+        """Return the energy (J) by `energy.KINDS`."""
         return {kind: sum(self.energies_j[name] for name in names) for kind, names in KINDS.items()}
 
 
 def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> list[Outcome]:
-    """Returns the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
+    """Return the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
 
     `groups`: into how many groups decode steps are gathered; None: each by itself.
     """
@@ -98,7 +98,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 
 
 def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
-    """Returns columns [n] by name as a mapping for each of n."""
+    """Return columns [n] by name as a mapping for each of n."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
@@ -112,12 +112,12 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> di
 
 
 def _total(steps: Steps, values: Doubles) -> Doubles:
-    """Returns the sum of `values` ([n, groups] or [n, 1] per step) over all decode steps, [n]."""
+    """Return the sum of `values` ([n, groups] or [n, 1] per step) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
 def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
-    """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
+    """Return the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
 
     That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer
     is computed (section 8.4.1), so that the whole context is there in one layer only.
@@ -153,7 +153,7 @@ class Compared:
 
 
 def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
-    """Returns each of `configurations` beside the same model and workload, with the same energies, on `baseline`.
+    """Return each of `configurations` beside the same model and workload, with the same energies, on `baseline`.
 
     All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
     """
@@ -199,7 +199,7 @@ class Axes:
         return math.prod(len(axis) or 1 for axis in vars(self).values())
 
     def configurations(self) -> list[Configuration]:
-        """Returns every combination, the last axis changing fastest; UsageError if there are more than a million."""
+        """Return every combination, the last axis changing fastest; UsageError if there are more than a million."""
         if len(self) > MOST:
             raise UsageError(
                 f"{len(self):,} configurations are more than the limit of {MOST:,}", "vary fewer options in one sweep"
@@ -231,7 +231,7 @@ class Axes:
 
 
 def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yields every combination of the axes that are varied, as keyword arguments."""
+    """Yield every combination of the axes that are varied, as keyword arguments."""
     varied = {name: values for name, values in axes.items() if values}
     for combination in product(*varied.values()):
         yield dict(zip(varied, combination, strict=True))
@@ -266,7 +266,7 @@ class Roofline:
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share).
+    """Return the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share).
 
     What is recomputed has its real cost.
     """
@@ -281,7 +281,7 @@ def roofline_of(configuration: Configuration) -> Roofline:
 
 
 def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
-    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed in the `last` step."""
+    """Return the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed in the `last` step."""
     step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights

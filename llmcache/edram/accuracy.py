@@ -59,26 +59,26 @@ class Estimate:
 
     @classmethod
     def of(cls, by_sequence: Doubles) -> Estimate:
-        """Returns the estimate from one number per sequence."""
+        """Return the estimate from one number per sequence."""
         count = len(by_sequence)
         error = float(by_sequence.std(ddof=1) / np.sqrt(count)) if count > 1 else float("nan")
         return cls(float(by_sequence.mean()), error)
 
 
 def accuracy(outcome: VariantAnswers) -> Estimate:
-    """Returns the share of right answers."""
+    """Return the share of right answers."""
     return Estimate.of(outcome.right.mean(axis=1))
 
 
 def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
-    """Returns by how much the loss of the right answers is higher than over `baseline`, in nats, paired by sequence."""
+    """Return by how much the loss of the right answers is higher than over `baseline`, in nats, paired by sequence."""
     return Estimate.of((outcome.loss - baseline.loss).mean(axis=1))
 
 
 def evaluate(
     decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
-    """Returns the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
+    """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
 
     After each question the model is told the right answer. `tell` is called with a line for every sequence.
     """
@@ -132,16 +132,16 @@ class AccuracySetup:
         return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
-        """Returns what everything else is compared with: nothing evicted, nothing lost."""
+        """Return what everything else is compared with: nothing evicted, nothing lost."""
         return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
 
     def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
-        """Returns a cache that evicts nothing and loses bits at `rates`."""
+        """Return a cache that evicts nothing and loses bits at `rates`."""
         return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
 
 
 def budgets(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns AEP at each budget N', and beside it the same budget spent on sinks and the last tokens alone (table 3)."""
+    """Return AEP at each budget N', and beside it the same budget spent on sinks and the last tokens alone (table 3)."""
     cells = CellSettings(setup.format)
     found = []
     for size in BUDGETS:
@@ -151,13 +151,13 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns one rate for all bits, as integers and as halves (figure 8a)."""
+    """Return one rate for all bits, as integers and as halves (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
 
 def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns losses in one half of bits, and in one group of tokens (figures 8c and 8b).
+    """Return losses in one half of bits, and in one group of tokens (figures 8c and 8b).
 
     A token that changes its group reads what its group of the moment loses: what is asked is the harm of reading wrong
     values of such tokens, not what a refresh controller would leave behind.
@@ -167,7 +167,7 @@ def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns the columns of table 4: 2DRP, the uniform interval of equal power, the uniform rate of equal failures."""
+    """Return the columns of table 4: 2DRP, the uniform interval of equal power, the uniform rate of equal failures."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
         name = f"{printed // 1000} us"
@@ -189,7 +189,7 @@ EXPERIMENTS: dict[str, Callable[[AccuracySetup], list[CacheVariant]]] = {
 
 
 def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
-    """Returns a variant for each text of `flips` (see `parse_flips`)."""
+    """Return a variant for each text of `flips` (see `parse_flips`)."""
     return [setup.losing(text, parse_flips(text, setup.curve)) for text in flips]
 
 
@@ -218,7 +218,7 @@ class Accuracies:
     rows: tuple[VariantAccuracy, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data of `SCHEMA`."""
+        """Return it as plain data of `SCHEMA`."""
         rows = [asdict(row) for row in self.rows]
         for row in rows:
             row["harm_nats"] = row.pop("harm")
@@ -234,7 +234,7 @@ def run(
     variants: dict[str, list[CacheVariant]],
     tell: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
-    """Returns what the `variants` of each experiment and the baseline answer, all in one pass over the sequences."""
+    """Return what the `variants` of each experiment and the baseline answer, all in one pass over the sequences."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, tell)
     base = found[BASELINE]
@@ -250,7 +250,7 @@ def run(
 def record_run(
     decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
-    """Returns what lies in eDRAM while `asked` is answered, all sequences at a time, a step per token.
+    """Return what lies in eDRAM while `asked` is answered, all sequences at a time, a step per token.
 
     Rows are recorded in the groups that they are read in, all vectors of 16 bits. `step_ns`: of a step on the *modelled*
     accelerator; None: whoever reads the run says.

@@ -111,7 +111,7 @@ class Slots:
         self.newest = NONE
 
     def fill(self, sums: Doubles) -> Int64s:
-        """Takes a prompt with the column sums [kv_heads, n] of its tokens; returns the positions kept [kv_heads, count].
+        """Take a prompt with the column sums [kv_heads, n] of its tokens; returns the positions kept [kv_heads, count].
 
         Sinks, the last tokens of the window, and of the rest those with the highest sums; of equal ones the newer.
         """
@@ -129,7 +129,7 @@ class Slots:
         return kept
 
     def add(self, gains: Doubles) -> Placed:
-        """Takes the next token: `gains` [kv_heads, count + 1] are added to the scores, its own last.
+        """Take the next token: `gains` [kv_heads, count + 1] are added to the scores, its own last.
 
         If all slots are in use, the token of the lowest score behind the sinks and before the window goes; of equal ones
         the oldest. There always is one: protected are at most `budget`, and one more is there.
@@ -171,7 +171,7 @@ class Slots:
 
 
 def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles]:
-    """Returns the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
+    """Return the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
 
     `queries` [heads, dim], `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots count;
     heads of one key-value head follow each other. Products are scaled by 1/sqrt(dim); sums are float64 in the order of
@@ -189,7 +189,7 @@ _QUERIES = 256
 
 
 def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles]:
-    """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
+    """Return causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
 
     Fused kernels do not hand their weights out, which is why this one is here. Arguments as of `attend`, [n, heads, dim].
     """
@@ -247,7 +247,7 @@ class Rope:
     theta: float = 10_000.0
 
     def turn(self, rows: Floats, positions: Int64s) -> Floats:
-        """Returns `rows` [n, heads, dim] turned by their `positions` [n]."""
+        """Return `rows` [n, heads, dim] turned by their `positions` [n]."""
         half = rows.shape[2] // 2
         speeds = self.theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = positions[:, None] * speeds
@@ -268,7 +268,7 @@ class Projections:
     value_bias: Floats | None = None
 
     def __call__(self, x: Floats, positions: Int64s) -> tuple[Floats, Floats]:
-        """Returns keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
+        """Return keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
         keys = _projected(x, self.key_weight, self.key_bias).reshape(len(x), self.kv_heads, -1)
         values = _projected(x, self.value_weight, self.value_bias).reshape(len(x), self.kv_heads, -1)
         return (keys if self.rope is None else self.rope.turn(keys, positions)), values
@@ -305,7 +305,7 @@ class InputRows:
         return self._cells.lost_bits(self.used)
 
     def put(self, positions: Int64s, rows: Floats, names: Names, retaining: Int64s, waiting: Flags) -> Int64s:
-        """Stores `rows` [n, channels] of the tokens at `positions` and returns their indices [n]."""
+        """Store `rows` [n, channels] of the tokens at `positions` and returns their indices [n]."""
         free = np.nonzero(~self.used)[0]
         if len(free) < len(rows):
             self._grow(max(len(rows) - len(free), len(self.positions)))
@@ -336,7 +336,7 @@ class InputRows:
         self.positions[indices[self.retaining[indices] <= 0]] = NONE
 
     def settle(self, hst: Flags) -> Int64s:
-        """Puts the rows in their groups for a step and returns those whose keys and values changed.
+        """Put the rows in their groups for a step and returns those whose keys and values changed.
 
         The array recomputes every row that stands in for keys and values at every step; here it is done where the result
         can differ from the last.
@@ -377,7 +377,7 @@ class AerpLayer:
         self.inputs = InputRows(shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
-        """Takes a prompt: `keys`, `values` [n, kv_heads, head_dim], its column `sums` [kv_heads, n], its `x` [n, channels].
+        """Take a prompt: `keys`, `values` [n, kv_heads, head_dim], its column `sums` [kv_heads, n], its `x` [n, channels].
 
         The prompt itself is attended densely, by the caller.
         """
@@ -392,7 +392,7 @@ class AerpLayer:
             self._store_inputs(inputs)
 
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
-        """Returns the attention outputs [heads, head_dim] of the next token, which attends to what is cached and itself.
+        """Return the attention outputs [heads, head_dim] of the next token, which attends to what is cached and itself.
 
         `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after their rotation; `x` [channels]. Its
         weights then score the cached tokens, and if there is no room for it one token of each head goes.
@@ -422,7 +422,7 @@ class AerpLayer:
             cells.write((heads, slots), rows, name_rows(self.cells.seed, self.layer, kind, heads, positions))
 
     def _store_inputs(self, x: Floats) -> None:
-        """Stores x for the tokens of the prompt that pay, those of the highest scores first."""
+        """Store x for the tokens of the prompt that pay, those of the highest scores first."""
         positions, scores, protected = self.slots.positions, self.slots.scores, self.slots.protected_at(self.slots.newest)
         retaining, total = np.zeros(len(x), np.int64), np.zeros(len(x))
         np.add.at(retaining, positions[self.slots.used], 1)
@@ -440,7 +440,7 @@ class AerpLayer:
         return self.inputs.put(positions, x, names, retaining, np.full(len(x), waiting))
 
     def _convert(self, indices: Int64s) -> None:
-        """Frees the keys and values of the tokens of these x rows: from now on they are recomputed."""
+        """Free the keys and values of the tokens of these x rows: from now on they are recomputed."""
         for index in indices:
             heads, slots = np.nonzero(self.slots.positions == self.inputs.positions[index])
             self.x_index[heads, slots] = index
@@ -453,7 +453,7 @@ class AerpLayer:
         self.values.readings[heads, slots] = self.inputs.values[indices, heads]
 
     def _await(self, x: Floats) -> None:
-        """Keeps the new token's x, and decides about the token that leaves the window."""
+        """Keep the new token's x, and decides about the token that leaves the window."""
         newest, positions = self.slots.newest, self.slots.positions
         if newest >= self.settings.sinks:
             self._put(np.array([newest]), x[None], np.array([self.shape.kv_heads]), waiting=True)
@@ -465,7 +465,7 @@ class AerpLayer:
             self.inputs.positions[row] = NONE
 
     def _settle(self) -> None:
-        """Reads everything as the groups of this step have it."""
+        """Read everything as the groups of this step have it."""
         if not self.cells.rates.any:
             return
         hst, in_kv = self.high_scores(), self.in_kv

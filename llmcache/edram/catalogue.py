@@ -50,7 +50,7 @@ class Catalogue:
 
 
 def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
-    """Returns what is called `name`, in any case, of the `known` ones; UsageError names the option `--kind`."""
+    """Return what is called `name`, in any case, of the `known` ones; UsageError names the option `--kind`."""
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
@@ -58,7 +58,7 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Returns what `text` names, a list with commas or "all", each once; errors as `named`."""
+    """Return what `text` names, a list with commas or "all", each once; errors as `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
@@ -69,7 +69,7 @@ WANTED = {"bool": "true or false", "str": "a string", "int": "a whole number", "
 
 
 def read_constants(path: str | Path | None) -> Catalogue:
-    """Returns the paper's catalogue with what the TOML file `path` (None: nothing) adds and changes.
+    """Return the paper's catalogue with what the TOML file `path` (None: nothing) adds and changes.
 
     UsageError, naming file and key, for keys that are not known and values that are not possible; DataError if the file is
     no TOML.
@@ -109,7 +109,7 @@ def _check_key(where: str, key: str, known: Iterable[str]) -> None:
 
 
 def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> Any:
-    """Returns `base` by the name `name` and with `changes`: of a system, each in the part that has it."""
+    """Return `base` by the name `name` and with `changes`: of a system, each in the part that has it."""
     if isinstance(base, AcceleratorSystem):
         parts = [base.hardware, base.policy, base.policy.intervals]
         hardware, policy, intervals = _changed(parts, changes, where)
@@ -120,7 +120,7 @@ def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> An
 
 
 def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[Any]:
-    """Returns `parts` with `changes`, each in the part that has a field of its name."""
+    """Return `parts` with `changes`, each in the part that has a field of its name."""
     kinds = [{one.name: str(one.type) for one in fields(part) if one.name != "name"} for part in parts]
     known = {name: kind for of_part in kinds for name, kind in of_part.items() if kind in WANTED}
     values = {}
@@ -135,7 +135,7 @@ def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[A
 
 
 def _value(where: str, value: object, kind: str) -> Any:
-    """Returns `value` as `kind` (the name of a type); UsageError if it is none. A whole number may be written as 128e9."""
+    """Return `value` as `kind` (the name of a type); UsageError if it is none. A whole number may be written as 128e9."""
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "str" and isinstance(value, str):

@@ -36,7 +36,7 @@ class Area:
 
 
 def area_of(system: AcceleratorSystem) -> Area:
-    """Returns the area of `system`.
+    """Return the area of `system`.
 
     Table 1 is taken at its word, though its areas are below those of bare cells at 65 nm: compare, do not build.
     """
@@ -73,7 +73,7 @@ class EvictorCost:
 
 
 def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
-    """Returns the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full.
+    """Return the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full.
 
     The evictor draws its power over the whole step. Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its
     "5%" of energy and "7%" of latency depend on what is compared with and are not used.
@@ -110,7 +110,7 @@ class Lifetimes:
 
 
 def access_ns(configuration: Configuration) -> tuple[float, float]:
-    """Returns T_SRAM and T_eDRAM (ns) of an attention block of the last decode step: reading W_Q, and the keys of the batch.
+    """Return T_SRAM and T_eDRAM (ns) of an attention block of the last decode step: reading W_Q, and the keys of the batch.
 
     Source: equations 5 and 6. Differs from the paper: a matrix larger than the SRAM streams through it, no faster than DRAM
     delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
@@ -123,18 +123,18 @@ def access_ns(configuration: Configuration) -> tuple[float, float]:
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
-    """Returns the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
+    """Return the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
     order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
     return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the lifetimes of X, Q, K and V in the baseline, in the unit of T_SRAM and T_eDRAM. Source: equation 7."""
+    """Return the lifetimes of X, Q, K and V in the baseline, in the unit of T_SRAM and T_eDRAM. Source: equation 7."""
     return 3 * sram, 2 * sram + edram, sram + edram, 2 * edram
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the same if weights and cached keys are read at the same time (the Kelle scheduler). Source: equation 8.
+    """Return the same if weights and cached keys are read at the same time (the Kelle scheduler). Source: equation 8.
 
     Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
     """

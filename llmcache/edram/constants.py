@@ -33,11 +33,11 @@ class RefreshIntervals:
 
     @classmethod
     def uniform(cls, interval_ns: float) -> RefreshIntervals:
-        """Returns one interval (ns) for all groups."""
+        """Return one interval (ns) for all groups."""
         return cls(interval_ns, interval_ns, interval_ns, interval_ns)
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Returns the intervals (ns) in the order of `GROUPS`."""
+        """Return the intervals (ns) in the order of `GROUPS`."""
         return self.hst_msb_ns, self.hst_lsb_ns, self.lst_msb_ns, self.lst_lsb_ns
 
     @property
@@ -49,7 +49,7 @@ class RefreshIntervals:
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
     def scaled(self, factor: float) -> RefreshIntervals:
-        """Returns all intervals times `factor`."""
+        """Return all intervals times `factor`."""
         return RefreshIntervals(*(factor * interval_ns for interval_ns in self.in_order()))
 
 
@@ -177,7 +177,7 @@ class Profile:
         return self.refresh_pass_j / self.array_bytes
 
     def refresh_w(self, capacity_bytes: float, interval_ns: float) -> float:
-        """Returns the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
+        """Return the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
         return self.refresh_j_per_byte * capacity_bytes / (interval_ns * 1e-9)
 
 

@@ -40,7 +40,7 @@ class Config:
 
     @classmethod
     def parse(cls, data: Any) -> Config:
-        """Returns the sizes in the plain data of a config.json; DataError naming what is missing or not supported."""
+        """Return the sizes in the plain data of a config.json; DataError naming what is missing or not supported."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
@@ -69,7 +69,7 @@ class Config:
 
 
 def parse_tensors(raw: bytes) -> dict[str, Floats]:
-    """Returns the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
+    """Return the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
         raise DataError(f"model.safetensors: a header of {length} bytes does not fit in a file of {len(raw)} bytes", _HINT)
@@ -136,7 +136,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Returns the model in `directory`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+        """Return the model in `directory`; UsageError if it cannot be read, DataError naming what is wrong in it."""
         root = Path(directory)
         try:
             config = json.loads((root / "config.json").read_bytes())
@@ -184,7 +184,7 @@ class Decoder:
         return logits
 
     def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
-        """Returns the prompt `ids` [n] for caches to take, and the logits [n, vocabulary] of dense attention."""
+        """Return the prompt `ids` [n] for caches to take, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]
         for layer, project in enumerate(self.projections):
@@ -197,7 +197,7 @@ class Decoder:
         return tuple(layers), self._logits(hidden)
 
     def cache(self, prompt: Prompt, settings: AerpSettings, cells: CellSettings) -> list[AerpLayer]:
-        """Returns the layers of a cache that has taken `prompt`."""
+        """Return the layers of a cache that has taken `prompt`."""
         layers = []
         for number, one in enumerate(prompt):
             layer = AerpLayer(settings, self.shape, self.projections[number], cells, number)
@@ -206,7 +206,7 @@ class Decoder:
         return layers
 
     def step(self, token: int, cache: list[AerpLayer]) -> Floats:
-        """Returns the logits [vocabulary] after `token`, the next of the text in `cache`."""
+        """Return the logits [vocabulary] after `token`, the next of the text in `cache`."""
         position = np.array([cache[0].slots.newest + 1])
         hidden = self._tensor("model.embed_tokens.weight")[[token]]
         for number, layer in enumerate(cache):

@@ -33,7 +33,7 @@ LARGEST_HALF = 65504.0
 
 
 def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
-    """Returns `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which lie where nothing is lost.
+    """Return `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which lie where nothing is lost.
 
     int16: the largest number of a vector becomes 32767; halves have no scales (1).
     """
@@ -46,7 +46,7 @@ def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
 
 
 def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
-    """Returns what is read of `bits`, float32 [..., dim].
+    """Return what is read of `bits`, float32 [..., dim].
 
     Halves whose flipped bits are no number: NaN reads as 0, infinities as the largest half.
     """
@@ -72,16 +72,16 @@ class FlipRates:
 
     @classmethod
     def uniform(cls, rate: float) -> FlipRates:
-        """Returns one rate for all groups (figure 8a)."""
+        """Return one rate for all groups (figure 8a)."""
         return cls(rate, rate, rate, rate)
 
     @classmethod
     def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-        """Returns what groups refreshed at `intervals` lose, by `curve`."""
+        """Return what groups refreshed at `intervals` lose, by `curve`."""
         return cls(*map(curve.failure, intervals.in_order()))
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Returns the rates in the order of `GROUPS`."""
+        """Return the rates in the order of `GROUPS`."""
         return self.hst_msb, self.hst_lsb, self.lst_msb, self.lst_lsb
 
     @property
@@ -99,7 +99,7 @@ NO_FLIPS = FlipRates()
 
 
 def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
+    """Return the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
 
     Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
     "the same average failure rate"; by the curve here 2DRP then fails several times more bits. `iso_failure` has it.
@@ -108,7 +108,7 @@ def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
 
 
 def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
+    """Return the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
 
@@ -126,12 +126,12 @@ _ONE_SIDED = {
 
 
 def one_sided(side: str, rate: float) -> FlipRates:
-    """Returns `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
+    """Return `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
     return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
 
 
 def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
-    """Returns the rates meant by `text`; UsageError names what cannot be understood.
+    """Return the rates meant by `text`; UsageError names what cannot be understood.
 
     "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
     "interval=1050us" or the four intervals in the order of `GROUPS`.
@@ -166,7 +166,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def name_rows(*parts: int | Int64s) -> Names:
-    """Returns one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
+    """Return one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
         for part in parts:
@@ -186,7 +186,7 @@ _mixed_one = njit(nogil=True)(_mixed)
 
 
 def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
-    """Returns the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
+    """Return the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
     shape = (*names.shape, dim)
     hst, lst = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
     limits = np.array([round(rate * 2**32) for rate in rates.in_order()], np.uint64)
@@ -252,7 +252,7 @@ class Cells:
             self._scales = np.zeros((*self.places, 1), np.float32)
 
     def write(self, at: Where, rows: Floats, names: Names) -> None:
-        """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
+        """Store `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
         how = self.settings.format
         if how == "exact":
             self.readings[at] = rows
@@ -264,14 +264,14 @@ class Cells:
             self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
-        """Adds `more` places along the first axis."""
+        """Add `more` places along the first axis."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self.places = (self.places[0] + more, *self.places[1:])
 
     def settle(self, hst: Flags, used: Flags) -> Where:
-        """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
+        """Put the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
 
         Both [*places], or fewer from the first place of each axis on: the rest is not in use. Only where bits can be lost.
         """
@@ -287,11 +287,11 @@ class Cells:
         return changed
 
     def _lost(self, at: Where) -> Bits:
-        """Returns the bits that the rows at `at` have lost in the groups they have been in."""
+        """Return the bits that the rows at `at` have lost in the groups they have been in."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
         return lost.astype(np.uint16)
 
     def lost_bits(self, used: Flags) -> int:
-        """Returns how many bits of the `used` rows read wrongly."""
+        """Return how many bits of the `used` rows read wrongly."""
         return int(np.unpackbits(self._lost(np.nonzero(used)).view(np.uint8)).sum()) if self.settings.rates.any else 0

@@ -26,7 +26,7 @@ class KelleRecorder(RunRecorder):
         policy.record(self, step_ns)
 
     def run(self, title: str = "", **settings: Any) -> EdramRun:
-        """Returns the run, which ends here. ValueError if nothing was recorded."""
+        """Return the run, which ends here. ValueError if nothing was recorded."""
         policy = self._policy
         policy.end_record()
         clock = "unknown" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} per step"
@@ -35,7 +35,7 @@ class KelleRecorder(RunRecorder):
 
 
 def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
-    """Returns what Kelle keeps in each step of the benchmark that is asked for; UsageError unless it is Kelle alone.
+    """Return what Kelle keeps in each step of the benchmark that is asked for; UsageError unless it is Kelle alone.
 
     The run has no clock: how long a step takes on an accelerator with eDRAM, nothing here can measure.
     """

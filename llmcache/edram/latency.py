@@ -73,7 +73,7 @@ class Steps:
 
 
 def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
-    """Returns the decode steps of `columns` in `groups` groups and one more; None: as many as the longest has steps."""
+    """Return the decode steps of `columns` in `groups` groups and one more; None: as many as the longest has steps."""
     end = columns.context + columns.decode
     kept = np.where(columns.evict, np.minimum(end, columns.budget), end)
     growing = np.clip(kept - columns.context, 0, columns.decode)
@@ -93,7 +93,7 @@ def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) ->
 
 
 def _tiles_up_to(tokens: Doubles, rows: Doubles) -> Doubles:
-    """Returns the sum of ceil(i / rows) over i = 1 .. tokens."""
+    """Return the sum of ceil(i / rows) over i = 1 .. tokens."""
     whole, rest = np.divmod(tokens, rows)
     return np.asarray(rows * whole * (whole + 1) / 2 + rest * (whole + 1))
 
@@ -121,7 +121,7 @@ class Tiles:
 
 
 def tiles_of(c: ConfigurationColumns) -> Tiles:
-    """Returns the tiles of the weight matrices."""
+    """Return the tiles of the weight matrices."""
     channels, hidden, query, key = (
         np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
     )
@@ -137,7 +137,7 @@ def tiles_of(c: ConfigurationColumns) -> Tiles:
 
 
 def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Doubles, extra_kv_rows: Doubles) -> Doubles:
-    """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
+    """Return the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
 
     `extra_kv_rows` pass through K and V only: tokens that are recomputed.
     """
@@ -150,7 +150,7 @@ def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Do
 
 
 def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
+    """Return the time (s) of the products with keys and values in one step, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
     load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
@@ -179,7 +179,7 @@ class Step:
 
 
 def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
-    """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
+    """Return what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
 
     With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
     """
@@ -206,7 +206,7 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `chip.EvictorCost`."""
+    """Return how long (s) finding the tokens to evict stalls a step whose cache is full; see `chip.EvictorCost`."""
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
@@ -217,7 +217,7 @@ RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction"
 
 
 def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
-    """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
+    """Return how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
 
     Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
     one (section 6), in which DRAM and array each serve both.
@@ -233,7 +233,7 @@ def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
 
 
 def _slowest(*times_s: Doubles) -> list[Doubles]:
-    """Returns each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
+    """Return each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
     shape = np.broadcast_shapes(*(time_s.shape for time_s in times_s))
     stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
     longest = stacked.argmax(axis=0)
@@ -264,7 +264,7 @@ class Prefill:
 
 
 def prefill_of(c: ConfigurationColumns) -> Prefill:
-    """Returns the prefill of `c`. Only the last token of a sequence needs the head.
+    """Return the prefill of `c`. Only the last token of a sequence needs the head.
 
     The inputs of a matrix are read once for each piece of it that the weight memory holds, its outputs written once.
     """
@@ -294,7 +294,7 @@ def _values_per_row(c: ConfigurationColumns) -> Doubles:
 
 
 def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
-    """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
+    """Return the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
 
     Inputs are read once for each column of tiles.
     """
@@ -304,7 +304,7 @@ def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
 
 
 def _matrices(c: ConfigurationColumns) -> Doubles:
-    """Returns inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
+    """Return inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
     return np.moveaxis(c.matrices.reshape(len(c.layers), -1, 3), 2, 0)
 
 
@@ -313,14 +313,14 @@ DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vec
 
 
 def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
+    """Return which share of the cached tokens is recomputed, 0..1, [n, groups]."""
     modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
     share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
     return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
 
 
 def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns the share with which a step is shortest, from the costs of array and DRAM.
+    """Return the share with which a step is shortest, from the costs of array and DRAM.
 
     Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks
     and window are stored as KV (their scores are not known yet), and what lies on the chip needs no DRAM.

@@ -83,7 +83,7 @@ class Tracker:
     _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
 
     def observe(self, step: int, ids: Int64s, high: Flags) -> Flow:
-        """Returns what `step` changed: `ids` tell the rows in the places apart (-1: free), `high` has their groups."""
+        """Return what `step` changed: `ids` tell the rows in the places apart (-1: free), `high` has their groups."""
         ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
         grown = len(ids) - len(self._ids)
         if grown < 0:
@@ -110,7 +110,7 @@ class Tracker:
         self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
 
     def close(self, step: int) -> None:
-        """Ends all lives: the run ends before `step`."""
+        """End all lives: the run ends before `step`."""
         for place in list(self._begins):
             self._end(place, step, bool(self._high[place]))
 
@@ -144,21 +144,21 @@ class EdramRun:
         return len(self.flows["kv"])
 
     def half_bytes(self, kind: str) -> int:
-        """Returns the bytes of one half (MSB or LSB) of a row of `kind`."""
+        """Return the bytes of one half (MSB or LSB) of a row of `kind`."""
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
     def column(self, kind: str, flow: str) -> Doubles:
-        """Returns one number of every step."""
+        """Return one number of every step."""
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
-        """Returns the run with every step taking `step_ns`, as `clock` explains."""
+        """Return the run with every step taking `step_ns`, as `clock` explains."""
         if not 0 < step_ns < _LARGEST:
             raise UsageError(f"step_ns: must be more than 0, not {step_ns:g}")
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data of `SCHEMA`."""
+        """Return it as plain data of `SCHEMA`."""
         steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
         for kind in KINDS:
             steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
@@ -167,7 +167,7 @@ class EdramRun:
         return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Writes it to `path` as a whole; UsageError if that exists (and not `force`), EnvironmentProblem if it cannot."""
+        """Write it to `path` as a whole; UsageError if that exists (and not `force`), EnvironmentProblem if it cannot."""
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
@@ -179,7 +179,7 @@ class EdramRun:
 
 
 def read_run(path: str | os.PathLike[str]) -> EdramRun:
-    """Returns the recorded run in the file `path`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+    """Return the recorded run in the file `path`; UsageError if it cannot be read, DataError naming what is wrong in it."""
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -190,7 +190,7 @@ def read_run(path: str | os.PathLike[str]) -> EdramRun:
 
 
 def parse_run(data: Any) -> EdramRun:
-    """Returns the run in plain `data` of `SCHEMA`; DataError naming the field that is missing or cannot be."""
+    """Return the run in plain `data` of `SCHEMA`; DataError naming the field that is missing or cannot be."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise DataError(f"schema: must be '{SCHEMA}', not {found!r}", _HINT)
@@ -316,7 +316,7 @@ class RunRecorder:
         self._durations: list[float] = []
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Takes the rows of one array of places (a layer of a sequence) during the step that is under way, once a step.
+        """Take the rows of one array of places (a layer of a sequence) during the step that is under way, once a step.
 
         `ids`: what tells the rows in the places apart (their positions; -1: free), `high`: which are high-score tokens.
         """
@@ -339,7 +339,7 @@ class RunRecorder:
         self._now = dict.fromkeys(KINDS, Flow())
 
     def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
-        """Returns the run. Nothing can be observed afterwards."""
+        """Return the run. Nothing can be observed afterwards."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
         flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
@@ -400,7 +400,7 @@ def account(
     rule: str = "ticks",
     capacity_bytes: float | None = None,
 ) -> RefreshAccount:
-    """Returns what refreshing `run` costs at `intervals`, by one of `RULES`.
+    """Return what refreshing `run` costs at `intervals`, by one of `RULES`.
 
     `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: what the eDRAM holds; of
     more, a share as large is pinned and the rest streams through, too briefly to be refreshed (None: all is pinned).
@@ -439,7 +439,7 @@ def account(
 
 
 def _loads(run: EdramRun) -> Doubles:
-    """Returns rows and bytes that live, rows and bytes that are promoted, of each group in each step [4, groups, steps].
+    """Return rows and bytes that live, rows and bytes that are promoted, of each group in each step [4, groups, steps].
 
     Pairs (a key and a value) and x rows are added up; both halves of a vector are in groups of the same score.
     """
@@ -454,7 +454,7 @@ def _loads(run: EdramRun) -> Doubles:
 
 
 def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
-    """Returns the share of the `living` bytes that is pinned in each step."""
+    """Return the share of the `living` bytes that is pinned in each step."""
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:
@@ -466,7 +466,7 @@ def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
 def _by_row(
     run: EdramRun, times: list[float], intervals: tuple[float, ...], joules_per_byte: float, rule: str
 ) -> tuple[Doubles, float]:
-    """Returns refreshes of rows, of them promotions, and refreshed bytes [3, groups]; and the joules of all, row by row."""
+    """Return refreshes of rows, of them promotions, and refreshed bytes [3, groups]; and the joules of all, row by row."""
     if run.lives is None:
         raise DataError("lives: the run did not record single rows", "use the rule ticks or expected")
     counted, joules = np.zeros((3, len(GROUPS))), 0.0
@@ -479,7 +479,7 @@ def _by_row(
 
 
 def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Doubles, Doubles]:
-    """Returns the refreshes of one row of `life` in each group [4], and those of them that are promotions."""
+    """Return the refreshes of one row of `life` in each group [4], and those of them that are promotions."""
     counts, promotions = np.zeros(4), np.zeros(4)
     for half in (0, 1):
         last = begin = times[life.begin]

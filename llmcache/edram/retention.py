@@ -33,12 +33,12 @@ class LogNormal:
             raise ValueError(f"sigma: must be more than 0 and finite, not {self.sigma}")
 
     def failure(self, interval_ns: float) -> float:
-        """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
+        """Return the probability that a bit is lost between two refreshes `interval_ns` apart."""
         return _cumulative(math.log(interval_ns / self.median_ns) / self.sigma)
 
     @classmethod
     def through(cls, interval_ns: float, failure: float, sigma: float) -> LogNormal:
-        """Returns the curve of width `sigma` that loses `failure` at `interval_ns`."""
+        """Return the curve of width `sigma` that loses `failure` at `interval_ns`."""
         return cls(interval_ns * math.exp(-sigma * _quantile(failure)), sigma)
 
 
@@ -61,7 +61,7 @@ class Points:
                 raise UsageError(f"points: must both rise, not {early:g} ns={low:g}, {late:g} ns={high:g}", _POINTS_HINT)
 
     def failure(self, interval_ns: float) -> float:
-        """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
+        """Return the probability that a bit is lost between two refreshes `interval_ns` apart."""
         places = [(math.log(interval), _quantile(failure)) for interval, failure in self.points]
         return _cumulative(_along(places, math.log(interval_ns)))
 
@@ -73,7 +73,7 @@ _POINTS_HINT = "write intervals and failure rates, both rising: 45us=1e-6,1.05ms
 
 @functools.cache
 def paper_curve() -> LogNormal:
-    """Returns the curve through the paper's anchors: 1e-6 at 45 us, 2e-3 in the mean of section 7.1 (sigma 2.38).
+    """Return the curve through the paper's anchors: 1e-6 at 45 us, 2e-3 in the mean of section 7.1 (sigma 2.38).
 
     Differs from the paper: it prints neither the value at 45 us nor the curve.
     """
@@ -88,7 +88,7 @@ def paper_curve() -> LogNormal:
 
 
 def parse_curve(text: str) -> RetentionCurve:
-    """Returns the curve meant by `text`: "paper", or points such as "45us=1e-6,1.05ms=3e-4"; UsageError if it is neither."""
+    """Return the curve meant by `text`: "paper", or points such as "45us=1e-6,1.05ms=3e-4"; UsageError if it is neither."""
     if text.strip() == "paper":
         return paper_curve()
     points = []
@@ -102,7 +102,7 @@ def parse_curve(text: str) -> RetentionCurve:
 
 
 def parse_intervals(text: str) -> RefreshIntervals:
-    """Returns the intervals meant by `text`: one for all groups ("1050us") or four, in the order of `GROUPS`."""
+    """Return the intervals meant by `text`: one for all groups ("1050us") or four, in the order of `GROUPS`."""
     parts = [float(parse_duration(part)) for part in text.split(",")]
     if len(parts) not in (1, 4) or min(parts) <= 0:
         raise UsageError(
@@ -123,7 +123,7 @@ def _quantile(probability: float) -> float:
 
 
 def _along(places: Sequence[tuple[float, float]], x: float) -> float:
-    """Returns the height at `x` of the line through `places`, its first and last piece prolonged."""
+    """Return the height at `x` of the line through `places`, its first and last piece prolonged."""
     last = max(1, min(sum(place[0] <= x for place in places), len(places) - 1))
     (left, low), (right, high) = places[last - 1 : last + 1]
     return low + (high - low) * (x - left) / (right - left)

@@ -248,7 +248,7 @@ class AcceleratorSystem:
     policy: RetentionPolicy
 
     def with_recompute(self, mode: str) -> AcceleratorSystem:
-        """Returns the system with another mode of recomputation, if it recomputes at all."""
+        """Return the system with another mode of recomputation, if it recomputes at all."""
         if self.policy.recompute == "none":
             return self
         return replace(self, policy=replace(self.policy, recompute=mode))
@@ -313,5 +313,5 @@ class Configuration:
         return min(end, self.workload.budget) if self.policy.evict else end
 
     def on(self, system: AcceleratorSystem) -> Configuration:
-        """Returns the same on another system."""
+        """Return the same on another system."""
         return replace(self, system=system)

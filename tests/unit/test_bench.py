@@ -26,23 +26,23 @@ from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry
 from tools.bench.kv import SHAPE
 from tools.bench.patterns import MB, PAGE, WARMUP, Pass, Space, Touch
-from tools.bench.results import Bar, exit_code, of_json
+from tools.bench.results import Target, exit_code, of_json
 from tools.bench.runner import client
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
 
-def bar(value: float, sense: str = "<=") -> Bar:
-    return Bar("a", "what", value, sense, 1.0)
+def target(value: float, sense: str = "<=") -> Target:
+    return Target("a", "what", value, sense, 1.0)
 
 
 @pytest.mark.parametrize(("sense", "passed"), [("<=", [1, 1, 0]), ("<", [1, 0, 0]), (">=", [0, 1, 1]), (">", [0, 0, 1])])
 def test_a_bar_is_reached_on_its_side_and_by_no_number_that_is_none(sense: str, passed: list[int]) -> None:
-    assert [bar(value, sense).passed for value in (0.9, 1.0, 1.1)] == [bool(one) for one in passed]
+    assert [target(value, sense).passed for value in (0.9, 1.0, 1.1)] == [bool(one) for one in passed]
     for value in (math.nan, math.inf, -math.inf):
-        told = bar(value, sense).to_json()
-        assert told["value"] is None and told["passed"] is False and bar(value).shown == "-"
-        assert not of_json(json.loads(json.dumps(told))).passed and exit_code([bar(value)]) == 1
+        told = target(value, sense).to_json()
+        assert told["value"] is None and told["passed"] is False and target(value).shown == "-"
+        assert not of_json(json.loads(json.dumps(told))).passed and exit_code([target(value)]) == 1
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -50,8 +50,8 @@ def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> Non
     bench: Any = importlib.import_module(f"tools.bench.{name}")
     told = results.read(results.DIRECTORY / f"{name}.json")
     assert told["schema"] == bench.SCHEMA and told["machine"]["cpus"] and not told.get("quick") and told["bars"]
-    assert [bar.to_json() for bar in harness.bars_of(bench, told)] == told["bars"]
-    assert len({bar["name"] for bar in told["bars"]}) == len(told["bars"]), "a name is a key"
+    assert [target.to_json() for target in harness.targets_of(bench, told)] == told["bars"]
+    assert len({target["name"] for target in told["bars"]}) == len(told["bars"]), "a name is a key"
 
 
 def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,11 +59,11 @@ def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[
     code = harness.run(kvstore, ["--quick", "--rounds", "2", "--dir", str(tmp_path), "--json", str(path)])
     told = json.loads(path.read_text())
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "the scratch directory is gone"
-    assert code == (0 if all(bar["passed"] for bar in told["bars"]) else 1) and told["tokens"] == kvstore.TOKENS // 16
+    assert code == (0 if all(target["passed"] for target in told["bars"]) else 1) and told["tokens"] == kvstore.TOKENS // 16
     assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
     fetch, memory = told["fetch"], told["memory"]
     assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
-    assert [bar["value"] for bar in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
+    assert [target["value"] for target in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
     assert "KvStore.gather" in capsys.readouterr().out
 
 
@@ -80,11 +80,13 @@ def comparison(times: dict[str, float], **changes: Any) -> dict[str, Any]:
 
 def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
     measured = {"kernel": 3.0, "kernel-128": 1.0, "mount": 0.4}
-    assert all(bar.passed for bar in mount.bars({"results": [comparison(measured)]})), "the kernel's hang is not its fault"
+    assert all(target.passed for target in mount.targets({"results": [comparison(measured)]})), (
+        "the kernel's hang is not its fault"
+    )
     hung = {"problems": {"mount": ["hung", "1 MiB wrong"]}}
     failed = comparison({"kernel": 1.0}, sides=["kernel", "mount"], **hung)
-    nothing, *others = mount.bars({"results": [failed]})
-    assert nothing.value == 2 and len(others) == 2 and not any(bar.passed for bar in (nothing, *others))
+    nothing, *others = mount.targets({"results": [failed]})
+    assert nothing.value == 2 and len(others) == 2 and not any(target.passed for target in (nothing, *others))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +101,8 @@ def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
 def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, compared: str, failed: str) -> None:
     sides = ["direct", "kernel", "kernel-128", mode]
     measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
-    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
-    assert math.isnan(bars[compared].value) and not bars[compared].passed
+    targets = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
+    assert math.isnan(targets[compared].value) and not targets[compared].passed
 
 
 @pytest.mark.parametrize(("token_bytes", "passed"), [(30e6, True), (32e6, False)])
@@ -108,8 +110,8 @@ def test_a_server_may_read_a_little_more_than_the_page_cache(token_bytes: float,
     measured = comparison({"kernel": 1.0, "inplace": 1.0}, case="h")
     for run in measured["runs"]:
         run["storage_bytes_per_step"] = 20e6 if run["side"] == "kernel" else token_bytes
-    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, "inplace")}
-    assert bars["kernel"].passed and bars["bytes"].passed == passed
+    targets = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, "inplace")}
+    assert targets["kernel"].passed and targets["bytes"].passed == passed
 
 
 def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_full_cache() -> None:
@@ -139,9 +141,9 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
     log.write_text(f"tests/unit/test_x.py .... [ 1%]\n==== 2 passed in 1.00s ====\n{last}\n")
     run = testtime.of_log(log)
     assert (run["seconds"], run["exit_code"]) == (seconds, code)
-    suite_bar, flakes = testtime.bars({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
-    assert suite_bar.passed and flakes.passed == (code == 0)
-    assert not testtime.bars({"runs": [run] * 9})[1].passed, "ten runs are asked for"
+    suite_target, flakes = testtime.targets({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
+    assert suite_target.passed and flakes.passed == (code == 0)
+    assert not testtime.targets({"runs": [run] * 9})[1].passed, "ten runs are asked for"
     log.write_text("collected 6093 items\n")
     with pytest.raises(DataError, match="--log"):
         testtime.of_log(log)
@@ -264,41 +266,41 @@ def zoo_result(read: dict[str, list[float]], repeats: int = 1, **changes: Any) -
     return {**about, "runs": [{**run, "problems": []} for run in runs], **changes}
 
 
-def zoo_bars(result: dict[str, Any]) -> dict[str, Bar]:
+def zoo_targets(result: dict[str, Any]) -> dict[str, Target]:
     """The bars of a result, by the end of their names."""
-    return {one.name.partition(".")[2]: one for one in zoo.bars({"results": [result]}) if one.name != "problems"}
+    return {one.name.partition(".")[2]: one for one in zoo.targets({"results": [result]}) if one.name != "problems"}
 
 
 def test_a_mount_may_read_a_twentieth_more_than_the_page_cache_and_a_hundredth_of_the_loop() -> None:
     load = [9000.0] * WARMUP
     read = {"page-cache": [*load, 80, 120], "steer": [*load, 60, 160], "arena": [*load, 60, 161]}
-    found = zoo_bars(zoo_result(read))
+    found = zoo_targets(zoo_result(read))
     assert found["steer.bytes"].value == pytest.approx(1) and not found["arena.bytes"].passed
-    nothing = zoo_bars(zoo_result({"page-cache": [*load, 0, 0], "steer": [*load, 5, 4], "arena": [*load, 5, 6]}))
+    nothing = zoo_targets(zoo_result({"page-cache": [*load, 0, 0], "steer": [*load, 5, 4], "arena": [*load, 5, 6]}))
     assert nothing["steer.bytes"].passed and not nothing["arena.bytes"].passed
     assert "**1.00**" in zoo.table({"results": [zoo_result(read)]})
 
 
 def test_a_run_that_lacks_a_pass_reaches_nothing_and_problems_count() -> None:
     complete, short = [100.0] * (WARMUP + 2), [0.0] * (WARMUP + 1)
-    assert not zoo_bars(zoo_result({"page-cache": complete, "inplace": short}))["inplace.bytes"].passed
-    assert not zoo_bars(zoo_result({"page-cache": short, "inplace": complete}))["inplace.bytes"].passed
+    assert not zoo_targets(zoo_result({"page-cache": complete, "inplace": short}))["inplace.bytes"].passed
+    assert not zoo_targets(zoo_result({"page-cache": short, "inplace": complete}))["inplace.bytes"].passed
     killed = zoo_result({"page-cache": complete, "inplace": complete})
     for run in killed["runs"]:
         run["problems"] = ["1 OOM kills"]
-    problems, *others = zoo.bars({"results": [killed]})
+    problems, *others = zoo.targets({"results": [killed]})
     assert problems.value == 1 and all(one.passed for one in others), "those of the page cache are not the mount's"
 
 
 def test_time_is_judged_in_place_by_three_runs_and_rows_where_the_loop_fits() -> None:
     read = {"page-cache": [100.0] * (WARMUP + 2), "inplace": [111.0] * (WARMUP + 2), "steer": [111.0] * (WARMUP + 2)}
-    assert not any("time" in name for name in zoo_bars(zoo_result(read, 2)))
-    timed = zoo_bars(zoo_result(read, 3))
+    assert not any("time" in name for name in zoo_targets(zoo_result(read, 2)))
+    timed = zoo_targets(zoo_result(read, 3))
     assert timed["inplace.time"].value == pytest.approx(2.11 / 2) and "steer.time" not in timed
     rows = {"first": WARMUP + 1, "count": 1000}
     read = {"page-cache": [0.0] * (WARMUP + 2), "steer": [0.0] * WARMUP + [1.0, 1.0 + 1.25 * 1000 * PAGE / MB]}
-    assert "steer.rows" not in zoo_bars(zoo_result(read, rows=rows))
-    judged = zoo_bars(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
+    assert "steer.rows" not in zoo_targets(zoo_result(read, rows=rows))
+    judged = zoo_targets(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
     assert judged.value == pytest.approx(1.25) and not judged.passed
 
 
@@ -361,7 +363,7 @@ def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir(parents=True)
     program.write_text(PROGRAM.format(machine=MACHINE))
     benchmarks = [SuiteEntry(name, f"about {name}", ("--long",)) for name in ("good", "broken", "slow")]
-    benchmarks.append(SuiteEntry("asked", "long", quick=None, asked=True))
+    benchmarks.append(SuiteEntry("asked", "long", quick=None, on_request=True))
     monkeypatch.setattr(suite, "BENCHMARKS", tuple(benchmarks))
     monkeypatch.setattr(suite, "NAMES", tuple(one.name for one in benchmarks))
     monkeypatch.setattr(suite, "ROOT", tmp_path)
@@ -377,7 +379,7 @@ def test_what_fails_stops_nothing_and_is_shown(rooted: Path, capfd: pytest.Captu
     assert suite.main(["-o", str(rooted)]) == suite.FAILED
     assert sorted(one.name for one in rooted.iterdir()) == ["all.html", "all.json", "good.json", "slow.json"]
     told = results.read(rooted / "all.json")
-    assert [(bar["benchmark"], bar["passed"]) for bar in told["bars"]] == [("good", True), ("slow", False)]
+    assert [(target["benchmark"], target["passed"]) for target in told["bars"]] == [("good", True), ("slow", False)]
     errors = {run["benchmark"]: run["error"] for run in told["runs"]}
     assert "exit code 1" in errors["broken"] and errors["good"] is None and words_of(rooted, "good") == ["--long"]
     page = (rooted / "all.html").read_text()

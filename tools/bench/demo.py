@@ -96,20 +96,20 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     )
 
 
-def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
+def result_table(outcome: Comparison, document: mount.Result) -> tuple[str, str]:
     """Return what was compared, and how it came out in Markdown; modelled and measured figures stand in different rows."""
     each = outcome.experiment
-    asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
+    token_bytes = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
-        f"{format_size(asked)} of {format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
-        f"storage {format_rate(each.read_bps or 0)}, total memory {format_size(outcome.cap_bytes or 0)}"
+        f"{format_size(token_bytes)} of {format_size(each.loop_bytes)} read per token, "
+        f"cache {format_size(each.cache_bytes)}, storage {format_rate(each.read_bps or 0)}, total memory {format_size(outcome.cap_bytes or 0)}"
     )
     rows = []
-    labels = {"kernel": "page cache", "mount": f"llmcachefs, {mount.mode_of(told, 'mount')}"}
+    labels = {"kernel": "page cache", "mount": f"llmcachefs, {mount.mode_of(document, 'mount')}"}
     for side in outcome.sides:
         label = labels.get(side, f"page cache, read_ahead_kb {SMALL_READ_AHEAD_KB}")
-        times, median = mount.steps(told, side), mount.seconds(told, side)
-        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(told, side) / 1e6:.0f}"
+        times, median = mount.steps(document, side), mount.seconds(document, side)
+        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(document, side) / 1e6:.0f}"
         rows.append((label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}"))
     bound, missing = outcome.bound_s(), max(0, each.loop_bytes - each.cache_bytes)
     others = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
@@ -127,10 +127,10 @@ def same_answers(outcome: Comparison) -> bool:
 
 def show(outcome: Comparison, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
-    told = outcome.to_json()
-    title, made = result_table(outcome, told)
+    document = outcome.to_json()
+    title, made = result_table(outcome, document)
     console.print(title, Markdown(made))
-    median, kernel = mount.seconds(told, "mount"), mount.seconds(told, mount.kernel(told))
+    median, kernel = mount.seconds(document, "mount"), mount.seconds(document, mount.kernel(document))
     same = same_answers(outcome)
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
     console.print(
@@ -153,10 +153,10 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     model = make_model(args.dir.resolve(), args.size, args.experts, args.used)
     plan = experiment(args, model)
     host = machine.describe(model)
-    asked, what = plan.loop_bytes, "always in the same order"
+    token_bytes, order = plan.loop_bytes, "always in the same order"
     if plan.routed is not None:
-        asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
-    console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
+        token_bytes, order = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
+    console.print(f"   {model.name}: each token reads {format_size(token_bytes)} of it, {order}")
     console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}")
     console.print("2. the server alone, default flags, no memory limit: the time to compute a token")
     console.print(
@@ -172,7 +172,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, console)
-    good = show_tools(outcome, asked, scratch / "llama.parquet", console) and good
+    good = show_tools(outcome, token_bytes, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 

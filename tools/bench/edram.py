@@ -18,11 +18,11 @@ from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
 from .harness import ROOT, in_turns
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-edram/2"
 CONFIGURATIONS = 10_000
-SWEEP_BAR_S = 5.0
+SWEEP_TARGET_S = 5.0
 
 
 def axes() -> Axes:
@@ -78,13 +78,13 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def bars(told: Document) -> list[Bar]:
-    (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
-    what = f"sweep of the accelerator model over {told['configurations']:,} configurations"
-    return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
+def targets(document: Document) -> list[Target]:
+    (median,) = (one["median_s"] for one in document["cases"] if one["case"] == "sweep")
+    what = f"sweep of the accelerator model over {document['configurations']:,} configurations"
+    return [Target("sweep", what, median, "<", SWEEP_TARGET_S, unit="s")]
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     """How long the accelerator model takes, from `tools/bench edram`."""
-    head = [f"accelerator model, {told['configurations']:,} configurations", "time s"]
-    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])
+    head = [f"accelerator model, {document['configurations']:,} configurations", "time s"]
+    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])

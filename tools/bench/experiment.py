@@ -210,8 +210,8 @@ class Rig:
             stats: list[dict[str, Any]] = []
 
             def look() -> None:
-                if (told := opened.stats()) is not None:
-                    stats.append({**told, "storage_bytes": group.read_bytes()})
+                if (answer := opened.stats()) is not None:
+                    stats.append({**answer, "storage_bytes": group.read_bytes()})
 
             clients = run_clients(
                 group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None

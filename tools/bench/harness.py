@@ -33,24 +33,30 @@ from rich.markdown import Markdown
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bars_table, exit_code, rounded, write
+from .results import Document, Target, exit_code, rounded, targets_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = user_cache_path("llmcache") / "models"
 """Where models are kept between runs."""
 
 
-def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
+def targets_of(bench: ModuleType, document: Document) -> list[Target]:
     """Return the bars of a benchmark, from what it wrote; without `bars` in it, `BARS` has those of its parts."""
-    if hasattr(bench, "bars"):
-        return list(bench.bars(told))
-    parts = told["parts"]
-    return [Bar(name, parts[name]["what"], parts[name]["figure"], *bar) for name, bar in bench.BARS.items() if name in parts]
+    if hasattr(bench, "targets"):
+        return list(bench.targets(document))
+    parts = document["parts"]
+    return [
+        Target(name, parts[name]["what"], parts[name]["figure"], *target)
+        for name, target in bench.TARGETS.items()
+        if name in parts
+    ]
 
 
-def shown(bench: ModuleType, told: Document) -> str:
+def shown(bench: ModuleType, document: Document) -> str:
     """Return what people see of it, in Markdown."""
-    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "figure"))
+    return (
+        str(bench.table(document)) if hasattr(bench, "table") else targets_table(document, getattr(bench, "HEAD", "figure"))
+    )
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
@@ -61,30 +67,30 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    told: Document | None = None
+    written: Document | None = None
     try:
         with one_interrupt():
             for measured in bench.measure(args, console):
-                told = document(bench, getattr(args, "dir", ROOT), measured)
+                written = document(bench, getattr(args, "dir", ROOT), measured)
                 if args.json:
-                    write(args.json, told)
+                    write(args.json, written)
     except LlmcacheError as error:
         report(name, error)
         return error.exit_code
     except KeyboardInterrupt:
-        console.print("interrupted" + (": nothing was written" if told is None else ""))
-        if told is None:
+        console.print("interrupted" + (": nothing was written" if written is None else ""))
+        if written is None:
             return 1
-    assert told is not None
-    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "figure")))):
+    assert written is not None
+    for text in dict.fromkeys((shown(bench, written), targets_table(written, getattr(bench, "HEAD", "figure")))):
         console.print(Markdown(text))
-    return exit_code(bars_of(bench, told)) if told.get("complete", True) else 1
+    return exit_code(targets_of(bench, written)) if written.get("complete", True) else 1
 
 
 def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
     """Return what a benchmark writes: what it measured on this machine, with its bars."""
-    told = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
-    return {**told, "bars": [bar.to_json() for bar in bars_of(bench, told)]}
+    written = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
+    return {**written, "bars": [target.to_json() for target in targets_of(bench, written)]}
 
 
 def report(name: str, error: LlmcacheError) -> None:
@@ -101,8 +107,8 @@ def measured_apart(module: str, *words: object, packages: Path | None = None) ->
     paths = [str(one) for one in (packages, os.environ.get("PYTHONPATH")) if one]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    told: Document = json.loads(done.stdout)
-    return told
+    printed: Document = json.loads(done.stdout)
+    return printed
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:

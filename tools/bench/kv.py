@@ -31,17 +31,17 @@ from llmcache.kv.spill.layout import aligned
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-kv/2"
 TOKENS, DIM, HEADS = 65536, 128, 8
 SPILLED = 1 << 20  # tokens of one layer in the spill file
 ALPHA = 0.2  # hillinfer.txt, section 4.2: the importance rate of its experiments
-SCORING_BAR = 0.5  # of the bandwidth of reading
-TOP_BAR = 0.2  # of the time of scoring
-FETCH_BAR = 0.8  # of what the same reads take without a spill file
-MEMORY_BAR = 1 << 30
-LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
+SCORING_TARGET = 0.5  # of the bandwidth of reading
+TOP_TARGET = 0.2  # of the time of scoring
+FETCH_TARGET = 0.8  # of what the same reads take without a spill file
+MEMORY_TARGET = 1 << 30
+LINK_TARGET = 1 / 50  # of the bytes that scoring on the host moves
 MIB = 1 << 20
 SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
 CHUNK = 4096
@@ -53,7 +53,7 @@ Keys = NDArray[Any]
 
 @numba.njit(nogil=True, cache=True)
 def _sum(words):  # type: ignore[no-untyped-def]
-    """Reads everything: what no kernel that must see all keys can undercut."""
+    """Read everything: what no kernel that must see all keys can undercut."""
     total = np.uint64(0)
     for i in range(words.size):
         total += words[i]
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     name: str
     run: Callable[[], object]
     key_bytes: int
-    bar: float | None = None
+    target: float | None = None
 
     def seconds(self) -> float:
         """Return what one run takes."""
@@ -93,22 +93,22 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
 def kernels(tokens: int) -> Iterator[Kernel]:
     """Yield what is measured."""
     random = np.random.default_rng(1)
-    asked = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
+    query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
         keys = heads(dtype, tokens)
         words = [head.view(np.uint64).reshape(-1) for head in keys]
         scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
         size = sum(head.nbytes for head in keys)
         yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
-        for queries, query in asked.items():
-            bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
+        for queries, query in query_of.items():
+            target = SCORING_TARGET if dtype == "float16" and queries == 1 else None
             scoring = partial(score, query, scales=scales, threads=1)
             per_head = "1 query" if queries == 1 else f"{queries} queries"
-            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, bar)
+            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, target)
         if dtype == "float16":
-            scores = [score(asked[1], head, threads=1) for head in keys]
+            scores = [score(query_of[1], head, threads=1) for head in keys]
             for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
-                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_BAR)
+                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
 
 
 def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
@@ -128,7 +128,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took
         row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
-        rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
+        rows.append(row | ({} if case.target is None else {"bar": case.target}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
@@ -220,9 +220,14 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
 def spill(directory: Path, tokens: int, rounds: int) -> Document:
     """Return what all steps took in a directory."""
     path = directory / "bench.kv"
-    told = {"tokens": tokens, "write": write(path, tokens), "restore": restore(path, tokens), "fetch": fetch(path, rounds)}
-    told["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
-    return {**told, "device": execute(path, min(rounds, 3))}
+    measured = {
+        "tokens": tokens,
+        "write": write(path, tokens),
+        "restore": restore(path, tokens),
+        "fetch": fetch(path, rounds),
+    }
+    measured["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
+    return {**measured, "device": execute(path, min(rounds, 3))}
 
 
 # The benchmark
@@ -244,21 +249,21 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         yield {**document(found, seconds, tokens), "spill": measured_apart("kv", scratch, spilled, args.repeat)}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     found = []
-    for one in told["cases"]:
+    for one in document["cases"]:
         if "bar" in one:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
-            found.append(Bar(one["case"], what, one["figure"], sense, one["bar"]))
-    fetch, memory, device = (told["spill"][key] for key in ("fetch", "memory", "device"))
+            found.append(Target(one["case"], what, one["figure"], sense, one["bar"]))
+    fetch, memory, device = (document["spill"][key] for key in ("fetch", "memory", "device"))
     fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
-    tokens, peak = f"peak memory with {told['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
+    tokens, peak = f"peak memory with {document['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
     link = "bytes over the link / bytes that scoring on the host moves"
     return [
         *found,
-        Bar("fetch", fetched, fetch["figure"], ">=", FETCH_BAR),
-        Bar("memory", tokens, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
-        Bar("link", link, device["figure"], "<=", LINK_BAR, "emulated"),
+        Target("fetch", fetched, fetch["figure"], ">=", FETCH_TARGET),
+        Target("memory", tokens, peak, "<=", MEMORY_TARGET / MIB, unit="MiB"),
+        Target("link", link, device["figure"], "<=", LINK_TARGET, "emulated"),
     ]
 
 

@@ -28,7 +28,7 @@ HEAD = "measured, recall model"
 BUDGETS = (64, 128, 256)
 CONTEXTS = (1024, 2048, 4096)
 RIVALS = ("quest", "h2o", "window")
-BARS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
+TARGETS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Exam:
         return [replace(whole, contexts=(context,)) for context in self.contexts]
 
 
-def asked(quick: bool) -> list[Exam]:
+def exams(quick: bool) -> list[Exam]:
     """Return what is asked."""
     contexts = CONTEXTS[:1] if quick else CONTEXTS
     return [
@@ -57,7 +57,7 @@ def asked(quick: bool) -> list[Exam]:
     ]
 
 
-def ask(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
+def answers_of(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
     """Return the answers by task; the longest contexts begin first."""
     # spawned: torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -79,11 +79,11 @@ def _together(one: Exam, parts: Sequence[Future[TaskBench]]) -> TaskBench:
 
 def document(bench: TaskBench) -> dict[str, Any]:
     """Return it without times, and without where things lay on this machine."""
-    told = bench.document()
-    kept = {key: value for key, value in told["conditions"].items() if key != "spill files"}
+    whole = bench.document()
+    kept = {key: value for key, value in whole["conditions"].items() if key != "spill files"}
     wanted = ("policy", "context", "budget", "answers", "attention")
-    rows = [{key: row[key] for key in wanted} for row in told["rows"]]
-    return {**told, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
+    rows = [{key: row[key] for key in wanted} for row in whole["rows"]]
+    return {**whole, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
 
 
 def passkey(bench: TaskBench) -> dict[str, Any]:
@@ -123,6 +123,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     with workplace(args.dir) as scratch:
-        found = ask(asked(args.quick), scratch, args.workers)
+        found = answers_of(exams(args.quick), scratch, args.workers)
     parts = {"passkey": passkey(found["passkey"]), "recall": recall(found["recall"])}
     yield {"quick": args.quick, "parts": {**parts, "rivals": rivals(parts["recall"]["run"]["rows"])}}

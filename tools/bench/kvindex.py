@@ -22,7 +22,7 @@ from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestS
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.layout import KvShape
 
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-kvindex/2"
 K, PAGE = 64, 16
@@ -34,7 +34,7 @@ INSERT_MS, BUILD_PER_S, AUTO = 1.0, 100_000.0, 1.2
 DIM = 128
 CLUSTERS, SPREAD, ASTRAY = 256, 0.35, 1.0
 Floats = NDArray[np.float32]
-Ask = Callable[[Floats], NDArray[np.int64]]
+Search = Callable[[Floats], NDArray[np.int64]]
 
 
 class Keys(NamedTuple):
@@ -70,23 +70,23 @@ KINDS = {"clustered": clustered, "gaussian": gaussian}
 
 
 def in_turns(
-    asked: dict[str, Ask], queries: Floats, truth: NDArray[np.int64], rounds: int
+    searches: dict[str, Search], queries: Floats, truth: NDArray[np.int64], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the seconds of each way for all sets of queries, and the mean recall of each.
 
     The ways take turns in an order drawn anew each time: what follows a scan finds the caches empty.
     """
     random = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {name: [] for name in asked}
-    hits: dict[str, list[float]] = {name: [] for name in asked}
-    for ask in asked.values():  # the first time compiles, and `auto` holds its trial
+    seconds: dict[str, list[float]] = {name: [] for name in searches}
+    hits: dict[str, list[float]] = {name: [] for name in searches}
+    for search in searches.values():  # the first time compiles, and `auto` holds its trial
         for query in queries[:32]:
-            ask(query)
+            search(query)
     for _ in range(rounds):
         for query, best in zip(queries, truth, strict=True):
-            for name in map(str, random.permutation(list(asked))):
+            for name in map(str, random.permutation(list(searches))):
                 begin = time.perf_counter()
-                found = asked[name](query)
+                found = searches[name](query)
                 seconds[name].append(time.perf_counter() - begin)
                 hits[name].append(recall_of(found, best))
     return seconds, {name: statistics.mean(shares) for name, shares in hits.items()}
@@ -143,14 +143,14 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
     indexes, build_s = built(keys)
     pages, singles = (np.ascontiguousarray(as_pages(rows, PAGE)) for rows in (halves, keys))
     used = scorers(halves)
-    asked: dict[str, Ask] = {
+    searches: dict[str, Search] = {
         "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
         "tree": lambda query: np.stack([one.query(query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
         "scan side by side": lambda query: top(score(query[None], halves[None], threads=1)[0], K, threads=1),
         "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
     }
-    asked |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
-    seconds, recall = in_turns(asked, queries, best_of(halves.astype(np.float32), queries), rounds)
+    searches |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
+    seconds, recall = in_turns(searches, queries, best_of(halves.astype(np.float32), queries), rounds)
     touched = [one.query(query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
     levels = [int(points) for points in indexes[0].tree.population[1:] if points]
     size = indexes[0].size_bytes
@@ -182,30 +182,32 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
 
 
-def bars(told: Document) -> list[Bar]:
-    return [bar for row in told["rows"] for bar in _of_row(row)]
+def targets(document: Document) -> list[Target]:
+    return [target for row in document["rows"] for target in _of_row(row)]
 
 
-def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
+def _of_row(row: dict[str, Any]) -> Iterator[Target]:
     """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
     times = {name: spread["median_s"] for name, spread in row["times"].items()}
     enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
-    yield _bar(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
+    yield _target(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
     if row["kind"] != "clustered":
         return
-    yield _bar(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
-    yield _bar(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
+    yield _target(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
+    yield _target(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
     built = row["keys"] / min(row["build_cpu_s"])
-    yield _bar(row, "build", "speed of building, best head", built, ">=", BUILD_PER_S, "keys/s")
+    yield _target(row, "build", "speed of building, best head", built, ">=", BUILD_PER_S, "keys/s")
     if row["keys"] in FASTER:
-        yield _bar(row, "faster", "speedup over the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
+        yield _target(row, "faster", "speedup over the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
     if row["keys"] == SIZES[-1]:
-        yield _bar(row, "insert", "insertion of a page of 16 keys", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
+        yield _target(
+            row, "insert", "insertion of a page of 16 keys", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms"
+        )
 
 
-def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
+def _target(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Target:
     key, keys = f"{row['kind']}.{row['keys']}.{name}", f"{row['keys']:,} {row['kind']} keys"
-    return Bar(key, f"{keys}: {what}", value, sense, limit, unit=unit)
+    return Target(key, f"{keys}: {what}", value, sense, limit, unit=unit)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -223,10 +225,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {**about, "rows": rows, "grown": grown(sizes[1])}
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["keys", "recall@64", "keys touched", "scan µs", "tree µs", "speedup", "`auto` uses"]
     rows = []
-    for one in told["rows"]:
+    for one in document["rows"]:
         scan, tree = (1e6 * one["times"][side]["median_s"] for side in ("scan", "tree"))
         found = [f"{one['recall']['tree']:.3f}", f"{one['touched']:.1%}", f"{scan:.0f}", f"{tree:.0f}", f"{scan / tree:.1f}"]
         rows.append([f"{one['kind']}, {one['keys'] // 1024} Ki", *found, one["auto"]["uses"]])

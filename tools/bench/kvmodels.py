@@ -31,7 +31,7 @@ from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes,
 from llmcache.kv.tasks.english import Document, documents
 
 from .harness import measured_apart, workplace
-from .results import bars_table, markdown
+from .results import markdown, targets_table
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
@@ -64,7 +64,7 @@ LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
 }  # fmt: skip
-BARS = {
+TARGETS = {
     **{f"loss.{budget}": ("<=", 0.0) for budget in BUDGETS},
     **{f"rivals.{budget}": ("<=", 0.0) for budget in PRESS_BUDGETS},
     **{f"tasks.{budget}": (">=", share) for budget, share in zip(BUDGETS, (0.97, 0.98, 0.99), strict=True)},
@@ -110,40 +110,42 @@ class BenchScope:
 # Loss and answers
 
 
-def above(told: Mapping[Candidate, Told], one: Candidate) -> list[float]:
+def above(outcomes: Mapping[Candidate, Told], one: Candidate) -> list[float]:
     """Return the loss of each text above the full cache's, with the same transformers."""
     full = Candidate(PRESS_FULL if one.policy.startswith("kvpress-") else STOCK, None)
-    return [loss - least for loss, least in zip(told[one].losses, told[full].losses, strict=True)]
+    return [loss - least for loss, least in zip(outcomes[one].losses, outcomes[full].losses, strict=True)]
 
 
-def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST) -> float:
+def excess(
+    outcomes: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST
+) -> float:
     """Return by how much the loss above full is over `share` of the best of `others`', less its standard error.
 
     Of one that is below the full cache's a share above 1 would be less: there it is to be no more than that.
     """
-    best = min((above(told, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
+    best = min((above(outcomes, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
     share = min(share, 1.0) if statistics.fmean(best) < 0 else share
-    own = above(told, Candidate(OWN, budget))
+    own = above(outcomes, Candidate(OWN, budget))
     mean, error = mean_of([one - share * other for one, other in zip(own, best, strict=True)])
     return mean - (error if len(best) > 1 else 0.0)
 
 
-def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
+def kept(outcomes: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
     """Return the share of the full cache's right answers that are kept, over all tasks that it answers most of."""
-    pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in told]
+    pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in outcomes]
     answered_most = [(own, full) for own, full in pairs if own is not None and full.share >= MOST]
     if not answered_most:
         raise DataError("tasks: the model solves no task with the full cache", "use another model or other lengths")
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
 
 
-def _row(one: Candidate, told: Mapping[Candidate, Told]) -> dict[str, Any]:
-    answers, losses, divergences = told[one].answers(), told[one].losses, told[one].divergences
+def _row(one: Candidate, outcomes: Mapping[Candidate, Told]) -> dict[str, Any]:
+    answers, losses, divergences = outcomes[one].answers(), outcomes[one].losses, outcomes[one].divergences
     row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
     row["kept"] = answers.kept
     if losses:
         row |= {"losses": losses, "divergences": divergences, "divergence": mean_of(divergences)}
-        row["above"] = mean_of(above(told, one))
+        row["above"] = mean_of(above(outcomes, one))
     return row
 
 
@@ -170,7 +172,7 @@ def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, ru
     return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -183,8 +185,8 @@ def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str
             everyone = _everyone(OWN, ORACLE) + ([] if place else rivals)
             run: dict[str, Any] = {"model": model, "task": "loss", "context": context, "texts": []}
             pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress else {}
-            told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
-            yield told, {**run, "rows": [_row(one, told) for one in told]}
+            outcomes = answered(setup, subject, context, scope.directory, everyone, run["texts"], _log) | pressed
+            yield outcomes, {**run, "rows": [_row(one, outcomes) for one in outcomes]}
 
 
 def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
@@ -196,7 +198,7 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
         what = f"loss above full: {OWN} - {share} x {best} - standard error, worst of {lengths} tokens"
         for budget in budgets:
-            figure = max(excess(told, budget, others, share) for told, _ in found)
+            figure = max(excess(outcomes, budget, others, share) for outcomes, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
 
     judge("loss", BUDGETS, WORST, "oracle", (ORACLE,))
@@ -215,9 +217,9 @@ def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[st
         for task, cases in CASES.items():
             for context in scope.chosen(CONTEXTS):
                 setup = scope.setup(task, model, context, cases)
-                told = answered(setup, subject, context, None, _everyone(OWN), [], _tell, MOST)
+                outcomes = answered(setup, subject, context, None, _everyone(OWN), [], _log, MOST)
                 run = {"model": model, "task": task, "context": context}
-                yield told, {**run, "rows": [_row(one, told) for one in told]}
+                yield outcomes, {**run, "rows": [_row(one, outcomes) for one in outcomes]}
 
 
 def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
@@ -225,8 +227,8 @@ def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     found = list(_answers(scope))
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
     what = f"share of the full cache's correct answers kept, in tasks that it mostly solves, {lengths} tokens"
-    told = [told for told, _ in found]
-    parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
+    outcomes = [outcomes for outcomes, _ in found]
+    parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(outcomes, budget)} for budget in BUDGETS}
     parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
     return parts
 
@@ -436,7 +438,7 @@ def _generated(model: Any, cache: Any, ids: Any, count: int) -> list[int]:
 
 
 def _talk(scope: BenchScope, name: str, path: Path, say: Connection) -> None:
-    """Reads a text, goes on with it, saves that, and waits to be killed; in a process of its own."""
+    """Read a text, goes on with it, saves that, and waits to be killed; in a process of its own."""
     from llmcache.kv.bench.subject import Subject
     from llmcache.kv.transformers import SpillCache
 
@@ -519,9 +521,9 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
 
 
-def table(told: dict[str, Any]) -> str:
+def table(document: dict[str, Any]) -> str:
     """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
-    parts = told["parts"]
+    parts = document["parts"]
     runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}
     rows = []
     for run in runs.get("loss", ()):
@@ -537,7 +539,7 @@ def table(told: dict[str, Any]) -> str:
         "policy",
         *map(str, BUDGETS),
     ]
-    tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    tables = [targets_table(document, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
     if "gpu" in parts:
         found = parts["gpu"]
         head = [found["device"]["gpu"], "cache", "prompt s", "token ms", "GPU memory of the cache GB"]

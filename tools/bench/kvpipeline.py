@@ -25,13 +25,13 @@ from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
 from .harness import workplace
-from .results import Bar, Document, bars_table, figure
+from .results import Document, Target, figure, targets_table
 
 SCHEMA = "llmcache-bench-kvpipeline/2"
-IDLE_BAR = 0.10  # of the time of decode steps in which the accelerator waits
-PING_PONG_BAR = 0.01  # of the pages that come up
-LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
-BETA_BAR = 1  # steps of the sweep between its minimum and the rule
+IDLE_TARGET = 0.10  # of the time of decode steps in which the accelerator waits
+PING_PONG_TARGET = 0.01  # of the pages that come up
+LINK_TARGET = 1 / 50  # of the bytes that scoring on the host moves
+BETA_TARGET = 1  # steps of the sweep between its minimum and the rule
 SLACK = 2.0  # computing takes so many times as long as what it is to hide
 WARM_UP = 4
 FACTORS = (1 / 4, 1 / 2, 1, 2, 4, 8)
@@ -58,7 +58,7 @@ def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
         "what": f"look-ahead: {waits}, where the model predicts at most 0.1",
         "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
         "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
-        "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
+        "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_TARGET, "run": _without_timelines(bench),
     }  # fmt: skip
 
 
@@ -135,15 +135,15 @@ def relative_times(steps: Sequence[Sequence[int]]) -> list[float]:
 
 
 PARTS = {"idle": idle, "ping_pong": ping_pong, "link": link, "beta": beta}
-LIMITS = {"idle": IDLE_BAR, "ping_pong": PING_PONG_BAR, "link": LINK_BAR, "beta": BETA_BAR}
+LIMITS = {"idle": IDLE_TARGET, "ping_pong": PING_PONG_TARGET, "link": LINK_TARGET, "beta": BETA_TARGET}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     """Return the bars; an idle share that the model says cannot be hidden is none."""
     found = []
-    for name, one in told["parts"].items():
+    for name, one in document["parts"].items():
         value = one["figure"] if one.get("applies", True) else math.nan
-        found.append(Bar(name, one["what"], value, "<=", LIMITS[name], "emulated"))
+        found.append(Target(name, one["what"], value, "<=", LIMITS[name], "emulated"))
     return found
 
 
@@ -154,10 +154,10 @@ def _seen(row: Row) -> Any:
 
 def _without_timelines(bench: Bench) -> dict[str, Any]:
     """Return it without the spans: they are many, and `llmcache kv plot` draws them from runs of its own."""
-    told = bench.document()
-    for row in told["rows"]:
+    document = bench.document()
+    for row in document["rows"]:
         row["observed"]["timeline"] = {"emulated": row["observed"]["timeline"]["emulated"], "spans": []}
-    return told
+    return document
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -178,10 +178,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"quick": args.quick, "seed": args.seed, "parts": parts}
 
 
-def table(told: Document) -> str:
-    parts = told["parts"]
+def table(document: Document) -> str:
+    parts = document["parts"]
 
-    def without(bar: Bar) -> str:
-        return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
+    def without(target: Target) -> str:
+        return figure(parts[target.name]["without"]) if "without" in parts[target.name] else ""
 
-    return bars_table(told, "measured; stream synthetic, accelerator and computational SSD emulated", without)
+    return targets_table(document, "measured; stream synthetic, accelerator and computational SSD emulated", without)

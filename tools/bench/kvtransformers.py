@@ -29,10 +29,10 @@ SCHEMA = "llmcache-bench-kvtransformers/2"
 HEAD = "measured, in transformers"
 BUDGET = 128
 """As where `kvmodels` asks for little memory."""
-BARS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
+TARGETS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
 """Of faster, tokens: there is such a length."""
-BAR_TOKENS = 32768
-LENGTHS = (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS)
+TARGET_TOKENS = 32768
+LENGTHS = (2048, 4096, 8192, 16384, TARGET_TOKENS, 2 * TARGET_TOKENS)
 PACKED = "icecache-packed"
 """Its index in little memory: where no tree finds anything, `icecache` keeps all keys, which is half of everything."""
 TIMED = ("icecache", PACKED, "quest", "hillinfer")
@@ -62,7 +62,7 @@ class LengthRow:
     whys: Sequence[str] = ()
 
     def document(self, stock: LengthRow) -> dict[str, Any]:
-        """Returns it as JSON-ready values, beside transformers' own cache."""
+        """Return it as JSON-ready values, beside transformers' own cache."""
         return {
             **asdict(self), "times_stock": self.times(stock), "kv_share": self.kv_share(stock),
             "share_with_index": self.share_with_index(stock),
@@ -85,7 +85,7 @@ def by_length(
     shape: Mapping[str, int], lengths: Sequence[int], everyone: Sequence[Candidate], directory: Path, steps: int,
     threads: int, progress: Progress = lambda _: None,
 ) -> list[LengthRow]:  # fmt: skip
-    """Returns a row for each cache at each of `lengths`; caches take turns, step by step.
+    """Return a row for each cache at each of `lengths`; caches take turns, step by step.
 
     EnvironmentProblem: torch or transformers are missing.
     """
@@ -111,12 +111,12 @@ def by_length(
 
 
 def stock_at(rows: Sequence[LengthRow], tokens: int) -> LengthRow:
-    """Returns the row of transformers' own cache at a length."""
+    """Return the row of transformers' own cache at a length."""
     return next(row for row in rows if row.tokens == tokens and row.policy == STOCK)
 
 
 def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
-    """Returns the least length from which on, as far as was measured, `policy` takes less time than transformers' cache."""
+    """Return the least length from which on, as far as was measured, `policy` takes less time than transformers' cache."""
     found = None
     for row in sorted((row for row in rows if row.policy == policy), key=lambda row: -row.tokens):
         if row.times(stock_at(rows, row.tokens)) >= 1:
@@ -125,7 +125,7 @@ def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
     return found
 
 
-def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
+def _row_json(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
     return {
         "tokens": row.tokens, "policy": row.policy, **asdict(row.memory), "tpot_ns": row.speed.tpot_ns,
         "parts_ns": dict(row.speed.parts_ns), "kv_share": row.kv_share(stock), "times_stock": row.times(stock),
@@ -135,26 +135,26 @@ def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
 
 def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     """The bars of memory and time, by policy, and from which length on a policy is faster than DynamicCache."""
-    at = BAR_TOKENS if any(row.tokens == BAR_TOKENS for row in rows) else max(row.tokens for row in rows)
+    at = TARGET_TOKENS if any(row.tokens == TARGET_TOKENS for row in rows) else max(row.tokens for row in rows)
     stock = stock_at(rows, at)
-    there = {row.policy: row for row in rows if row.tokens == at}
-    share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
-    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
+    row_of = {row.policy: row for row in rows if row.tokens == at}
+    share, times = row_of["icecache"].kv_share(stock), row_of["icecache"].times(stock)
+    with_index = ", ".join(f"{policy} {row_of[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
     faster = {policy: faster_from(rows, policy) for policy in TIMED}
     others = [policy for policy in TIMED if policy != "icecache"]
-    told = ", ".join(f"{one} {'none measured' if (none := faster[one]) is None else f'{none:,}'}" for one in others)
-    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in others)
+    lengths = ", ".join(f"{one} {'none measured' if (none := faster[one]) is None else f'{none:,}'}" for one in others)
+    each = ", ".join(f"{policy} {row_of[policy].times(stock):.2f}" for policy in others)
     return {
         "memory": {"what": f"keys and values in memory / DynamicCache's, {at:,} tokens, icecache", "figure": share},
         "memory_with_index": {
             "what": f"keys, values and index in memory / DynamicCache's, {at:,} tokens, {PACKED} ({with_index})",
-            "figure": there[PACKED].share_with_index(stock),
+            "figure": row_of[PACKED].share_with_index(stock),
         },
         "time": {"what": f"time per token / DynamicCache's, {at:,} tokens, icecache ({each})", "figure": times},
         "faster": {
-            "what": f"context from which a token is faster than with DynamicCache, icecache ({told})",
+            "what": f"context from which a token is faster than with DynamicCache, icecache ({lengths})",
             "figure": faster["icecache"] or 0, "by_policy": faster,
-            "rows": [_told(row, stock_at(rows, row.tokens)) for row in rows],
+            "rows": [_row_json(row, stock_at(rows, row.tokens)) for row in rows],
         },
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ from .clients.server_tokens import SITE
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
@@ -290,12 +290,12 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
             cache, each = int(share * size), slices.bytes_of(0)
             missed = routing.misses(chosen, ranks, routing.Habits(), (cache - dense) // each, warmup)
             replayed = (missed[policy] * each for policy in ("lru", "known", "belady"))
-            asked = Routed(dense + shape.layers * used * each, *replayed)
+            routed = Routed(dense + shape.layers * used * each, *replayed)
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 own = number == 0 and share in READ_AHEAD_SHARES
                 limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": ahead_kb, "mean_reads": True}
-                yield Experiment("g", label, file, size, cache, reader, *counts, routed=asked, own_read_ahead=own, **limits)
+                yield Experiment("g", label, file, size, cache, reader, *counts, routed=routed, own_read_ahead=own, **limits)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts)
                     decode = tokens(plan.threads, LLAMA_COUNTS[0])
@@ -404,16 +404,16 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median([one for one in values if one is not None] or [math.nan])
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     """Return the bars of all results; the first is that nothing went wrong over the mount."""
-    results: list[Result] = told["results"]
+    results: list[Result] = document["results"]
     wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
     what = f"hangs, wrong bytes and failures with a mount, in {len(results)} cases"
-    nothing = Bar("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
-    return [nothing, *(bar for result in results for side in mounts(result) for bar in judge(result, side))]
+    nothing = Target("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
+    return [nothing, *(target for result in results for side in mounts(result) for target in judge(result, side))]
 
 
-def judge(result: Result, side: str) -> Iterator[Bar]:
+def judge(result: Result, side: str) -> Iterator[Target]:
     """Yield the bars of one mount of one result."""
     slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
     name = result["name"]
@@ -421,7 +421,7 @@ def judge(result: Result, side: str) -> Iterator[Bar]:
     if side != "mount":
         slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
     for key, what, value, sense, limit in (*_judged(result, side), *_costs(result, side)):
-        yield Bar(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
+        yield Target(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
 
 
 def _judged(result: Result, side: str) -> Iterator[Judged]:
@@ -467,8 +467,8 @@ def _judged(result: Result, side: str) -> Iterator[Judged]:
 def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     best, limited = kernel(result, mean), result["read_bps"] is not None
     times, ratio = steps(result, side), mean(result, side) / mean(result, best)
-    read, asked = storage_bytes(result, best), result["routed"]["token_bytes"]
-    misses = read > MISSES * asked
+    read, token_bytes = storage_bytes(result, best), result["routed"]["token_bytes"]
+    misses = read > MISSES * token_bytes
     if in_place:
         limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
         yield "kernel", "mean time / page cache's time", ratio, "<=", limit
@@ -510,20 +510,20 @@ LABELS = {
 }
 
 
-def table(told: Document) -> str:
-    machine = told["machine"]
+def table(document: Document) -> str:
+    machine = document["machine"]
     versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
     about = (
         f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
         f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}.\n\n"
     )
-    results = [result for result in told["results"] if result["case"] != "g"]
+    results = [result for result in document["results"] if result["case"] != "g"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
-    mixed = [result for result in told["results"] if result["case"] == "g"]
+    mixed = [result for result in document["results"] if result["case"] == "g"]
     return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
 
 

@@ -44,7 +44,7 @@ from llmcache.trace.shapes import SHAPES
 from . import machine
 from .harness import ROOT
 from .kvtransformers import SMALL, by_length, stock_at
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-papers/1"
 COMMAND = "llmcache reproduce hillinfer"
@@ -68,7 +68,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yields the claims with a bar as `llmcache reproduce` tells them: verdict, words and values of each finding."""
+    """Yield the claims with a bar as `llmcache reproduce` tells them: verdict, words and values of each finding."""
     for name in [] if args.measure is None else args.measure or MEASURES:
         save(name, args.quick, lambda what: print(what, file=sys.stderr))
     command = [sys.executable, "-m", *COMMAND.split(), "--json"]
@@ -77,16 +77,16 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     yield {"claims": {name: findings[name] for name in CLAIMS}}
 
 
-def bars(told: Document) -> list[Bar]:
-    """Returns the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
-    found = {name: told["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
+def targets(document: Document) -> list[Target]:
+    """Return the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
+    found = {name: document["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
     ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
     order = "share of points with the baselines in the paper's order, on the paper's machine"
     lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
     return [
-        Bar("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
-        Bar("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
-        Bar("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
+        Target("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
+        Target("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
+        Target("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
     ]
 
 
@@ -95,15 +95,15 @@ def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[s
     found, missing = MEASURES[name](quick, tell)
     host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
     head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
-    told = {**head, **found, "missing": missing}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in told.items())
+    document = {**head, **found, "missing": missing}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     with replacing(directory / f"{name}.json", 0o666) as stream:
         stream.write(f"{{\n{lines}\n}}\n".encode())
-    return told
+    return document
 
 
 def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what each run gave, None where it could not; and why not."""
+    """Return what each run gave, None where it could not; and why not."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
@@ -117,7 +117,7 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
 
 
 def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns figures 3a, 8, 9 to 11a and 11b in small."""
+    """Return figures 3a, 8, 9 to 11a and 11b in small."""
 
     def setup(beta: float) -> Setup:
         # The shape of a model of 8 billion parameters, fewer layers, one sequence.
@@ -143,7 +143,7 @@ def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def transfers(quick: bool) -> dict[str, Any]:
-    """Returns figure 3a for one layer of Qwen-7B at a batch of 8, read from a spill file in the temporary directory."""
+    """Return figure 3a for one layer of Qwen-7B at a batch of 8, read from a spill file in the temporary directory."""
     contexts, shares = (512, 1024) if quick else (1024, 2048, 4096, 8192), (0.2, 0.3)
     shape = KvShape("tools/bench papers", 1, MODELS[MODEL].kv_heads, MODELS[MODEL].head_dim)
     rows = []
@@ -185,42 +185,42 @@ def _read_s(file: SpillFile, tokens: int) -> float:
 
 
 def accuracy(quick: bool) -> dict[str, Any]:
-    """Returns figure 8 with the recall model, shares of right answers. EnvironmentProblem: torch or transformers miss."""
+    """Return figure 8 with the recall model, shares of right answers. EnvironmentProblem: torch or transformers miss."""
     from llmcache.kv.transformers import check_versions
 
     check_versions()
     from llmcache.kv.bench.subject import accuracy as answered
     from llmcache.kv.bench.subject import load_model
 
-    contexts, tokens, asked = (4, 1024, 8) if quick else (8, 4096, 32)
-    questions = recall(np.random.default_rng(8), contexts, tokens, questions=asked)
+    contexts, tokens, per_context = (4, 1024, 8) if quick else (8, 4096, 32)
+    questions = recall(np.random.default_rng(8), contexts, tokens, questions=per_context)
     model: Any = load_model(RECALL_MODEL)
     # Fewer tokens than sink and window, which every policy keeps, are no choice.
     alphas = [alpha for alpha in ALPHAS if alpha * tokens >= 64]
     systems = ("h2o", "prefetch", "hillinfer")
     by_system = {name: {str(alpha): answered(model, questions, name, alpha=alpha) for alpha in alphas} for name in systems}
     full = answered(model, questions)
-    return {"tokens": tokens, "answers": contexts * asked, "full": full, "by_system": by_system}
+    return {"tokens": tokens, "answers": contexts * per_context, "full": full, "by_system": by_system}
 
 
 def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the recall model's answers to four tasks, and times of a model with random weights."""
+    """Return the recall model's answers to four tasks, and times of a model with random weights."""
     budgets, ours, rivals = (64, 128, 256), ("icecache", "icecache-dci", "icecache-pages"), ("quest", "h2o", "window")
     context, tries, contexts = (1024, 2, (1024,)) if quick else (4096, 4, (1024, 4096))
     directory = Path(tempfile.gettempdir())
 
-    def asked(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
+    def run_task(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
         setup = TaskSetup(name, RECALL_MODEL, at, policies, sizes, directory, cases=cases, steps=4, threads=1)
-        told = task.run(setup, tell).document()
-        return {**told, "conditions": {**told["conditions"], "model": "the recall model"}}
+        document = task.run(setup, tell).document()
+        return {**document, "conditions": {**document["conditions"], "model": "the recall model"}}
 
     everyone = (*ours, *rivals)
     tasks, missing = _tried(
         {
-            "passkey": lambda: asked("passkey", contexts, ours, budgets, 1),
-            "recall": lambda: asked("recall", (context,), everyone, budgets, tries),
-            "chain": lambda: asked("chain", (context,), everyone, (round(0.1 * context),), tries),
-            "needle": lambda: asked("needle", contexts, ours, budgets[-1:], 8 * tries),
+            "passkey": lambda: run_task("passkey", contexts, ours, budgets, 1),
+            "recall": lambda: run_task("recall", (context,), everyone, budgets, tries),
+            "chain": lambda: run_task("chain", (context,), everyone, (round(0.1 * context),), tries),
+            "needle": lambda: run_task("needle", contexts, ours, budgets[-1:], 8 * tries),
         },
         tell,
     )
@@ -239,13 +239,13 @@ def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
 
 
 def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns how long each policy takes to replay AI Notes, ns per block."""
+    """Return how long each policy takes to replay AI Notes, ns per block."""
     tell("timing the policies")
     return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
 
 
 def overhead(trace: Trace, name: str) -> dict[str, Any]:
-    """Returns medians of `REPEATS` replays of `trace`, called `name`: one thread, in turns, after one that compiles."""
+    """Return medians of `REPEATS` replays of `trace`, called `name`: one thread, in turns, after one that compiles."""
     space = BlockSpace.of([trace])
     first, count = space.place(trace), trace.count.astype(np.int64)
     taken: dict[str, list[float]] = {policy: [] for policy in ("lru", "lecar", "algorithm1", "llmcache")}

@@ -37,7 +37,7 @@ from .sides import environment
 SCHEMA = "llmcache-bench-prefix/1"
 HEAD = "measured, llama.cpp"
 SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
-BARS = {
+TARGETS = {
     "restored": ("<=", 0.03), "question": ("<=", 0.06), "conversations": ("<=", 0.2), "generating": ("<=", 0.03),
     "disk_time": ("<", 1.0), "disk_bytes": ("<", 1.0), "shared": ("<=", 0.2),
 }  # fmt: skip
@@ -69,9 +69,9 @@ class PromptClient:
         return found | {one["event"]: one for one in said if one["event"] in ("load", "cache")}
 
 
-def first_s(told: dict[str, Any]) -> float:
+def first_s(outcome: dict[str, Any]) -> float:
     """Return the time to the first token of the first answer."""
-    return float(told["answers"][0]["first_s"])
+    return float(outcome["answers"][0]["first_s"])
 
 
 def size_of(directory: Path) -> int:
@@ -114,8 +114,8 @@ def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
 def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
     """Bytes of `count` conversations over one prompt of `shared` tokens, of their whole states."""
     kept = ask.scratch / "conversations"
-    told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
-    whole = sum(answer["prompt_tokens"] + 16 for answer in told["answers"]) * told["load"]["token_bytes"]
+    outcome = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
+    whole = sum(answer["prompt_tokens"] + 16 for answer in outcome["answers"]) * outcome["load"]["token_bytes"]
     what = f"bytes on disk / complete states ({whole / 1e6:,.0f} MB): {count} conversations with {shared:,} tokens in common"
     return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
 
@@ -131,8 +131,8 @@ def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict
         sides: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("stored", {"cache": kept})]
         for name, options in sides[:: -1 if turn % 2 else 1]:
             # The first answer's blocks are written while the second is generated.
-            told = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
-            runs[name].append(sum(one["whole_s"] - one["first_s"] for one in told["answers"]))
+            outcome = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
+            runs[name].append(sum(one["whole_s"] - one["first_s"] for one in outcome["answers"]))
         shutil.rmtree(kept)
     lost = 1 - statistics.median(runs["plain"]) / statistics.median(runs["stored"])
     what = f"share of tokens per second lost while prompts of {tokens:,} tokens are stored in the background"
@@ -158,8 +158,8 @@ def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
         server.kill()
         server.wait()
     what = f"time to first token: from another process over loopback / evaluated ({tokens:,} tokens)"
-    told = {"evaluated": evaluated, "own": runs}
-    return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
+    outcome = {"evaluated": evaluated, "own": runs}
+    return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": outcome}}
 
 
 def compression(directory: Path) -> list[dict[str, Any]]:

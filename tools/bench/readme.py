@@ -30,7 +30,7 @@ from . import results
 from .all import NAMES, reached
 from .harness import ROOT, shown
 from .mount import Result, kernel, mean, mounts, seconds
-from .results import Document, bars_of, wanted
+from .results import Document, targets_of, wanted
 
 COLORS = {"page cache alone": MUTED, "with llmcache": "#0072b2"}
 MOE_SHARES = (0.12, 0.2, 0.3, 0.5)
@@ -131,38 +131,38 @@ FIGURES: dict[str, Callable[[Document], str]] = {
 
 
 def recorded(name: str) -> Document:
-    """Returns the recorded JSON of a benchmark."""
+    """Return the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 
 
 def filled(text: str) -> str:
-    """Returns `text` with every marked table and figure as recorded. ValueError: there is no such benchmark or figure."""
+    """Return `text` with every marked table and figure as recorded. ValueError: there is no such benchmark or figure."""
 
-    def anew(found: re.Match[str]) -> str:
+    def updated(found: re.Match[str]) -> str:
         begin, kind, name, key, _, end = found.groups()
         if name not in (*NAMES, "all"):
             raise ValueError(f"{kind}:{name}: unknown benchmark; known are all, {', '.join(NAMES)}")
-        told = recorded(name)
+        document = recorded(name)
         if kind == "results":
-            return begin + shown(import_module(f"tools.bench.{name}"), told) + end
+            return begin + shown(import_module(f"tools.bench.{name}"), document) + end
         if kind == "figure" and f"{name}.{key}" in FIGURES:
-            return begin + FIGURES[f"{name}.{key}"](told) + end
-        bars = {bar.name: bar for bar in bars_of(told)}
-        if key not in bars:
-            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(bars)}")
-        return begin + (wanted(bars[key]) if kind == "limit" else bars[key].shown) + end
+            return begin + FIGURES[f"{name}.{key}"](document) + end
+        targets = {target.name: target for target in targets_of(document)}
+        if key not in targets:
+            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(targets)}")
+        return begin + (wanted(targets[key]) if kind == "limit" else targets[key].shown) + end
 
-    return _MARKED.sub(anew, text)
+    return _MARKED.sub(updated, text)
 
 
 def shows(path: Path, text: str) -> bool:
     """Whether the file at `path` has `text`, or the picture that it is."""
-    there = path.read_text()
-    return there == text or (path.suffix == ".svg" and same_picture(there, text))
+    current = path.read_text()
+    return current == text or (path.suffix == ".svg" and same_picture(current, text))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
+    """Return 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--write", action="store_true", help="write the recorded tables and figures into the pages, and draw docs/tokens.svg"

@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Bar:
+class Target:
     """What a benchmark promises of a figure: its limit, and which side of it is good.
 
     `name` is its key among those of its benchmark, `what` is for people and says what is divided by what; `kind`: measured
@@ -76,20 +76,20 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
-def of_json(told: Document) -> Bar:
+def of_json(data: Document) -> Target:
     """Return the bar that `to_json` told; what else stands beside it is left out."""
-    values = {key: told[key] for key in Bar.__dataclass_fields__ if key in told}
-    return Bar(**{**values, "value": math.nan if told["value"] is None else told["value"]})
+    values = {key: data[key] for key in Target.__dataclass_fields__ if key in data}
+    return Target(**{**values, "value": math.nan if data["value"] is None else data["value"]})
 
 
-def bars_of(document: Document) -> list[Bar]:
+def targets_of(document: Document) -> list[Target]:
     """Return the bars of a benchmark's JSON."""
     return [of_json(one) for one in document["bars"]]
 
 
-def exit_code(bars: Iterable[Bar]) -> int:
+def exit_code(targets: Iterable[Target]) -> int:
     """Return 0 if every bar is reached, 1 if not."""
-    return 0 if all(bar.passed for bar in bars) else 1
+    return 0 if all(target.passed for target in targets) else 1
 
 
 def rounded(value: Any) -> Any:
@@ -121,22 +121,22 @@ def read(path: Path) -> Document:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,)) -> str:
-    """Returns a table; the columns in `texts` stand left, all others are numbers and stand right."""
+    """Return a table; the columns in `texts` stand left, all others are numbers and stand right."""
     rule = "".join("---|" if place in texts else "---:|" for place in range(len(head)))
     lines = ["| " + " | ".join(head) + " |", "|" + rule, *("| " + " | ".join(row) + " |" for row in rows)]
     return "\n".join(lines) + "\n"
 
 
-def wanted(bar: Bar) -> str:
+def wanted(target: Target) -> str:
     """The limit of a bar, and whether it is missed."""
-    return bar.wanted if bar.passed else f"{bar.wanted}: **missed**"
+    return target.wanted if target.passed else f"{target.wanted}: **missed**"
 
 
-def bars_table(document: Document, what: str = "figure", without: Callable[[Bar], str] | None = None) -> str:
+def targets_table(document: Document, what: str = "figure", without: Callable[[Target], str] | None = None) -> str:
     """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
     more = [] if without is None else ["without the feature"]
     rows = []
-    for bar in bars_of(document):
-        kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
-        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
+    for target in targets_of(document):
+        kind = "" if target.kind in ("measured", *what.split()) else f"*{target.kind}*: "
+        rows.append([f"{kind}{target.what}", target.shown, wanted(target), *([] if without is None else [without(target)])])
     return markdown([what, "value", "target", *more], rows)

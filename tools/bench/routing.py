@@ -124,7 +124,7 @@ def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int
     learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
     hits["llmcache"] = _hot(routing, uses, room)
     hits["known"] = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
-    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
+    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.learn(layer, routing[token, layer]))
     tokens = len(routing)
     return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
 
@@ -156,8 +156,8 @@ class _Learner:
         self.ranks = np.full((layers, experts, experts), 1 / experts)
         self.before = [np.zeros(0, np.int64)] * layers
 
-    def told(self, layer: int, now: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Takes note of the experts that a token uses; returns how likely each is used by the next, if none stays."""
+    def learn(self, layer: int, now: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Take note of the experts that a token uses; returns how likely each is used by the next, if none stays."""
         moved, stay = self.habits.drift / 4, self.habits.stay
         ranks = (1 - moved) * self.ranks[layer] + moved / len(self.chances)
         likely = np.tile(self.chances, (len(ranks), 1))

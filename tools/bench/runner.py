@@ -197,7 +197,7 @@ class Recording:
 
 
 def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
-    """Runs the client once, uncapped, and returns the memory in which it can keep `kept_bytes` of `file` cached."""
+    """Run the client once, uncapped, and returns the memory in which it can keep `kept_bytes` of `file` cached."""
     with Cgroup("uncapped", directory=file) as group:
         run = run_client(group, command, timeout_s=120)
     return run.anon_bytes + ROOM_BYTES + kept_bytes

@@ -24,7 +24,7 @@ from llmcache.units import BLOCK_BYTES
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
 LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
@@ -35,7 +35,7 @@ LARGE_RUN = 64
 HOT_BLOCKS = 1 << 14
 BATCH = 1 << 16
 LARGE = 1_000_000_000
-MEMORY_BAR = 1 << 30
+MEMORY_TARGET = 1 << 30
 MIB = 1 << 20
 
 
@@ -97,7 +97,7 @@ class Throughput:
     trace: str
     policy: str | None
     cache_blocks: int
-    bar: float = 0
+    target: float = 0
     alone: bool = False
     blocks: int = 0
 
@@ -129,7 +129,7 @@ class Throughput:
         """Return it as plain data; the rate is that of the median."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
         rate = self.blocks / statistics.median(seconds)
-        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.bar or None}
+        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.target or None}
 
 
 def speeds() -> list[Throughput]:
@@ -165,33 +165,33 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         seconds = in_turns(runs, args.repeat, console)
         memory = []
         for step in ("write", "simulate"):
-            told = measured_apart("simulate", step, scratch / "large.parquet", blocks)
-            memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
+            cost = measured_apart("simulate", step, scratch / "large.parquet", blocks)
+            memory.append({"step": step, "blocks": blocks, **cost, "bar": MEMORY_TARGET})
             console.print(
-                f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, peak memory {told['peak_bytes'] / 1e6:.0f} MB"
+                f"{step} {blocks:,} blocks: {cost['seconds']:.1f} s, peak memory {cost['peak_bytes'] / 1e6:.0f} MB"
             )
     yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     found = []
-    for one in told["speeds"]:
+    for one in document["speeds"]:
         if one["bar"]:
             name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
-            found.append(Bar(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
-    for one in told["memory"]:
+            found.append(Target(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
+    for one in document["memory"]:
         what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: peak memory"
         peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
-        found.append(Bar(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
+        found.append(Target(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
     return found
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     rows = []
-    for one in told["speeds"]:
-        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
-        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
-    for one in told["memory"]:
+    for one in document["speeds"]:
+        target = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", target])
+    for one in document["memory"]:
         what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: peak memory {one['peak_bytes'] / 2**20:.0f} MiB"
         rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
     return markdown(["trace", "policy", "M blocks/s", "target"], rows, texts=(0, 1))

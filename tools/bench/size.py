@@ -34,7 +34,7 @@ from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
 from .harness import workplace
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .runner import MIB, client, forget, loop_file, run_client
 from .sides import Mounted, environment
 
@@ -88,14 +88,14 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"complete": True, "simulator": begins, "mount": swept}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
     what = "deviation from formula (1) of the cache size at which stalls begin"
-    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in told["simulator"]}
-    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in told["mount"]}
+    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in document["simulator"]}
+    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in document["mount"]}
     return [
-        *(Bar(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
-        *(Bar(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
+        *(Target(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
+        *(Target(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
     ]
 
 
@@ -348,10 +348,10 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
     return Knee((level_s - at_zero_s) / slope, level_s, at_zero_s, slope)
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["mode", "storage MB/s", "T s", "S modelled by formula (1) MB", "S measured MB", "difference"]
     rows = []
-    for one in told["mount"]:
+    for one in document["mount"]:
         first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
         sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
         rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])

@@ -20,10 +20,10 @@ from rich.console import Console
 from llmcache.errors import DataError
 
 from .demotime import Run, timed
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-testtime/1"
-TEST_BAR_MIN = 10.0
+TEST_TARGET_MIN = 10.0
 TEST_RUNS, LOADED_RUNS = 10, 5
 BUSY = 2  # processors, beside a run under load
 _SUMMARY = re.compile(r"^=* ?(?:.*, )?(\d+) passed.* in ([\d.]+)s", re.MULTILINE)
@@ -74,13 +74,15 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
         yield {"runs": [suite_run(busy) for busy in loads]}
 
 
-def bars(told: Document) -> list[Bar]:
-    runs = told["runs"]
+def targets(document: Document) -> list[Target]:
+    runs = document["runs"]
     free = [run["seconds"] for run in runs if not run.get("busy")]
     longest = max(free, default=math.nan) / 60
     good = sum(run["exit_code"] == 0 for run in runs)
     wanted = max(TEST_RUNS, len(runs))
     return [
-        Bar("suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_BAR_MIN, unit="min"),
-        Bar("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
+        Target(
+            "suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_TARGET_MIN, unit="min"
+        ),
+        Target("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
     ]

@@ -37,7 +37,7 @@ from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_m
 from . import patterns
 from .harness import MODELS, workplace
 from .patterns import MB, PAGE, WARMUP, Pattern, Space
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .routing import layout_of
 from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, read_ahead
@@ -316,37 +316,37 @@ def allowed_bytes(result: Result) -> float:
     return BYTES_OVER_PAGE_CACHE * own + ALLOWED_SHARE * float(result["loop_bytes"])
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     """Return the bars of all results; the first is that nothing went wrong over a mount."""
-    results: list[Result] = told["results"]
+    results: list[Result] = document["results"]
     wrong = sum(len(run["problems"]) for result in results for run in result["runs"] if run["side"] in modes_of(result))
-    nothing = Bar("problems", f"hangs, failures and OOM kills with a mount, in {len(results)} cases", wrong, "<=", 0)
-    return [nothing, *(bar for result in results for mode in modes_of(result) for bar in judge(result, mode))]
+    nothing = Target("problems", f"hangs, failures and OOM kills with a mount, in {len(results)} cases", wrong, "<=", 0)
+    return [nothing, *(target for result in results for mode in modes_of(result) for target in judge(result, mode))]
 
 
-def judge(result: Result, mode: str) -> Iterator[Bar]:
+def judge(result: Result, mode: str) -> Iterator[Target]:
     """Yield the bars of one mode in one result."""
     name, share = result["name"], f"{result['share']:.0%}"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{name} {share}".lower()).strip("-")
     command = f"tools/bench zoo --match '{name}' --share {result['share']:g} --mode {mode}"
 
-    def bar(key: str, what: str, value: float, limit: float) -> Bar:
-        return Bar(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
+    def target(key: str, what: str, value: float, limit: float) -> Target:
+        return Target(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
 
     read = per_pass(result, mode, "storage_bytes")
-    yield bar("bytes", "bytes read / (1.05 x page cache's bytes + 1 % of the loop)", read / allowed_bytes(result), 1)
+    yield target("bytes", "bytes read / (1.05 x page cache's bytes + 1 % of the loop)", read / allowed_bytes(result), 1)
     repeats = len({run["repeat"] for run in result["runs"]})
     if mode == "inplace" and repeats >= TIMED_REPEATS:
         ratio = per_pass(result, mode, "seconds") / per_pass(result, PAGE_CACHE.name, "seconds")
-        yield bar("time", "time / page cache's time", ratio, TIME_OVER_PAGE_CACHE)
+        yield target("time", "time / page cache's time", ratio, TIME_OVER_PAGE_CACHE)
     if result["rows"] is not None and result["share"] > 1:
-        yield bar("rows", "pages read per row", pages_per_row(result, mode), PAGES_PER_ROW)
+        yield target("rows", "pages read per row", pages_per_row(result, mode), PAGES_PER_ROW)
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["pattern", "memory", "mode", "page cache MB", "mount MB", "bytes / limit", "page cache s"]
     head += ["mount s", "time ratio", "page cache pages per row", "mount pages per row", "problems"]
-    rows = [_row(result, mode) for result in told["results"] for mode in modes_of(result)]
+    rows = [_row(result, mode) for result in document["results"] for mode in modes_of(result)]
     about = (
         "Means per pass after the fifth. Bytes / limit: the mount's bytes / (1.05 x page cache's bytes + 1 % of the loop); "
         "the target is at most 1, and larger values are bold. Time ratio: the mount's time / page cache's time.\n\n"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-Told = dict[str, int]
+StepFields = dict[str, int]
 
 
 def say(**fields: object) -> None:
@@ -31,7 +31,7 @@ def anon_bytes() -> int:
 def steps(
     begin: float,
     count: int,
-    step: Callable[[int], Callable[[], Told]],
+    step: Callable[[int], Callable[[], StepFields]],
     seconds: float = float("inf"),
     pause: float = 0.0,
     anon: Callable[[], int] = anon_bytes,
@@ -45,11 +45,11 @@ def steps(
     say(event="load", seconds=time.perf_counter() - begin)
     for index in range(count):
         start = time.perf_counter()
-        telling = step(index)
+        finish = step(index)
         took = time.perf_counter() - start
-        told = telling()
-        wrong += told.get("wrong", 0)
-        say(event="step", index=index, start=start - begin, seconds=took, **told)
+        fields = finish()
+        wrong += fields.get("wrong", 0)
+        say(event="step", index=index, start=start - begin, seconds=took, **fields)
         if time.perf_counter() - begin > seconds:
             break
         if pause:

@@ -104,7 +104,7 @@ def main() -> int:
     path, threads, budgets = sys.argv[2], int(sys.argv[3]), [int(word) for word in sys.argv[4:]]
     torch.set_num_threads(threads)
     model = Subject(sys.argv[1]).model
-    told: dict[Candidate, Told] = defaultdict(Told)
+    outcomes: dict[Candidate, Told] = defaultdict(Told)
     with np.load(path) as texts:
         pairs = list(zip(texts["ids"][:, None], texts["following"][:, None], strict=True))
     for number, (ids, following) in enumerate(pairs):
@@ -113,14 +113,14 @@ def main() -> int:
         whole = stock(model)
         kept = read(model, whole, ids, presses(budgets, tokens))
         full = follow(model, copy.deepcopy(whole), following, tokens)[0]
-        told[Candidate("kvpress-full", None)].add_text(full, full, true)
+        outcomes[Candidate("kvpress-full", None)].add_text(full, full, true)
         for budget in budgets:
             alike = [one for one in kept if one.budget == budget]
             cache = cut_cache(model, whole, [kept[one] for one in alike])
             for one, said in zip(alike, follow(model, cache, following, tokens, len(alike)), strict=True):
-                told[one].add_text(said, full, true)
+                outcomes[one].add_text(said, full, true)
     versions = {name: version(name) for name in ("kvpress", "transformers")}
-    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in told.items()]}))
+    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in outcomes.items()]}))
     return 0
 
 

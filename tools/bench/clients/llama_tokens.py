@@ -20,7 +20,7 @@ from typing import Any
 # Run as a script, Python looks for modules beside it and not in the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 LEAST_SLEEP_S = 0.002
 
@@ -74,7 +74,7 @@ def main() -> None:
     slow = SlowProcessor(model.ctx, args.compute) if args.compute else None
     model.eval([1, 300, 301, 302])
 
-    def token(index: int) -> Callable[[], Told]:
+    def token(index: int) -> Callable[[], StepFields]:
         if slow is not None:
             slow.begin()
         model.eval([300 + index % 1000])

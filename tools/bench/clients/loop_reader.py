@@ -20,7 +20,7 @@ from pathlib import Path
 # Run as a script, Python looks for modules beside it and not in the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def main() -> None:
     begin = time.perf_counter()
     reader = LoopReader(args.file, args.how)
 
-    def one_pass(_index: int) -> Callable[[], Told]:
+    def one_pass(_index: int) -> Callable[[], StepFields]:
         wrong = run_pass(reader, expected, args.compute)
         return lambda: {"wrong": wrong}
 

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 # For a script, Python searches its directory for modules and not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 SITE = Path(sys.prefix) / "server"
 """Where `setup_server` of tools/_setup.sh installs the wheel."""
@@ -96,7 +96,7 @@ def main() -> None:
     tokens = chat(server.listening_address, args.turns, args.prompt, args.answer, at_once)
     crc = 0
 
-    def token(_index: int) -> Callable[[], Told]:
+    def token(_index: int) -> Callable[[], StepFields]:
         nonlocal crc
         crc = zlib.crc32(repr(tuple(next(tokens))).encode(), crc)
         return lambda: {"crc": crc}

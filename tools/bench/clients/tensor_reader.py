@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from llmcache.fs.layout.tensors import compute_key, is_embedding
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 PAGE = 4096
 ROW_BYTES = 4096
@@ -76,7 +76,7 @@ def main() -> None:
         touch(tensors[name])
     order = sorted(tensors.places, key=compute_key)
 
-    def one_pass(index: int) -> Callable[[], Told]:
+    def one_pass(index: int) -> Callable[[], StepFields]:
         crc = token(tensors, order, index)
         return lambda: {"crc": crc}
 

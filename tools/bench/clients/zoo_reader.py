@@ -21,7 +21,7 @@ from typing import Any
 # Python looks for modules in the directory of a script, not in the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, anon_bytes, steps
+from tools.bench.clients import StepFields, anon_bytes, steps
 
 PAGE = 4096
 MIB = 1 << 20
@@ -129,7 +129,7 @@ def main() -> None:
     forks = Forks(plans, args.files, stage["shared"]) if len(plans) > 1 else None
     reader = forks or opened(plans[0], args.files)
 
-    def one_pass(index: int) -> Callable[[], Told]:
+    def one_pass(index: int) -> Callable[[], StepFields]:
         reader.run_pass(index)
         return dict
 
