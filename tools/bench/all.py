@@ -33,16 +33,16 @@ SCHEMA = "llmcache-bench-all/2"
 MODEL_SIZE = "700M"
 FAILED = 3
 MODEL = "MODEL"
-"""Stands for the path of the demo's model among the words of a command."""
+"""Placeholder for the path of the demo's model in a command."""
 BUSY_SHARE = 0.1
-"""Of the processors' time, by others, from which on a machine counts as busy."""
+"""A machine counts as busy if other processes use more than this share of the CPU time."""
 
 
 @dataclass(frozen=True)
 class SuiteEntry:
-    """One benchmark: the words after its name, for a whole run and for a quick look.
+    """One benchmark, with its options for a full run and for a quick run.
 
-    `quick` None: there is no quick look. `asked`: it is run only if it is named, because it takes so long.
+    `quick` None: there is no quick run. `on_request`: the benchmark takes so long that it is run only if it is named.
     """
 
     name: str
@@ -52,7 +52,7 @@ class SuiteEntry:
     on_request: bool = False
 
     def command(self, quick: bool = False) -> str:
-        """Return the command of a whole run or of a quick look, for people."""
+        """Return the command line of a full or quick run, for display."""
         return " ".join((f"tools/bench {self.name}", *((self.quick or ()) if quick else self.words)))
 
 
@@ -95,19 +95,20 @@ BENCHMARKS = (
 NAMES = tuple(one.name for one in BENCHMARKS)
 
 
-# One benchmark, in a process of its own, with the load of the machine beside its results
+# One benchmark in its own process; the load of the machine is recorded with its results
 
 
 def now() -> str:
-    """Return the time of the day, UTC, to the second."""
+    """Return the current time, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
-    """Run one benchmark and write its JSON into `directory`; returns the JSON; LlmcacheError if it leaves none.
+    """Run one benchmark and write its JSON into `directory`; return the JSON. LlmcacheError if there are no complete
+    results.
 
-    The file gets `run`: command, time and load. What the benchmark prints goes to stderr. An interrupt waits until it has
-    unmounted what it mounts.
+    `run` is added to the file: command, time and load. The output of the benchmark goes to stderr. After an interrupt, the
+    benchmark unmounts before this function raises.
     """
     words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
     new = directory / f".{benchmark.name}.json.new"
@@ -137,19 +138,19 @@ def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None)
     return document
 
 
-# What they have written together, and the page of it
+# The combined results, and their page
 
 
 def read(directory: Path) -> dict[str, Document]:
-    """Return the JSON of each benchmark that has written one into `directory`, by name."""
+    """Return the JSON of each benchmark that has results in `directory`, by name."""
     paths = {one.name: directory / f"{one.name}.json" for one in BENCHMARKS}
     return {name: results.read(path) for name, path in paths.items() if path.exists()}
 
 
 def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
-    """Return what all.json holds: machines without commits (one, unless figures are from several), runs, every bar.
+    """Return all.json: the machines (without commits; several if results are from several machines), runs, and all targets.
 
-    `errors`: why those failed that did; `started`: when all of it began (UTC).
+    `errors`: the messages of benchmarks that failed. `started`: when the whole run began (UTC).
     """
     documents = read(directory)
     machines: list[Document] = []
@@ -176,20 +177,20 @@ def write(document: Document, directory: Path) -> None:
 
 
 def reached(document: Document) -> tuple[int, int]:
-    """How many bars of all benchmarks are reached, and how many there are."""
+    """Return the number of targets that are met, and the number of all targets."""
     targets = targets_of(document)
     return sum(target.passed for target in targets), len(targets)
 
 
 def table(document: Document) -> str:
-    """How many bars of all benchmarks are reached, and those that are not."""
+    """Return the number of targets that are met, and a table of those that are missed."""
     rows = [[target.what, target.kind, target.shown, target.wanted] for target in targets_of(document) if not target.passed]
     about = "{} of {} targets are met.".format(*reached(document))
     return about + ("\n\n" + markdown(["missed", "kind", "value", "target"], rows, texts=(0, 1)) if rows else "\n")
 
 
 def page(document: Document) -> str:
-    """Return the page of what `whole` told."""
+    """Return all.html for the data of `whole`."""
     good, count = reached(document)
     lead = (
         "A target is a limit that the project sets for a figure. "
@@ -201,7 +202,7 @@ def page(document: Document) -> str:
 
 
 def _targets(document: Document) -> list[Section]:
-    """The summary, and the bars of each benchmark."""
+    """Return the summary, and the targets of each benchmark."""
     every = [(one["benchmark"], of_json(one)) for one in document["bars"]]
     rows: list[list[Cell]] = []
     each: list[HtmlBlock] = []
@@ -226,7 +227,7 @@ def _targets_table(caption: str, targets: Iterable[tuple[str, Target]]) -> Table
     rows: list[list[Cell]] = []
     for name, target in targets:
         sense, _, number = target.wanted.partition(" ")
-        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # without a space, where lines would break
+        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # no space, so that the line does not break here
         badge = Badge("met", "good") if target.passed else Badge("MISSED", "bad")
         rows.append([target.what, target.shown, limit, badge, target.kind, target.command or f"tools/bench {name}"])
     return Table(caption, ["figure", "value", "target", "", "kind", "command"], rows)
@@ -283,7 +284,7 @@ def _facts(machine: Document) -> list[tuple[str, str]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line, `out` being where to write; UsageError for what does not go together."""
+    """Return the parsed command line; UsageError for options that cannot be combined. `out`: the directory to write to."""
     parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
     named = ", ".join(one.name for one in BENCHMARKS if one.on_request)
     every = f"benchmarks to run: {', '.join(NAMES)} [all except {named}]"
@@ -311,7 +312,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
-    """Run what was asked for; all.json and all.html are written after each. Returns all results, and if any failed."""
+    """Run the selected benchmarks, writing all.json and all.html after each; return all results, and whether any failed."""
     out, started, done = args.out, now(), set()
     if args.resume:
         if not (out / "all.json").exists():
@@ -331,7 +332,7 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     model = None
-    if any(MODEL in one.words for one in benchmarks):  # the demo's, generated once and then kept
+    if any(MODEL in one.words for one in benchmarks):  # the demo's model, generated once
         say.print(f"model: {MODELS}", soft_wrap=True)
         model = make_model(MODELS, MODEL_SIZE)
     write(whole(out, errors, started), out)
@@ -351,7 +352,7 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
 
 
 def recorded(source: Path) -> tuple[Document, bool]:
-    """Return the results in a directory, and if a benchmark that is run without being asked for has none."""
+    """Return the results in `source`, and whether a benchmark that is not `on_request` has none."""
     before = source / "all.json"
     document = whole(source, {}, results.read(before)["started"] if before.exists() else "")
     found = {run["benchmark"] for run in document["runs"] if run["recorded"]}
@@ -361,7 +362,7 @@ def recorded(source: Path) -> tuple[Document, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, 1, 2 or 3: see above."""
+    """Return the exit code: 0, 1, 2 or 3, as in the module docstring."""
     say = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 120)
     try:
         with one_interrupt():

@@ -23,9 +23,9 @@ Run = dict[str, Any]
 
 
 def timed(command: Sequence[str]) -> Run:
-    """Run a command; returns its seconds and exit code, and what it said last. What it prints goes to stderr."""
+    """Run a command, copying its output to stderr; return its duration, exit code and last line of output."""
     begin = time.perf_counter()
-    # a group of its own: an interrupt has to reach what the script has started, and only that
+    # its own process group: an interrupt must reach everything that the script has started, and nothing else
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         said = ""

@@ -36,12 +36,12 @@ from .results import Document, Target
 SCHEMA = "llmcache-bench-kv/2"
 TOKENS, DIM, HEADS = 65536, 128, 8
 SPILLED = 1 << 20  # tokens of one layer in the spill file
-ALPHA = 0.2  # hillinfer.txt, section 4.2: the importance rate of its experiments
-SCORING_TARGET = 0.5  # of the bandwidth of reading
-TOP_TARGET = 0.2  # of the time of scoring
-FETCH_TARGET = 0.8  # of what the same reads take without a spill file
+ALPHA = 0.2  # hillinfer.txt, section 4.2: the share of tokens in its experiments
+SCORING_TARGET = 0.5  # share of the bandwidth of plain reads
+TOP_TARGET = 0.2  # share of the time of scoring
+FETCH_TARGET = 0.8  # share of the bandwidth of the same reads without a spill file
 MEMORY_TARGET = 1 << 30
-LINK_TARGET = 1 / 50  # of the bytes that scoring on the host moves
+LINK_TARGET = 1 / 50  # share of the bytes that scoring on the host moves
 MIB = 1 << 20
 SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
 CHUNK = 4096
@@ -53,7 +53,7 @@ Keys = NDArray[Any]
 
 @numba.njit(nogil=True, cache=True)
 def _sum(words):  # type: ignore[no-untyped-def]
-    """Read everything: what no kernel that must see all keys can undercut."""
+    """Read all words: a lower bound for kernels that read all keys."""
     total = np.uint64(0)
     for i in range(words.size):
         total += words[i]
@@ -61,7 +61,7 @@ def _sum(words):  # type: ignore[no-untyped-def]
 
 
 class Kernel(NamedTuple):
-    """One measured loop over all heads; `bar`: what its figure must reach, if anything."""
+    """One measured loop over all heads; `target`: the limit of its figure, None without one."""
 
     name: str
     run: Callable[[], object]
@@ -69,14 +69,14 @@ class Kernel(NamedTuple):
     target: float | None = None
 
     def seconds(self) -> float:
-        """Return what one run takes."""
+        """Return the duration of one run."""
         start = time.perf_counter()
         self.run()
         return time.perf_counter() - start
 
 
 def heads(dtype: str, tokens: int) -> list[Keys]:
-    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far more than the caches of a core."""
+    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far larger than the caches of a core."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(HEADS):
@@ -91,7 +91,7 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
 
 
 def kernels(tokens: int) -> Iterator[Kernel]:
-    """Yield what is measured."""
+    """Yield the measured kernels."""
     random = np.random.default_rng(1)
     query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
@@ -117,7 +117,7 @@ def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
 
 
 def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
-    """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
+    """Return the results, ready for JSON: each case relative to reading the same bytes; `top` relative to scoring."""
     times = {name: statistics.median(runs) for name, runs in seconds.items()}
     rows = []
     for case in found:
@@ -136,7 +136,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
 
 
 def write(path: Path, tokens: int) -> dict[str, Any]:
-    """Spill `tokens` of noise; returns how fast."""
+    """Spill `tokens` random tokens; return duration and sizes."""
     noise = np.random.default_rng(0).standard_normal((8, CHUNK, 128), dtype=np.float32).astype(np.float16)
     start = time.perf_counter()
     with SpillFile.create(path, SHAPE) as file:
@@ -151,7 +151,7 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
 
 
 def restore(path: Path, tokens: int) -> dict[str, Any]:
-    """Open the file; returns how long that took."""
+    """Open the file; return the duration."""
     start = time.perf_counter()
     with SpillReader.open(path, SHAPE) as file:
         seconds = time.perf_counter() - start
@@ -161,7 +161,10 @@ def restore(path: Path, tokens: int) -> dict[str, Any]:
 
 
 def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: Callable[[Int64s], float]) -> dict[str, Any]:
-    """Return what that `fetch` says scattered ones of `pages` take, in turns with as many plain reads of their size."""
+    """Return the times of `fetch` for random pages, interleaved with plain reads of the same size and number.
+
+    `fetch` takes page numbers out of `pages` and returns its seconds. `direct`: plain reads use O_DIRECT.
+    """
     random, size = np.random.default_rng(1), SHAPE.key_slot_bytes
     buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -185,7 +188,7 @@ def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: C
 
 
 def fetch(path: Path, rounds: int) -> dict[str, Any]:
-    """Fetch scattered pages, in turns with plain reads."""
+    """Measure fetches of random pages against plain reads."""
     room = [aligned(FETCH_PAGES * size) for size in SHAPE.slot_sizes]
     with SpillReader.open(path, SHAPE) as file:
 
@@ -199,7 +202,7 @@ def fetch(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def execute(path: Path, rounds: int) -> dict[str, Any]:
-    """Score everything in the emulated device; returns what crossed its link, modelled and wall time apart."""
+    """Score all keys in the emulated device; return the bytes over its link, and modelled and wall time separately."""
     queries = np.random.default_rng(2).standard_normal((8, 128), dtype=np.float32)
     wall, report = [], None
     with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
@@ -218,7 +221,7 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def spill(directory: Path, tokens: int, rounds: int) -> Document:
-    """Return what all steps took in a directory."""
+    """Return the results of all steps on a spill file in `directory`."""
     path = directory / "bench.kv"
     measured = {
         "tokens": tokens,
@@ -226,7 +229,7 @@ def spill(directory: Path, tokens: int, rounds: int) -> Document:
         "restore": restore(path, tokens),
         "fetch": fetch(path, rounds),
     }
-    measured["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
+    measured["memory"] = {"peak_bytes": peak_bytes()}  # of this process; the device is a process of its own
     return {**measured, "device": execute(path, min(rounds, 3))}
 
 

@@ -38,7 +38,7 @@ Search = Callable[[Floats], NDArray[np.int64]]
 
 
 class Keys(NamedTuple):
-    """`keys` [n, DIM] float32, `more` keys of the same kind that come later, `queries` [q, DIM]."""
+    """`keys` [n, DIM] float32, `more` keys of the same distribution for insertion, and `queries` [q, DIM]."""
 
     keys: Floats
     more: Floats
@@ -46,7 +46,7 @@ class Keys(NamedTuple):
 
 
 def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
-    """Return keys around `CLUSTERS` centres of very different popularity, and queries near some, by their popularity."""
+    """Return keys around `CLUSTERS` centres of very different popularity, and queries near centres drawn by popularity."""
     random = np.random.default_rng(seed)
     centres = random.standard_normal((CLUSTERS, DIM), dtype=np.float32)
     popularity = random.dirichlet(np.ones(CLUSTERS) / 2)
@@ -60,7 +60,7 @@ def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
 
 
 def gaussian(count: int, more: int, queries: int, seed: int = 0) -> Keys:
-    """Return keys and queries without any structure."""
+    """Return keys and queries without structure."""
     random = np.random.default_rng(seed)
     sizes = (count, more, queries)
     return Keys(*(random.standard_normal((size, DIM), dtype=np.float32) for size in sizes))
@@ -72,14 +72,14 @@ KINDS = {"clustered": clustered, "gaussian": gaussian}
 def in_turns(
     searches: dict[str, Search], queries: Floats, truth: NDArray[np.int64], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each way for all sets of queries, and the mean recall of each.
+    """Return the seconds per query and the mean recall of each search.
 
-    The ways take turns in an order drawn anew each time: what follows a scan finds the caches empty.
+    The searches run in random order for each query, because a search after a scan finds the CPU caches replaced.
     """
     random = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {name: [] for name in searches}
     hits: dict[str, list[float]] = {name: [] for name in searches}
-    for search in searches.values():  # the first time compiles, and `auto` holds its trial
+    for search in searches.values():  # the first call compiles; `auto` needs some queries for its trial
         for query in queries[:32]:
             search(query)
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def in_turns(
 
 
 def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
-    """Return every scorer with all keys."""
+    """Return every scorer, filled with all keys."""
     shape = KvShape("bench", 1, HEADS, DIM, "float16", PAGE)
     made = {
         kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (ExactScorer, AutoScorer, DciScorer, QuestScorer)
@@ -104,7 +104,9 @@ def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
 
 
 def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
-    """Return an index for each head and the processor seconds of building it; other load stretches them, but less."""
+    """Return an index for each head, and the CPU seconds of building it. CPU time is less affected by other load than wall
+    time.
+    """
     indexes = [DciIndex(DIM, DciSettings(seed=head)) for head in range(len(keys))]
     seconds = []
     for index, own in zip(indexes, keys, strict=True):
@@ -115,7 +117,7 @@ def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
 
 
 def insertion(index: DciIndex, more: Floats) -> list[float]:
-    """Return the seconds that each page of 16 tokens takes to be inserted."""
+    """Return the seconds of inserting each page of 16 tokens."""
     seconds = []
     for first in range(0, len(more), PAGE):
         at = len(index)
@@ -132,10 +134,11 @@ def best_of(keys: Floats, queries: Floats) -> NDArray[np.int64]:
 
 
 def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
-    """Return all figures of one kind and number of keys.
+    """Return all figures for one kind and number of keys.
 
-    `scan`, which the bars are about, is over pages as the store and its file have them, all heads in each; `scan side by
-    side` is over the keys of each head in one piece, as nothing in llmcache has them: the fastest that a scan could be.
+    The targets refer to `scan`, which reads pages in the layout of the store and its file: all heads in each page. `scan
+    side by side` reads the keys of each head from one array, a layout that llmcache does not have, as the fastest possible
+    scan.
     """
     made = [KINDS[kind](count, PAGE * PAGES, QUERIES, head) for head in range(HEADS)]
     keys, queries = np.stack([one.keys for one in made]), np.stack([one.queries for one in made], axis=1)
@@ -163,7 +166,7 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
 
 
 def grown(count: int) -> dict[str, Any]:
-    """Return recall of a tree built of half of its keys, the rest inserted page by page, beside one built of all."""
+    """Return the recall of a tree built with half of its keys and grown page by page, and of a tree built at once."""
     keys = KINDS["clustered"](count, 0, QUERIES)
     truth = best_of(keys.keys[None], keys.queries[:, None])[:, 0]
     half, whole = (built(keys.keys[None, :size])[0][0] for size in (count // 2, count))
@@ -177,7 +180,7 @@ def grown(count: int) -> dict[str, Any]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Return what is kept of many short runs: median, quartiles, how many."""
+    """Return the summary of many short runs: median, quartiles and number."""
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
 
@@ -187,7 +190,7 @@ def targets(document: Document) -> list[Target]:
 
 
 def _of_row(row: dict[str, Any]) -> Iterator[Target]:
-    """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
+    """Yield the targets of one row. Keys without clusters have a target only for `auto`."""
     times = {name: spread["median_s"] for name, spread in row["times"].items()}
     enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
     yield _target(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)

@@ -27,12 +27,12 @@ SCHEMA = "llmcache-bench-kvstore/2"
 MIB = 1 << 20
 TOKENS = 1 << 20
 POOL_PAGES = 64
-FETCH_TARGET = 0.8  # of what the same reads take without a store
+FETCH_TARGET = 0.8  # share of the bandwidth of the same reads without a store
 MEMORY_TARGET = 1 << 30
 
 
 def prefill(store: KvStore, tokens: int) -> float:
-    """Append `tokens` of noise; returns the seconds."""
+    """Append `tokens` random tokens; return the seconds."""
     noise = np.random.default_rng(0).standard_normal((1, 8, CHUNK, 128), dtype=np.float32).astype(np.float16)
     start = time.perf_counter()
     for first in range(0, tokens, CHUNK):
@@ -44,7 +44,7 @@ def prefill(store: KvStore, tokens: int) -> float:
 
 
 def fetch(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
-    """Gather scattered pages that are not in memory, in turns with plain reads of as many slots."""
+    """Measure how fast pages that are not in memory are gathered, against plain reads."""
 
     def gathered_s(pages: Int64s) -> float:
         selection = Selection.of_pages(np.tile(pages, (1, SHAPE.kv_heads, 1)), SHAPE.page_tokens)

@@ -50,14 +50,14 @@ SCHEMA = "llmcache-bench-papers/1"
 COMMAND = "llmcache reproduce hillinfer"
 READING = "sizes"
 CLAIMS = {"speed-up-range": READING, "order": READING, "comparable-accuracy": "hillinfer"}
-"""Claim and the finding of it that is judged."""
+"""For each claim, the finding that is judged."""
 ALPHA_LOSS = 0.01
 Tell = Callable[[str], None]
 MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
 POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
-PART = 4096  # tokens at a time: memory stays small
-REPEATS = 5  # of a replay; each replay's cache is half of the footprint
+PART = 4096  # tokens per append, to bound the memory
+REPEATS = 5  # replays of each policy, with a cache of half of the footprint
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield the claims with a bar as `llmcache reproduce` tells them: verdict, words and values of each finding."""
+    """Yield the claims with a target: verdict, words and values of each finding of `llmcache reproduce`."""
     for name in [] if args.measure is None else args.measure or MEASURES:
         save(name, args.quick, lambda what: print(what, file=sys.stderr))
     command = [sys.executable, "-m", *COMMAND.split(), "--json"]
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def targets(document: Document) -> list[Target]:
-    """Return the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
+    """Return the targets: speedups and order (modelled), answers with a fifth of the tokens (measured)."""
     found = {name: document["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
     ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
     order = "share of points with the baselines in the paper's order, on the paper's machine"
@@ -91,7 +91,7 @@ def targets(document: Document) -> list[Target]:
 
 
 def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
-    """Measure what is said of a paper, write it whole, and return it. `quick`: smaller."""
+    """Measure the figures of a paper, replace its file, and return its content."""
     found, missing = MEASURES[name](quick, tell)
     host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
     head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
@@ -103,7 +103,7 @@ def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[s
 
 
 def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what each run gave, None where it could not; and why not."""
+    """Return the result of each run, None for failed ones, and the messages of those."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
@@ -117,10 +117,10 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
 
 
 def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return figures 3a, 8, 9 to 11a and 11b in small."""
+    """Return smaller versions of figures 3a, 8, 9 to 11a and 11b."""
 
     def setup(beta: float) -> Setup:
-        # The shape of a model of 8 billion parameters, fewer layers, one sequence.
+        # The shape of a model with 8 billion parameters, with fewer layers and one sequence.
         context, layers, steps = (2048, 2, 3) if quick else (16384, 4, 8)
         return Setup(
             spec=StreamSpec(layers, 8, 32, 128, context),
@@ -171,7 +171,7 @@ def _fill(file: SpillFile, tokens: int) -> None:
 
 
 def _read_s(file: SpillFile, tokens: int) -> float:
-    """Seconds to read `tokens` of the layer, page after page into the same room; the median of several times."""
+    """Return the seconds to read `tokens` of the layer page by page into one buffer, the median of three reads."""
     pages = file.shape.pages_of(tokens)
     step = PART // file.shape.page_tokens
     room = [aligned(step * size) for size in file.shape.slot_sizes]
@@ -185,7 +185,9 @@ def _read_s(file: SpillFile, tokens: int) -> float:
 
 
 def accuracy(quick: bool) -> dict[str, Any]:
-    """Return figure 8 with the recall model, shares of right answers. EnvironmentProblem: torch or transformers miss."""
+    """Return figure 8 with the recall model: shares of correct answers. EnvironmentProblem: torch or transformers is
+    missing.
+    """
     from llmcache.kv.transformers import check_versions
 
     check_versions()
@@ -195,7 +197,7 @@ def accuracy(quick: bool) -> dict[str, Any]:
     contexts, tokens, per_context = (4, 1024, 8) if quick else (8, 4096, 32)
     questions = recall(np.random.default_rng(8), contexts, tokens, questions=per_context)
     model: Any = load_model(RECALL_MODEL)
-    # Fewer tokens than sink and window, which every policy keeps, are no choice.
+    # A budget below sink and window, which all policies keep, leaves nothing to select.
     alphas = [alpha for alpha in ALPHAS if alpha * tokens >= 64]
     systems = ("h2o", "prefetch", "hillinfer")
     by_system = {name: {str(alpha): answered(model, questions, name, alpha=alpha) for alpha in alphas} for name in systems}
@@ -230,7 +232,7 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
-    """Figures 1, 7b, 7c and 8 in small; the largest length is the paper's 36 k."""
+    """Return smaller versions of figures 1, 7b, 7c and 8; the largest length is the paper's 36 k."""
     names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
     everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
     at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
@@ -239,13 +241,16 @@ def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
 
 
 def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return how long each policy takes to replay AI Notes, ns per block."""
+    """Return the time that each policy takes to replay AI Notes (ns per block)."""
     tell("timing the policies")
     return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
 
 
 def overhead(trace: Trace, name: str) -> dict[str, Any]:
-    """Return medians of `REPEATS` replays of `trace`, called `name`: one thread, in turns, after one that compiles."""
+    """Return the median time per block of `REPEATS` replays of `trace` by each policy, in turn, on one thread.
+
+    An additional first replay compiles the policies.
+    """
     space = BlockSpace.of([trace])
     first, count = space.place(trace), trace.count.astype(np.int64)
     taken: dict[str, list[float]] = {policy: [] for policy in ("lru", "lecar", "algorithm1", "llmcache")}
@@ -265,4 +270,4 @@ MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]
     "hillinfer": hillinfer,
     "icecache": icecache,
 }
-"""What is measured for each paper; nothing is for kelle."""
+"""The measurement for each paper; kelle has none."""

@@ -25,7 +25,7 @@ from . import routing
 PAGE = 4096
 MB = 1_000_000
 WARMUP = 5
-"""The first passes, which are not judged."""
+"""The number of first passes, which are not judged."""
 PASSES = 11
 
 
@@ -61,8 +61,8 @@ class Space:
 class Reader:
     """A process.
 
-    `how`: it maps the files, preads 1 MiB at a time, or does the latter with O_DIRECT. `copies`: it keeps a copy of all that
-    it reads in private memory. `idle_s`: the duration of a pass that touches nothing. `advised`: numbers of the files whose
+    `how`: it maps the files, preads 1 MiB at a time, or does the latter with O_DIRECT. `copies`: it keeps a private copy of
+    all data that it reads. `idle_s`: the duration of a pass that touches nothing. `advised`: numbers of the files whose
     mappings it advises MADV_RANDOM.
     """
 
@@ -262,7 +262,7 @@ def _pages(first_byte: int, size_bytes: int) -> tuple[int, int]:
 
 
 def generate(seed: int, size_bytes: int) -> Pattern:
-    """Return a random pattern of at most `size_bytes` in all files, for property tests; of MoE models it returns none."""
+    """Return a random pattern of at most `size_bytes` in all files, for property tests; no MoE models."""
     rng = random.Random(seed)
     share = rng.uniform(0.1, 0.9)
     space, half = Space("a", 0, size_bytes), Space("a", 0, size_bytes // 2)

@@ -25,18 +25,18 @@ from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-policies/3"
 OURS = "llmcache"
-BELADY_SHARE = {"on_device": 0.93, "hard": 0.92}  # where there are loops
-LRU_MARGIN = 0.01  # on no trace more than this below LRU
-MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # of all experts
+BELADY_SHARE = {"on_device": 0.93, "hard": 0.92}  # for groups with loops
+LRU_MARGIN = 0.01  # largest loss against LRU, on any trace
+MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # share of all experts that fits
 MIXTURE_TOKENS, MIXTURE_WARMUP = 200, 50
-OF_THE_WAY = 0.5  # from LRU to Belady
+OF_THE_WAY = 0.5  # share of the gap from LRU to Belady
 
 Ratios = dict[str, dict[str, float]]
 """Mean hit ratio by trace and policy."""
 
 
 def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), sizes: Sequence[CacheSize] = AUTO) -> Ratios:
-    """Return the mean hit ratio (0..1) of each policy on each shape over the sizes, by default those of `--cache auto`."""
+    """Return the mean hit ratio (0..1) of each policy on each shape over `sizes`, by default those of `--cache auto`."""
     found: Ratios = {}
     for shape in shapes:
         rows = simulate(SHAPES[shape](), policies, sizes)
@@ -45,7 +45,7 @@ def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), si
 
 
 def groups(ratios: Ratios) -> Ratios:
-    """Return the means of each group of shapes, by group and policy."""
+    """Return the mean ratios of each group of shapes, by group and policy."""
     means: Ratios = {}
     for group, names in GROUPS.items():
         policies = ratios[names[0]]
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def mixtures() -> Iterator[Document]:
-    """Yield the misses of a token for each mixture and size."""
+    """Yield the misses of a token for each MoE model and cache size."""
     habits = routing.Habits()
     for experts, used, slice_bytes in MIXTURES:
         layers = mixture_shape(experts, used, slice_bytes).layers
@@ -74,14 +74,14 @@ def mixtures() -> Iterator[Document]:
 
 
 def _way(row: Document, policy: str) -> float:
-    """How far from LRU to Belady a policy comes; 1 where both are the same."""
+    """Return the share of the gap from LRU to Belady that a policy closes; 1 if there is no gap."""
     missed = row["misses"]
     gap = missed["lru"] - missed["belady"]
     return (missed["lru"] - missed[policy]) / gap if gap else 1.0
 
 
 def targets(document: Document) -> list[Target]:
-    """Return what llmcache has to reach: a share of Belady's in the groups with loops, LRU's on every trace."""
+    """Return the targets of llmcache: a share of Belady's hit ratio in groups with loops, and LRU's on every trace."""
     ratios: Ratios = document["ratios"]
     if not {"lru", "belady", OURS} <= set(next(iter(ratios.values()))):
         return []

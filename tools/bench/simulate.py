@@ -45,14 +45,14 @@ Runs = tuple[Int64s, Int64s]
 
 
 def loop(passes: int) -> Iterator[Runs]:
-    """Yield the runs of a loop over `LOOP_BLOCKS`, a pass at a time."""
+    """Yield the runs of a loop over `LOOP_BLOCKS`, one pass at a time."""
     first = np.arange(0, LOOP_BLOCKS, LOOP_RUN)
     for _ in range(passes):
         yield first, np.full(len(first), LOOP_RUN)
 
 
 def single(references: int) -> Iterator[Runs]:
-    """Yield single blocks, uniformly random: the worst case of caches, of the processor's too."""
+    """Yield single random blocks: the worst case for caches, including those of the CPU."""
     random = np.random.default_rng(1)
     for start in range(0, references, BATCH):
         rows = min(BATCH, references - start)
@@ -60,7 +60,9 @@ def single(references: int) -> Iterator[Runs]:
 
 
 def large(blocks: int) -> Iterator[Runs]:
-    """Yield at least `blocks` in all: a loop over `LARGE_BLOCKS`, each tenth run a block of a hot set of 64 MiB."""
+    """Yield at least `blocks` blocks: a loop over `LARGE_BLOCKS`, in which every tenth run is a block of a hot set of 64
+    MiB.
+    """
     random = np.random.default_rng(2)
     place, done = 0, 0
     while done < blocks:
@@ -74,7 +76,7 @@ def large(blocks: int) -> Iterator[Runs]:
 
 
 def write(path: Path, runs: Iterator[Runs]) -> None:
-    """Write `runs` as a trace, a microsecond apart."""
+    """Write `runs` as a trace with 1 µs between them."""
     provenance = Provenance("synthetic", command="tools/bench simulate")
     rows = 0
     with TraceWriter(path, [TraceFile(0, "/model", 1, 1, 0, 0)], provenance) as writer:
@@ -84,14 +86,15 @@ def write(path: Path, runs: Iterator[Runs]) -> None:
             rows += len(first)
 
 
-# What is measured
+# The measurements
 
 
 @dataclass
 class Throughput:
-    """One measured speed: `policy` None stands for the curve of all sizes; a bar of 0 is none (blocks/s).
+    """The speed of a policy on a trace (blocks/s).
 
-    `alone`: the policy without the file, its runs in memory with their ids.
+    `policy` None: the curve over all cache sizes. `target` 0: no target. `alone`: replay runs from memory, without the trace
+    file.
     """
 
     trace: str
@@ -103,11 +106,11 @@ class Throughput:
 
     @property
     def name(self) -> str:
-        """Return what the results call the policy."""
+        """Return the name of the policy in the results."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
     def run(self, path: Path) -> float:
-        """Return the seconds of one run, with one thread: from the Parquet file to the row, or of the policy alone."""
+        """Return the seconds of one run on one thread: from the Parquet file to the results, or of the policy alone."""
         if self.alone and self.policy is not None:
             with TraceReader(path) as reader:
                 space = BlockSpace.of(reader.batches())
@@ -126,14 +129,14 @@ class Throughput:
         return time.perf_counter() - start
 
     def to_json(self, seconds: list[float]) -> Document:
-        """Return it as plain data; the rate is that of the median."""
+        """Return plain data; the rate is that of the median run."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
         rate = self.blocks / statistics.median(seconds)
         return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.target or None}
 
 
 def speeds() -> list[Throughput]:
-    """Return what is measured; caches hold half of the blocks."""
+    """Return the measurements; caches hold half of the blocks."""
     return [
         Throughput("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
         Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),
@@ -198,7 +201,7 @@ def table(document: Document) -> str:
 
 
 def apart(step: str, path: Path, blocks: int) -> Document:
-    """Return what it takes to write the large trace, or to simulate LRU on it, with stalls and the curve."""
+    """Write the large trace, or simulate LRU on it with stalls and the curve; return time and peak memory."""
     start = time.perf_counter()
     if step == "write":
         write(path, large(blocks))
@@ -209,5 +212,5 @@ def apart(step: str, path: Path, blocks: int) -> Document:
     return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
 
 
-if __name__ == "__main__":  # as harness.measured_apart runs it
+if __name__ == "__main__":  # run by harness.measured_apart
     print(json.dumps(apart(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))

@@ -1,9 +1,9 @@
-"""Client: llama.cpp, one token at a time over a mapped model (or one that it has read).
+"""Client: llama.cpp decodes single tokens with a mapped model, or with one that it has read.
 
-Of a token it tells the `crc` of the logits: the same over plain storage and over a mount, or a byte was wrong.
+The event of a token has the `crc` of the logits; it differs between plain storage and a mount only if a byte was wrong.
 
-`--compute SECONDS` stands for a slower processor, *emulated*: so much longer per token, slept between the operations of
-llama.cpp's graph in equal parts. A token then takes about as long on a busy machine as on a quiet one.
+`--compute SECONDS` *emulates* a slower processor: each token takes that much longer, by sleeping in equal parts between the
+operations of llama.cpp's graph. A token then takes about the same time on a busy and on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.bench.clients import StepFields, steps
@@ -26,10 +26,10 @@ LEAST_SLEEP_S = 0.002
 
 
 class SlowProcessor:
-    """Sleeps `seconds` during each token, a part of it between each two operations; what is overslept is made up for."""
+    """Sleeps `seconds` per token, in equal parts between operations, and corrects for oversleeping."""
 
     def __init__(self, context: Any, seconds: float) -> None:
-        """Is in effect as long as it lives, from the second token on: the first one tells how many operations there are."""
+        """Sleep from the second token on, as long as this object exists; the first token counts the operations."""
         import llama_cpp
 
         self._seconds = seconds
@@ -43,7 +43,7 @@ class SlowProcessor:
         self._operations, self._done, self._slept_s = self._done, 0, 0.0
 
     def _operation(self, _data: object) -> bool:
-        """What llama.cpp asks before each operation: whether to give up."""
+        """Sleep as needed before an operation of llama.cpp; return whether to abort."""
         self._done += 1
         if self._operations:
             due_s = self._seconds * self._done / self._operations - self._slept_s
@@ -55,7 +55,7 @@ class SlowProcessor:
 
 
 def main() -> None:
-    """Load the model, feed a short prompt, then time single tokens."""
+    """Load the model, evaluate a short prompt, then time single tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("tokens", type=int)
