@@ -36,8 +36,8 @@ struct {
 	__type(value, struct account);
 } accounts SEC(".maps");
 
-/* A thread: its state, since when it is blocked, its counters when they were added last, the page that it faulted on, and
- * its waits since it reported one. */
+/* A thread: its state, since when it is blocked, its counters when they were last added, the page that it faulted on, and
+ * its waits since its last report. */
 struct thread { u64 since_ns, major_faults, read_bytes; struct file_key file; u64 page, chunk, sent_ns, pending_ns; u32 state, has_page; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
