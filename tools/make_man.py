@@ -58,7 +58,6 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 
 def all_pages() -> list[Page]:
-    """Return all pages."""
     made = [
         page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
         page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
@@ -98,7 +97,6 @@ class Page:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
         return f"{self.name}.{self.number}"
 
     def text(self) -> str:

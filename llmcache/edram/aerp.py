@@ -293,7 +293,6 @@ class InputRows:
 
     @property
     def used(self) -> Flags:
-        """The rows that hold an x."""
         used: Flags = self.positions != NONE
         return used
 

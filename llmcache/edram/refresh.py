@@ -17,8 +17,8 @@ over the array. Rules of counting (`RULES`):
 - floor: every row has its own timer, started by its write; exact for a controller that records the times of writes.
 - ceil: an upper bound of floor, which counts at least one refresh for each stretch in a group.
 
-A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a demoted
-row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the paper, which
+A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a
+demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the paper, which
 states none of this.
 """
 

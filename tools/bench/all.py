@@ -99,7 +99,6 @@ NAMES = tuple(one.name for one in BENCHMARKS)
 
 
 def now() -> str:
-    """Return the current time, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -171,7 +170,6 @@ def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
 
 
 def write(document: Document, directory: Path) -> None:
-    """Write all.json and all.html."""
     results.write(directory / "all.json", document)
     results.write_text(directory / "all.html", page(document))
 

@@ -45,7 +45,6 @@ _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
     parser.add_argument(
         "--dir", type=Path, default=MODELS, help="directory on a real disk where the model is kept [%(default)s]"

@@ -138,7 +138,6 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Return the names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def bound_s(self) -> float:

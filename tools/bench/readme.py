@@ -78,7 +78,7 @@ def drawn(document: Document) -> str:
 
 
 def same_picture(one: str, other: str) -> bool:
-    """Whether two texts of `drawn` show the same to 1/1000 of a point: processors differ in a logarithm's last bit."""
+    """Return whether two texts of `drawn` agree to 1/1000 of a point, because logarithms of CPUs differ in the last bit."""
     one, other = (_DERIVED.sub("", text) for text in (one, other))
     pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False)
     return _NUMBER.sub("", one) == _NUMBER.sub("", other) and all(abs(float(a) - float(b)) < 1e-3 for a, b in pairs)

@@ -109,13 +109,11 @@ def write(path: Path, document: Any) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Replace the file at `path` with `content`."""
     with replacing(path, 0o666) as stream:
         stream.write(content.encode())
 
 
 def read(path: Path) -> Document:
-    """Return the JSON document at `path`."""
     document: Document = json.loads(path.read_text())
     return document
 

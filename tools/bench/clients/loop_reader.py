@@ -72,7 +72,6 @@ def run_pass(reader: LoopReader, expected: list[int] | None, compute_s: float = 
 
 
 def main() -> None:
-    """Run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("--how", choices=("read", "mmap", "direct"), default="read")

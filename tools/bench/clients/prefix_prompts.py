@@ -44,7 +44,6 @@ def cache_of(where: str, shared_tier: str | None) -> Any:
 
 
 def main() -> None:
-    """Load the model and complete every prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--cache", default="", help="directory; disk:DIR for the cache of llama-cpp-python [no cache]")

@@ -64,7 +64,6 @@ def token(tensors: Tensors, order: list[str], index: int) -> int:
 
 
 def main() -> None:
-    """Load, then run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)
