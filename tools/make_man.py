@@ -58,6 +58,7 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 
 def all_pages() -> list[Page]:
+    """Return all pages."""
     made = [
         page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
         page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
@@ -97,6 +98,7 @@ class Page:
 
     @property
     def file(self) -> str:
+        """The name of its file."""
         return f"{self.name}.{self.number}"
 
     def text(self) -> str:

@@ -293,6 +293,7 @@ class InputRows:
 
     @property
     def used(self) -> Flags:
+        """The rows that hold an x."""
         used: Flags = self.positions != NONE
         return used
 

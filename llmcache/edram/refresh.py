@@ -18,8 +18,8 @@ over the array. Rules of counting (`RULES`):
 - ceil: an upper bound of floor, which counts at least one refresh for each stretch in a group.
 
 A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a
-demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the paper, which
-states none of this.
+demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the
+paper, which states none of this.
 """
 
 from __future__ import annotations

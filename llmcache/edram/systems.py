@@ -300,10 +300,12 @@ class Configuration:
 
     @property
     def hardware(self) -> AcceleratorHardware:
+        """The accelerator."""
         return self.system.hardware
 
     @property
     def policy(self) -> RetentionPolicy:
+        """The treatment of the KV cache."""
         return self.system.policy
 
     @property

@@ -138,6 +138,7 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[str, ...]:
+        """The names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def bound_s(self) -> float:

@@ -201,6 +201,7 @@ class Point:
         return min(statistics.median(times) for times in self.seconds)
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
         return {**asdict(self), "median_s": self.median_s}
 
     def __str__(self) -> str:

@@ -39,6 +39,7 @@ class SlowProcessor:
         llama_cpp.llama_set_abort_callback(context, self._callback, ctypes.c_void_p(None))
 
     def begin(self) -> None:
+        """Begin a token."""
         self._operations, self._done, self._slept_s = self._done, 0, 0.0
 
     def _operation(self, _data: object) -> bool:
