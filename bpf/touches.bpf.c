@@ -52,8 +52,8 @@ struct {
 	__uint(max_entries, 1 << 20);
 } ring SEC(".maps");
 
-/* Processes that have touched a watched file, by tgid: the number that the daemon sees, and the time at which the process
- * started, because the kernel gives the tgid of a process that has ended to another one. */
+/* Processes that have touched a watched file, by tgid: their pid in the daemon's namespace, and their start time, because
+ * the kernel reuses tgids. */
 struct program { u64 started_ns; u32 pid, spare; };
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -62,8 +62,7 @@ struct {
 	__type(value, struct program);
 } programs SEC(".maps");
 
-/* Pages that were added to the page cache, by the file's number: those that clients had read, and those that the daemon and its
- * helper had read. */
+/* Pages added to the page cache, by the number of the file: read for clients, and read for the daemon and its helper. */
 struct added { u64 client_pages, own_pages; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -188,7 +188,6 @@ def table(document: Document) -> str:
 
 
 def page(document: Document) -> str:
-    """Return all.html for the data of `whole`."""
     good, count = reached(document)
     lead = (
         "A target is a limit that the project sets for a figure. "
@@ -200,7 +199,6 @@ def page(document: Document) -> str:
 
 
 def _targets(document: Document) -> list[Section]:
-    """Return the summary, and the targets of each benchmark."""
     every = [(one["benchmark"], of_json(one)) for one in document["bars"]]
     rows: list[list[Cell]] = []
     each: list[HtmlBlock] = []

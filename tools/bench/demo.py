@@ -75,7 +75,6 @@ def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> P
 
 
 def experiment(args: argparse.Namespace, model: Path) -> Experiment:
-    """Return the experiment that the options describe."""
     loop, routed = loop_bytes(model), None
     if args.experts:
         dense = routing.dense_bytes(routing.layout_of(model))
@@ -146,7 +145,6 @@ def show(outcome: Comparison, console: Console) -> bool:
 
 
 def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
-    """Run the demo and return its exit code."""
     began = time.monotonic()
     console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (generated once, then kept)")
     console.print("   the stock llama.cpp server maps Q8_0 on x86-64; it copies Q4_0 and Q4_K by default, see docs/index.md")

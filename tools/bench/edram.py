@@ -85,6 +85,5 @@ def targets(document: Document) -> list[Target]:
 
 
 def table(document: Document) -> str:
-    """Return a table of the durations of all cases."""
     head = [f"accelerator model, {document['configurations']:,} configurations", "time s"]
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])

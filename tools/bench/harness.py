@@ -53,7 +53,6 @@ def targets_of(bench: ModuleType, document: Document) -> list[Target]:
 
 
 def shown(bench: ModuleType, document: Document) -> str:
-    """Return the results in Markdown."""
     return (
         str(bench.table(document)) if hasattr(bench, "table") else targets_table(document, getattr(bench, "HEAD", "figure"))
     )

@@ -91,7 +91,6 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
 
 
 def kernels(tokens: int) -> Iterator[Kernel]:
-    """Yield the measured kernels."""
     random = np.random.default_rng(1)
     query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
@@ -151,7 +150,6 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
 
 
 def restore(path: Path, tokens: int) -> dict[str, Any]:
-    """Open the file; return the duration."""
     start = time.perf_counter()
     with SpillReader.open(path, SHAPE) as file:
         seconds = time.perf_counter() - start
@@ -188,7 +186,6 @@ def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: C
 
 
 def fetch(path: Path, rounds: int) -> dict[str, Any]:
-    """Measure fetches of random pages against plain reads."""
     room = [aligned(FETCH_PAGES * size) for size in SHAPE.slot_sizes]
     with SpillReader.open(path, SHAPE) as file:
 

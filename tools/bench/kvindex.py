@@ -60,7 +60,6 @@ def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
 
 
 def gaussian(count: int, more: int, queries: int, seed: int = 0) -> Keys:
-    """Return keys and queries without structure."""
     random = np.random.default_rng(seed)
     sizes = (count, more, queries)
     return Keys(*(random.standard_normal((size, DIM), dtype=np.float32) for size in sizes))

@@ -239,7 +239,6 @@ def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _text(subject: Any, tokens: int) -> Document:
-    """Return a text from this machine's documentation."""
     return next(documents(np.random.default_rng(0), tokens, 1, subject.encode, subject.first))
 
 
@@ -294,7 +293,6 @@ def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _shallow(model: Any, layers: int) -> Any:
-    """Remove all but the first `layers` layers of `model`."""
     del model.model.layers[layers:]
     model.config.num_hidden_layers = layers
     if getattr(model.config, "layer_types", None):

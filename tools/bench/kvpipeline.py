@@ -142,7 +142,7 @@ LIMITS = {"idle": IDLE_TARGET, "ping_pong": PING_PONG_TARGET, "link": LINK_TARGE
 
 
 def targets(document: Document) -> list[Target]:
-    """Return the targets. An idle share that cannot be hidden according to the model has no value."""
+    """Return the targets; `idle` has no value if the work cannot be hidden according to the model."""
     found = []
     for name, one in document["parts"].items():
         value = one["figure"] if one.get("applies", True) else math.nan

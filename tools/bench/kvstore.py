@@ -32,7 +32,6 @@ MEMORY_TARGET = 1 << 30
 
 
 def prefill(store: KvStore, tokens: int) -> float:
-    """Append `tokens` random tokens; return the seconds."""
     noise = np.random.default_rng(0).standard_normal((1, 8, CHUNK, 128), dtype=np.float32).astype(np.float16)
     start = time.perf_counter()
     for first in range(0, tokens, CHUNK):

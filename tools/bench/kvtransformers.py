@@ -118,7 +118,9 @@ def stock_at(rows: Sequence[LengthRow], tokens: int) -> LengthRow:
 
 
 def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
-    """Return the smallest length from which on `policy` is faster than transformers' cache at all measured lengths."""
+    """Return the shortest length from which on `policy` is faster than transformers' cache; None if it is not at the
+    longest.
+    """
     found = None
     for row in sorted((row for row in rows if row.policy == policy), key=lambda row: -row.tokens):
         if row.times(stock_at(rows, row.tokens)) >= 1:

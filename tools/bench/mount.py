@@ -178,7 +178,6 @@ class CasePlan:
 
 
 def tokens(threads: int, steps: int) -> Command:
-    """Return the command of the llama.cpp client."""
     return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads)
 
 
@@ -375,7 +374,6 @@ def kernel(result: Result, time_of: Callable[[Result, str], float] = seconds) ->
 
 
 def mounts(result: Result) -> list[str]:
-    """Return the sides that are mounts."""
     return [side for side in result["sides"] if side != "direct" and not side.startswith("kernel")]
 
 
@@ -422,7 +420,6 @@ def targets(document: Document) -> list[Target]:
 
 
 def judge(result: Result, side: str) -> Iterator[Target]:
-    """Yield the targets of one mount of one result."""
     slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
     name = result["name"]
     command = f"tools/bench mount --model MODEL --only {result['case']} --match '{name}'"

@@ -125,7 +125,6 @@ def whole(space: Space, file: int = 0, begin: float = 0.0, end: float = 1.0) -> 
 
 
 def touched_bytes(one: Iterable[Touch]) -> int:
-    """Return the sum of the sizes."""
     return sum(touch.size_bytes for touch in one)
 
 
@@ -139,7 +138,6 @@ def _looping(spaces: Sequence[Space], passes: Sequence[Pass], used: Iterable[Tou
 
 
 def full_loop(space: Space, passes: int = PASSES) -> Pattern:
-    """Return a loop over the whole space."""
     return _looping([space], [whole(space)] * passes)
 
 
@@ -256,7 +254,6 @@ def routed_passes(layout: ModelLayout, tokens: Iterable[Sequence[Iterable[int]]]
 
 
 def _pages(first_byte: int, size_bytes: int) -> tuple[int, int]:
-    """Return the range of the pages that hold a range of bytes."""
     first = first_byte // PAGE * PAGE
     return first, -(-(first_byte + size_bytes) // PAGE) * PAGE - first
 

@@ -45,7 +45,6 @@ def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), si
 
 
 def groups(ratios: Ratios) -> Ratios:
-    """Return the mean ratios of each group of shapes, by group and policy."""
     means: Ratios = {}
     for group, names in GROUPS.items():
         policies = ratios[names[0]]

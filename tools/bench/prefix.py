@@ -70,12 +70,10 @@ class PromptClient:
 
 
 def first_s(outcome: dict[str, Any]) -> float:
-    """Return the time to the first token of the first answer."""
     return float(outcome["answers"][0]["first_s"])
 
 
 def size_of(directory: Path) -> int:
-    """Return the size of all files below `directory`."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
@@ -144,7 +142,7 @@ def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict
 
 
 def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
-    """Compare a prompt from a server on loopback, in a process with an empty directory, with evaluating it."""
+    """Compare fetching a prompt from a server on loopback, in a new process with an empty directory, with evaluating it."""
     program = next((found for name in SERVERS if (found := shutil.which(name))), None)
     if program is None or importlib.util.find_spec("redis") is None:
         return {}  # then there is no such target

@@ -78,7 +78,7 @@ def drawn(document: Document) -> str:
 
 
 def same_picture(one: str, other: str) -> bool:
-    """Return whether two texts of `drawn` agree to 1/1000 of a point, because logarithms of CPUs differ in the last bit."""
+    """Return whether two texts of `drawn` agree to 1/1000 of a point; CPUs compute different last bits of logarithms."""
     one, other = (_DERIVED.sub("", text) for text in (one, other))
     pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False)
     return _NUMBER.sub("", one) == _NUMBER.sub("", other) and all(abs(float(a) - float(b)) < 1e-3 for a, b in pairs)
@@ -114,13 +114,11 @@ def _largest_difference(document: Document, mode: str) -> str:
 
 
 def _times_faster(document: Document) -> str:
-    """Return the speedup of the first case of the mount over the page cache."""
     first = document["results"][0]
     return f"{seconds(first, kernel(first)) / seconds(first, mounts(first)[0]):.1f}"
 
 
 def _mean_hit_ratio(document: Document, policy: str) -> str:
-    """Return the mean hit ratio of a policy on the traces of applications on a device."""
     return f"{document['groups']['on_device'][policy]:.3f}"
 
 
@@ -135,7 +133,6 @@ FIGURES: dict[str, Callable[[Document], str]] = {
 
 
 def recorded(name: str) -> Document:
-    """Return the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 
 

@@ -83,12 +83,10 @@ def of_json(data: Document) -> Target:
 
 
 def targets_of(document: Document) -> list[Target]:
-    """Return the targets in a benchmark's JSON."""
     return [of_json(one) for one in document["bars"]]
 
 
 def exit_code(targets: Iterable[Target]) -> int:
-    """Return 0 if all targets are met, 1 if not."""
     return 0 if all(target.passed for target in targets) else 1
 
 

@@ -72,7 +72,6 @@ def ranked(
 
 
 def layout_of(path: Path) -> ModelLayout:
-    """Return the layout of a model file."""
     with path.open("rb") as file:
         layout = read_layout(lambda offset, size: os.pread(file.fileno(), size, offset), path.stat().st_size, path.name)
     assert layout is not None

@@ -103,7 +103,6 @@ class ClientRun:
 
 
 def client(name: str, *arguments: object) -> list[str]:
-    """Return the command line of a client script."""
     return [sys.executable, str(CLIENTS / f"{name}.py"), *(str(a) for a in arguments)]
 
 

@@ -28,7 +28,6 @@ SIZE = ("size", "--bw", "100", "--loop", "70M")
 
 
 def run(words: tuple[str, ...]) -> float:
-    """Return the duration of one run (seconds); subprocess.CalledProcessError if it fails."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-m", "llmcache", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - begin
@@ -40,7 +39,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield the durations of every command and group, the program itself first."""
     commands = ["llmcache", *(words for words, _ in walk(app, "llmcache"))]
     arguments = [*((*words.split()[1:], "--help") for words in commands), SIZE]
     runs = {" ".join(("llmcache", *words)): partial(run, words) for words in arguments}

@@ -50,7 +50,7 @@ def suite_run(busy: int) -> Run:
 
 
 def of_log(path: Path) -> Run:
-    """Return the run whose output a file has; DataError without pytest's summary line."""
+    """Return the run whose output is in a file; DataError without pytest's summary line."""
     found = list(_SUMMARY.finditer(path.read_text(errors="replace")))
     if not found:
         raise DataError(f"--log: {path} has no summary line of pytest", "it must hold the output of tools/test")

@@ -92,7 +92,7 @@ class Tracer:
 
 
 def llmcache(name: str, *options: str) -> Tracer:
-    """Return llmcache trace with some options."""
+    """Return a tracer that runs `llmcache trace` with some options."""
     command = [sys.executable, "-m", "llmcache", "trace", "PID", "-o", "OUT.parquet", "--force", *options]
     return Tracer(name, command, said="recording")
 

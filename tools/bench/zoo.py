@@ -89,17 +89,14 @@ def in_turn(*paths: Path) -> Pattern:
 
 
 def prompts_and_answers(path: Path) -> Pattern:
-    """Return the pattern of an MoE model."""
     return patterns.prefill_and_decode(path.name, layout_of(path))
 
 
 def dense(size_bytes: int, seed: int = 0) -> Callable[[Path], object]:
-    """Return the function that makes a dense model."""
     return lambda path: make_model(path, choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False), "gguf", 1, seed)
 
 
 def moe(size_bytes: int) -> Callable[[Path], object]:
-    """Return the function that makes an MoE model."""
     shape = choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(64, 4, 500_000))
     return lambda path: make_model(path, shape, "gguf", 1, 0)
 
@@ -212,7 +209,6 @@ class Zoo:
             return max(one.anon_bytes for one in self._clients(group, self.source))
 
     def _clients(self, group: Cgroup, root: Path) -> list[ClientRun]:
-        """Run the stages in sequence."""
         paths = [root / name for name in self.pattern.files]
         commands = [client("zoo_reader", self._plan(stage), *paths) for stage in range(len(self.pattern.stages))]
         return [run_clients(group, [command], STAGE_TIMEOUT_S)[0] for command in commands]
@@ -281,7 +277,6 @@ def _progress(run: Document) -> str:
 
 
 def modes_of(result: Result) -> list[str]:
-    """Return the sides that are mounts."""
     return list(dict.fromkeys(run["side"] for run in result["runs"] if run["side"] != PAGE_CACHE.name))
 
 
@@ -325,7 +320,6 @@ def targets(document: Document) -> list[Target]:
 
 
 def judge(result: Result, mode: str) -> Iterator[Target]:
-    """Yield the targets of one mode in one result."""
     name, share = result["name"], f"{result['share']:.0%}"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{name} {share}".lower()).strip("-")
     command = f"tools/bench zoo --match '{name}' --share {result['share']:g} --mode {mode}"

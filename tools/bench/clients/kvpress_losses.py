@@ -101,7 +101,6 @@ def follow(model: Any, cache: Any, following: Int64s, begin: int, batch: int = 1
 
 
 def main() -> int:
-    """Read each text and continue it with each cache."""
     path, threads, budgets = sys.argv[2], int(sys.argv[3]), [int(word) for word in sys.argv[4:]]
     torch.set_num_threads(threads)
     model = Subject(sys.argv[1]).model

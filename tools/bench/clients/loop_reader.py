@@ -26,7 +26,6 @@ MIB = 1 << 20
 
 
 def crcs(path: Path) -> list[int]:
-    """Return the CRC of every MiB of a file."""
     with path.open("rb") as file:
         return [zlib.crc32(block) for block in iter(lambda: file.read(MIB), b"")]
 

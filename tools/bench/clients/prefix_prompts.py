@@ -77,7 +77,6 @@ def main() -> None:
 
 
 def _token_bytes(model: Any) -> int:
-    """Return the size of the state of one token, as llama.cpp serializes it."""
     import llama_cpp
 
     model.eval([1])
