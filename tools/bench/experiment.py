@@ -35,13 +35,29 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Window:
+    """A range of measured steps of an MoE model, `first` to `end`, that has its own targets; all figures are per token.
+
+    `lru_bytes`, `belady_bytes`: misses of both policies, with whole experts in the same memory. `storage_s`: the time that
+    storage takes for the latter.
+    """
+
+    first: int
+    end: int
+    lru_bytes: float
+    belady_bytes: float
+    storage_s: float
+
+
+@dataclass(frozen=True)
 class Experiment:
     """The client, file and limits of one comparison.
 
     `times`: factor on the number of repeats; short runs vary more. `direct`: run a side with O_DIRECT too. `routed`: set for
     MoE models, whose steps differ; times are then means, and warm-up steps are recorded. `own_read_ahead`: run the page
     cache also with the machine's own `read_ahead_kb`. `read_ahead_kb`: the value for a mount in place, as the documentation
-    advises. `mean_reads`: report the mean of the bytes per step; if most steps read nothing, the median is 0.
+    advises. `mean_reads`: report the mean of the bytes per step; if most steps read nothing, the median is 0. `windows` have
+    separate targets. `opponents_kb`: further values of `read_ahead_kb` for the page cache.
     """
 
     case: str
@@ -61,6 +77,8 @@ class Experiment:
     own_read_ahead: bool = True
     read_ahead_kb: int = SMALL_READ_AHEAD_KB
     mean_reads: bool = False
+    windows: tuple[Window, ...] = ()
+    opponents_kb: tuple[int, ...] = ()
 
     def timeout_s(self) -> float:
         """Return the seconds after which a client counts as hung: four times the duration of reading everything in every
@@ -91,6 +109,11 @@ class SideRun:
             return statistics.fmean(read) if experiment.mean_reads else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
+    def _window_bytes(self, experiment: Experiment) -> list[float | None]:
+        """Return the mean bytes from storage per step of each window; None for a window that was not reached."""
+        read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
+        return [statistics.fmean(part) if (part := read[one.first : one.end]) else None for one in experiment.windows]
+
     def mount(self) -> dict[str, Any] | None:
         """Return the mode, the largest memory and the daemon's CPU seconds per GB read from storage; None without a mount.
 
@@ -118,8 +141,12 @@ class SideRun:
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
             **warming,
             "storage_bytes_per_step": self.storage_bytes_per_step(experiment) if measured else None,
+            **({"window_bytes": self._window_bytes(experiment)} if experiment.windows else {}),
             "mount": self.mount(),
         }
+
+
+_NOT_RECORDED = ("command", "direct", "own_read_ahead", "opponents_kb")
 
 
 @dataclass
@@ -164,7 +191,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return all measured steps as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
+        shape = {key: value for key, value in asdict(each).items() if key not in _NOT_RECORDED}
         return {
             **shape,
             "file": each.file.name,

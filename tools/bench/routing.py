@@ -114,28 +114,66 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
 
 
-def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
-    """Return the mean misses of a token after `warmup` tokens, in a cache of `room` whole experts, by policy.
+def replay(routing: Routing, room: int, is_loaded: bool = False) -> dict[str, NDArray[np.int64]]:
+    """Return the misses of each token in a cache of `room` whole experts, by policy. `belady` knows the future uses.
 
-    `known` evicts the expert with the lowest probability of being used by the next token, given the popularities of the
-    moment. `learned` does the same with popularities inferred from the uses so far by the model that generates them, which
-    is the best that a policy without knowledge of the future can do. `belady` knows the future uses.
+    The cache is empty at first. With `is_loaded` it begins with the experts that are used first, as many as fit, which is
+    the best possible state for `belady` after an engine has loaded the model.
     """
     uses, count = keys(routing)
+    loaded = list(dict.fromkeys(uses.tolist()))[:room][::-1] if is_loaded else []
+    uses = np.concatenate((np.array(loaded, uses.dtype), uses))
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
+    hits["llmcache"] = _hot(uses, routing.shape[1] * routing.shape[2], room)
+    return {name: (1 - hit[len(loaded) :]).reshape(len(routing), -1).sum(1) for name, hit in hits.items()}
+
+
+def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
+    """Return the mean misses of a token after `warmup` tokens by policy, for those of `replay` and two with more knowledge.
+
+    `known` evicts the expert with the lowest probability of being used by the next token, given the popularities of the
+    moment. `learned` does the same with popularities inferred from earlier uses by the model that generates them, which is
+    the best that a policy without knowledge of the future can do.
+    """
     chances = _chances(habits, ranks.shape[2], routing.shape[2])
     learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
-    hits["llmcache"] = _hot(routing, uses, room)
-    hits["known"] = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
-    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.learn(layer, routing[token, layer]))
-    tokens = len(routing)
-    return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
+    known = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
+    learned = _by_chance(routing, habits, room, lambda token, layer: learner.learn(layer, routing[token, layer]))
+    found = {name: (1 - hit).reshape(len(routing), -1).sum(1) for name, hit in (("known", known), ("learned", learned))}
+    return {name: float(each[warmup:].mean()) for name, each in (replay(routing, room) | found).items()}
 
 
-def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class Locality:
+    """How much a routing repeats itself; means over layers and tokens.
+
+    `reused`: share of a token's experts that one of the last 1, 4 or 16 tokens used. `ninety`: share of a layer's experts,
+    the most used first, that serve 90 % of the uses. `top`: share of the uses of the most used expert of a layer.
+    """
+
+    reused: dict[int, float]
+    ninety: float
+    top: float
+
+
+def locality(routing: Routing, experts: int) -> Locality:
+    """Return the locality of a routing through layers of `experts` experts."""
+    tokens, layers, used = routing.shape
+    uses = np.zeros((tokens, layers, experts), bool)
+    np.put_along_axis(uses, routing, True, axis=2)
+    reused = {}
+    for window in (1, 4, 16):
+        recent = np.stack([uses[window - back : tokens - back] for back in range(1, window + 1)]).any(0)
+        reused[window] = float((uses[window:] & recent).sum() / uses[window:].sum())
+    shares = np.sort(uses.sum(0) / (tokens * used), axis=1)[:, ::-1]
+    ninety = float(((shares.cumsum(1) < 0.9).sum(1) + 1).mean() / experts)
+    return Locality(reused, ninety, float(shares[:, 0].mean()))
+
+
+def _hot(uses: NDArray[np.int64], token_uses: int, room: int) -> NDArray[np.int64]:
     hot, hits = HotSet(), np.zeros(len(uses), np.int64)
-    hot.token_uses = len(uses) // len(routing)
+    hot.token_uses = token_uses
     for place, key in enumerate(uses.tolist()):
         hits[place] = key in hot
         hot.use(key)
