@@ -17,7 +17,7 @@ from llmcache.cache.simulate import simulate
 from llmcache.trace.record import Trace
 from tests.conftest import examples
 from tests.property.contract import Case, cases, clauses, long_case
-from tools.bench.policies import LRU_MARGIN, OURS, bars, groups, ratios_of
+from tools.bench.policies import LRU_MARGIN, OURS, groups, ratios_of, targets
 
 # Compiling may take seconds in the first example.
 SETTINGS = settings(max_examples=examples(60), deadline=None)
@@ -70,7 +70,7 @@ def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity
 def test_every_bar_is_reached() -> None:
     """Over three sizes of those that the benchmark has: the largest, the whole footprint, is everybody's."""
     ratios = ratios_of(("lru", "belady", OURS), sizes=AUTO[:9:4])
-    missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
+    missed = [target for target in targets({"ratios": ratios, "groups": groups(ratios)}) if not target.passed]
     assert not missed
 
 
