@@ -88,7 +88,7 @@ def _fexit_problem() -> str | None:
 def _missing(
     *modules: str, programs: Sequence[str] = (), libraries: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> Callable[[], str | None]:
-    """Return a function that names the missing Python modules, programs, libraries or files; it returns None if all exist."""
+    """Return a function that names the missing modules, programs, libraries or files, and returns None if all exist."""
 
     @functools.cache
     def problem() -> str | None:
@@ -164,7 +164,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in tests/mount with the mount tier and tests in tests/hf with the transformers tier; put long tests first."""
+    """Add the marker mount to tests in tests/mount and transformers to tests in tests/hf; put long tests first."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         directories = item.path.relative_to(Path(__file__).parent).parts[:-1]

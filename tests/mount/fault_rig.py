@@ -181,7 +181,7 @@ class Rig:
     # The files behind the mount
 
     def put(self, path: str, content: Bytes | None, how: str = "rename") -> bool:
-        """Change a file behind the mount by "rename", in place ("write") or by its size; return False if the disk is full."""
+        """Change a file behind the mount by "rename", in place ("write") or by its size; return False if the disk is full"""
         changed = self.model.begin(**{path: content})
         target = self.files / path
         try:

@@ -238,7 +238,7 @@ def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
 def wait_for(
     condition: Callable[[], bool], what: str, timeout_s: float = 120.0, state: Callable[[], object] = lambda: ""
 ) -> None:
-    """Return as soon as `condition()` holds; after `timeout_s`, which only a hang reaches, fail with `what` and `state()`."""
+    """Return as soon as `condition()` holds; fail with `what` and `state()` after `timeout_s`, which only a hang reaches"""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen: {what} {state()}"
