@@ -320,7 +320,7 @@ def memory_shrinks(rig: Rig, chance: random.Random) -> Iterator[None]:
         rig.group.set_memory(None)
 
 
-NEIGHBOR = "import sys, time; data = bytearray(int(sys.argv[1])); data[::4096] = b'x' * len(data[::4096]);  time.sleep(60)"
+NEIGHBOR = "import sys, time; data = bytearray(int(sys.argv[1])); data[::4096] = b'x' * len(data[::4096]); time.sleep(60)"
 
 
 @contextlib.contextmanager
