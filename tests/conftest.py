@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)
 
 # No deadlines and no health check for slow examples, because machines are shared. Every run tries the same examples, so a
-# new failure comes from the change under test. `--hypothesis-profile=fresh` tries new ones; turn what it finds into
+# new failure comes from the change under test. `--hypothesis-profile=fresh` tries new ones; add those that fail as
 # explicit examples.
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("same", settings.get_profile("fresh"), derandomize=True, database=None, max_examples=50)

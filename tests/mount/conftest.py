@@ -72,7 +72,7 @@ class Mounter:
         return mounted
 
     def end(self) -> None:
-        """End every daemon and mount that is left, whatever its state."""
+        """End the remaining daemons and mounts, whatever their state."""
         for mounted in self.made:
             pid = control.daemon_pid(str(mounted.point))
             if pid is not None:

@@ -138,7 +138,7 @@ class Model:
         return frozenset().union(*found)
 
     def check(self, path: str, offset: int, size: int, reply: Reply) -> str | None:
-        """Return what is wrong with the reply to a read, or None."""
+        """Return how the reply to a read is wrong, or None."""
         with self.lock:
             seen = [v for v in self._versions[path] if v.since <= reply.ended and v.until >= reply.first]
             contents = [version.content for version in seen]

@@ -29,7 +29,7 @@ class Rule:
     """A fault: what happens to `call` on files that match `glob`, if it touches bytes `first` to `end`.
 
     `what`: "eio"; "short" (a reply of fewer bytes); "slow" (a reply after `seconds`); "held" (the call waits until the
-    rule is removed, and meanwhile the file `held_by` exists); "lost" (fsync fails, and everything written since the last
+    rule is removed; the file `held_by` exists until then); "lost" (fsync fails, and everything written since the last
     fsync without O_DIRECT is reverted, as if the page cache had dropped the pages it could not write). `call`: read,
     write, fsync, truncate, fallocate or "open direct".
     """

@@ -247,7 +247,7 @@ def wait_for(
 
 @contextmanager
 def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[list[Reader]]:
-    """Run a checking reader per job (file, CRCs, how) during the body; kill those that are left."""
+    """Run a checking reader per job (file, CRCs, how) during the body; kill those still running."""
     running = [start_reader(path, crc, how, seconds) for path, crc, how in jobs]
     try:
         yield running

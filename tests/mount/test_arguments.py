@@ -119,14 +119,14 @@ def test_impossible_paths_are_refused(places: tuple[Path, Path], tmp_path: Path)
     )
     command = [sys.executable, "-c", code, sys.executable, "-m", "llmcache", "stats", "mnt"]
     gone = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False)
-    assert gone.returncode == 2 and "the working directory has gone" in gone.stderr
+    assert gone.returncode == 2 and "the working directory no longer exists" in gone.stderr
 
 
 def test_a_mount_with_a_missing_socket_is_not_reported_dead(mount: Mounter) -> None:
     mounted = mount()
     os.unlink(mounted.files.socket)
     done = llmcache("stats", mounted.point)
-    assert done.returncode == 4 and "is served, but nothing listens at" in done.stderr
+    assert done.returncode == 4 and "is served, but no daemon listens at" in done.stderr
     assert llmcache("umount", mounted.point).returncode == 0
 
 
@@ -134,9 +134,9 @@ def test_a_mount_with_a_missing_socket_is_not_reported_dead(mount: Mounter) -> N
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
-        (("--spill", "*.txt"), "spill: mode inplace", 2),
+        (("--spill", "*.txt"), "spill: in mode inplace", 2),
         (("-o", "max_read=4096"), "-o max_read=4096", 2),
-        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
+        (("--read-ahead", "1Ki"), "read_ahead: 1Ki is not possible", 2),
     ],
 )
 def test_options_of_fuse_are_refused_in_place(tmp_path: Path, words: tuple[str, ...], message: str, code: int) -> None:

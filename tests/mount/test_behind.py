@@ -23,7 +23,7 @@ TICK_S = 0.05  # before Linux 6.13, two changes within one clock tick have the s
 
 @pytest.fixture
 def pair(reading: Mounted) -> tuple[Path, Path]:
-    """Return the path in the mount and the path in SOURCE of a file that was read through the mount."""
+    """Return the path in the mount and the path in SOURCE of a file that the mount has already served."""
     behind = reading.source / "f"
     behind.write_bytes(b"1" * SIZE)
     through = reading.point / "f"
@@ -190,6 +190,6 @@ def test_mount_warns_of_links_that_lead_outside(mount: Mounter) -> None:
     for number in range(4):
         (place.source / f"model-{number}.gguf").symlink_to("../blobs/0a1b")
     done = llmcache("mount", place.source, place.point, "--mode", "steer", "--cache", "32Mi")
-    assert done.returncode == 0 and "4 links lead outside" in done.stdout
-    assert "model-0.gguf, model-1.gguf, model-2.gguf, ...; mount the directory that holds both" in done.stderr
+    assert done.returncode == 0 and "links that lead outside: 4" in done.stdout
+    assert "model-0.gguf, model-1.gguf, model-2.gguf, ...; mount the directory that contains both" in done.stderr
     assert "near.bin" not in done.stderr

@@ -90,7 +90,7 @@ def test_the_unit_serves_rotates_its_log_and_ends(places: tuple[Path, Path], tmp
                 daemon.kill()
                 daemon.wait()
     assert mountpoint.find(str(places[1])) is None
-    assert "is served on" in (tmp_path / "log.1").read_text()
+    assert "serving a directory on" in (tmp_path / "log.1").read_text()
 
 
 def test_the_unit_cleans_up_after_a_crash(places: tuple[Path, Path], tmp_path: Path) -> None:

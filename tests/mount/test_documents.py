@@ -93,7 +93,7 @@ def test_the_document_of_mount_names_the_daemon(mount: Mounter) -> None:
     [
         (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
         (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
-        (["--spill", ""], "(what memory can spare; --cache sets it), read-only", "ro"),
+        (["--spill", ""], "(what memory can spare), read-only", "ro"),
     ],
 )
 def test_mount_prints_mode_budget_and_writable_files(options: list[str], said: str, flag: str, mount: Mounter) -> None:
@@ -101,8 +101,8 @@ def test_mount_prints_mode_budget_and_writable_files(options: list[str], said: s
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
     users = "for all users" if os.geteuid() == 0 else "for this user only"
-    assert line.startswith(f"llmcachefs: {own.point}: arena, ")
-    assert line.endswith(f"{said}, {users}; see: llmcache stats {own.point}")
+    assert line.startswith(f"llmcachefs: {own.point}: arena, budget ")
+    assert line.endswith(f"{said}, {users}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
 
@@ -121,7 +121,7 @@ def test_mount_warns_of_programs_that_have_the_files_open(mount: Mounter) -> Non
             assert client.stdin is not None and client.stdout is not None
             client.stdout.readline()
             done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
-            assert done.returncode == 0 and f"({client.pid}); mode inplace adopts them" in done.stderr, done.stderr
+            assert done.returncode == 0 and f"({client.pid}); mode inplace steers open files" in done.stderr, done.stderr
             assert llmcache("umount", own.point).returncode == 0
             client.stdin.close()
     done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")

@@ -1,7 +1,7 @@
 """Random plans of faults under load: reads return the right bytes or a documented error, nothing hangs or is left.
 
 LLMCACHE_FAULT_SECONDS=600 runs that long in each mode, with a fresh seed per plan. A failure prints its seed and plan,
-and LLMCACHE_FAULT_SEED=SEED repeats it. A step is one or two simultaneous faults, the requests to the daemon meanwhile,
+and LLMCACHE_FAULT_SEED=SEED repeats it. A step is one or two simultaneous faults, the requests to the daemon during them,
 and the repair. Faults are drawn like cards from a deck: each one once before any repeats.
 """
 
@@ -38,7 +38,7 @@ FILES = tuple(SIZES)
 
 @dataclass(frozen=True)
 class Step:
-    """Faults by name, their duration, and the requests to the daemon meanwhile; `seed` determines details."""
+    """Faults by name, their duration, and the requests to the daemon during them; `seed` determines details."""
 
     faults: tuple[str, ...]
     seconds: float
@@ -261,7 +261,7 @@ def _killed(rig: Rig, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _daemon_replaced(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield the current daemon; on exit, start another one. Allow errors meanwhile."""
+    """Yield the current daemon, and start another one on exit. Errors of a missing mount are allowed in between."""
     window = rig.model.excuse(Window(NO_MOUNT))
     assert rig.daemon is not None
     yield rig.daemon

@@ -57,8 +57,8 @@ def mounted(mode: str) -> Iterator[None]:
 class Fsx(RuleBasedStateMachine):
     """A spill file, its descriptors, and the bytes that it must contain.
 
-    While a descriptor is open for writing, its pages are cached one by one; otherwise it is a file that is read in
-    passes. It may have a hard link, which the mount treats as another file with the same bytes.
+    While a descriptor is open for writing, its pages are cached one by one; otherwise the file can become a loop. It may
+    have a hard link, which the mount treats as another file with the same bytes.
     """
 
     def __init__(self) -> None:

@@ -521,7 +521,7 @@ sys.stdin.read()
 
 @pytest.mark.cgroup
 def test_memory_pressure_during_a_renewal_in_huge_pages(source: Path, tmp_path: Path) -> None:
-    """Pages evicted to be read again in huge pages are not pinned beyond the limit; every byte is right meanwhile."""
+    """Pages evicted to be read again in huge pages are not pinned beyond the limit, and every byte stays right."""
     path = source / "loop.bin"
     forget(path)
     with (
@@ -702,7 +702,9 @@ def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp
     with live(empty, points[0], "32Mi", "--mode", "inplace"):
         for source in (empty, empty / "below"):
             done = llmcache("mount", source, points[1], "--mode", "inplace", "--cache", "32Mi")
-            assert done.returncode == 4 and f"steered in place already on {points[0]}" in done.stderr, done.stderr
+            assert done.returncode == 4 and f"already steered in place by the mount on {points[0]}" in done.stderr, (
+                done.stderr
+            )
     done = llmcache("mount", empty / "below", points[1], "--mode", "inplace", "--cache", "32Mi")
     assert done.returncode == 0, done.stderr
     assert llmcache("umount", points[1]).returncode == 0
@@ -777,7 +779,7 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
 
 
 def test_simultaneous_warmups_of_a_file_keep_it_open(empty: Path) -> None:
-    """The first warm-up to end does not close the file under the second, which still reports what is pinned."""
+    """The first warm-up to end does not close the file under the second, which still reports the pinned bytes."""
     os.utime(random_file(empty / "loop.bin", 40 * MIB), (0, 0))
     forget(empty / "loop.bin")
     output: list[dict[str, Any]] = []
@@ -800,11 +802,11 @@ def test_simultaneous_warmups_of_a_file_keep_it_open(empty: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        ((), "inplace, 33.6 MB (--cache), read-only"),
-        (("--rw",), "inplace, 33.6 MB (--cache), writable"),
-        (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
-        (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
-        (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        ((), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--rw",), "inplace, budget 33.6 MB (--cache), writable"),
+        (("--spill", ""), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--spill", "*.tmp"), "steer (spill: in mode inplace either all files are writable or none), budget 33.6 MB"),
+        (("-o", "fsname=models"), "inplace, budget 33.6 MB (--cache), read-only"),
         (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
@@ -820,7 +822,9 @@ def test_a_source_hidden_by_its_mount_cannot_be_steered_in_place(empty: Path) ->
     random_file(empty / "f", MIB)
     try:
         done = llmcache("mount", empty, empty.parent, "--cache", "32Mi")
-        assert done.returncode == 0 and "(SOURCE lies inside MOUNT, which hides it), 33.6 MB" in done.stdout
+        assert (
+            done.returncode == 0 and "(SOURCE lies inside MOUNT, and the mount would hide it), budget 33.6 MB" in done.stdout
+        )
         assert os.listdir(empty.parent) == ["f"]
     finally:
         assert llmcache("umount", empty.parent).returncode == 0

@@ -140,7 +140,7 @@ def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live
             )  # memory that moves to the page cache between the two counts appears twice
         results = [finish_reader(reader, 120) for reader in running]
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
-    # Under processor contention, the pages of one eviction batch may leave after new pages have come.
+    # Under processor contention, the pages of one eviction batch may leave after new pages have arrived.
     assert statistics.median(samples) <= most_bytes and max(samples) <= most_bytes + BATCH_BYTES, samples
     mounted.resize(48 * MIB)
     assert mounted.stats()["budget_bytes"] == 48 * MIB

@@ -1,4 +1,4 @@
-"""Metrics of real mounts: their totals, who may read file names, and scrapers that hang."""
+"""Metrics of real mounts: their totals, access to file names, and scrapers that hang."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_port_in_use_is_refused_before_mounting(mount: Mounter, tmp_path: Path
         refused = llmcache("mount", first.source, other, "--cache", "32Mi", *words)
         assert refused.returncode == 4
         assert f"metrics: cannot listen on {address}: Address already in use" in refused.stderr
-        assert "hint: name another port" in refused.stderr and not os.path.ismount(other)
+        assert "hint: choose another port" in refused.stderr and not os.path.ismount(other)
     assert llmcache("umount", first.point).returncode == 0
     again = mount("--metrics", address)  # the port is free after the mount has ended
     assert stats(again)["metrics"] == address

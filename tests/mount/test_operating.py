@@ -45,7 +45,7 @@ def write_model(path: Path, name: str, size: int) -> None:
 
 
 def terminal_output(*words: str | Path) -> str:
-    """Return what a command draws on stderr, a terminal, while it works."""
+    """Return the output of a command on stderr, a terminal, while it works."""
     terminal, end = os.openpty()
     command, text = [sys.executable, "-m", "llmcache", *map(str, words)], b""
     with open(terminal, "rb", buffering=0) as screen:
@@ -262,5 +262,5 @@ def test_warmup_refuses_more_files_than_it_can_open(mount: Mounter) -> None:
         (mounted.source / f"{number}.json").write_text("x")
     resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (256, before[1]))
     done = llmcache("warmup", mounted.point)
-    assert done.returncode == 3 and "GLOB: 70 files are more than can be warmed at once, 64" in done.stderr
+    assert done.returncode == 3 and "GLOB: 70 files match, but at most 64 can be warmed at once" in done.stderr
     assert said("warmup", mounted.point, "?.json")["warm_bytes"] == 10

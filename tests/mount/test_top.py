@@ -78,7 +78,7 @@ class Terminal:
         return True
 
     def _state(self) -> str:
-        """Describe what the program is doing, for a failure message."""
+        """Return the state of the program, for a failure message."""
         details = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "environ")]
         sizes = [fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8)) for fd in (self._ours, self._theirs)]
         return f"{self.process.poll()}, {sizes}, foreground {os.tcgetpgrp(self._ours)} of {self.process.pid}, {details}"
@@ -117,7 +117,7 @@ class Terminal:
 
 @pytest.fixture
 def mounted(mount: Mounter, tmp_path: Path) -> Mounted:
-    """A mount with a model that was read three times."""
+    """A mount with a model, after three reads of the model."""
     source = tmp_path / "source"
     source.mkdir()
     write_model(source / "model.safetensors", "model.layers.0.mlp.weight", 48 * MIB)

@@ -44,7 +44,7 @@ def test_mapping_huge_pages_is_reported(
     )
     touch = "for at in range(0, len(data), 4096): data[at]\n"
     subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
-    # Faults are reported only for processes that are known as readers.
+    # Faults are reported only for processes that have read the file before.
     become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"
     report = "print(sum(map(int, re.findall(r'FilePmdMapped: *(\\d+)', open('/proc/self/smaps').read()))), flush=True)\n"
     code = begin + become_known + touch + report
