@@ -854,7 +854,7 @@ def test_files_of_pin_are_warmed_up_at_once(source: Path, tmp_path: Path) -> Non
         assert heat["mode"] == "inplace"
         assert sum(layer["pinned_bytes"] for file in heat["files"] for layer in file["layers"]) > 0.8 * CACHE
         text = llmcache("stats", mount.mountpoint, "--openmetrics").stdout
-        assert 'mode="inplace"' in text and "llmcache_cpu_seconds_total" in told
+        assert 'mode="inplace"' in text and "llmcache_cpu_seconds_total" in text
 
 
 def test_files_change_while_they_are_steered(empty: Path, tmp_path: Path) -> None:
