@@ -1,4 +1,4 @@
-"""Traces survive every format as far as it can represent them, whole or in parts; damaged logs are refused or partly read."""
+"""Every format keeps the part of a trace that it can represent, whole or in parts; damaged logs are refused or skipped."""
 
 from __future__ import annotations
 
