@@ -132,7 +132,8 @@ def test_the_log_reproduces_the_state_of_the_core(
 ) -> None:
     with running(tmp_path, "arena", monkeypatch) as rig:
         log = ListLog()
-        rig.engine.state.references.log = log  # implements what the engine uses of AccessLog  # type: ignore[assignment]
+        # ListLog has the methods of AccessLog that the engine calls.
+        rig.engine.state.references.log = log  # type: ignore[assignment]
         work(rig)
         wait_until(lambda: matches_log(rig, log), "no load runs")
 
