@@ -34,7 +34,7 @@ def llmcache(*words: object, group: Cgroup | None = None, code: int = 0) -> str:
     return str(result.stdout)
 
 
-def said_json(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
+def run_json(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
     """Return the JSON document that a command prints."""
     return dict(json.loads(llmcache(*words, "--json", group=group, code=code)))
 

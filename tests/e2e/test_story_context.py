@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llmcache.fs.client import control
-from tests.e2e.story_parts import mounted, said_json
+from tests.e2e.story_parts import mounted, run_json
 from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes
 from tools.bench.harness import ROOT
 from tools.bench.sides import environment
@@ -74,7 +74,7 @@ def check_bounded(mount: Path) -> None:
     """Check that the mount stays within its budget, and its daemon within the promised overhead."""
     pid = control.daemon_pid(str(mount))
     assert pid is not None
-    assert said_json("stats", mount)["resident_bytes"] <= BUDGET + OVERHEAD_BYTES
+    assert run_json("stats", mount)["resident_bytes"] <= BUDGET + OVERHEAD_BYTES
     assert private_bytes(pid) <= BUDGET + OVERHEAD_BYTES
 
 
@@ -93,7 +93,7 @@ def run_story(first: Talker, second: Talker, source: Path, point: Path) -> None:
         begun = first.say("begin", mount / "talk.kv")
         assert same(begun, expected["begin"])
         check_bounded(mount)
-        stats = said_json("stats", mount)
+        stats = run_json("stats", mount)
         assert moved(begun, "cpu", "ssd") > BUDGET
         assert 0 <= stats["backing_write_bytes"] - moved(begun, "cpu", "ssd") <= OTHER_BYTES
         assert 0 <= stats["read_bytes"] - moved(begun, "ssd", "cpu") <= OTHER_BYTES
@@ -103,7 +103,7 @@ def run_story(first: Talker, second: Talker, source: Path, point: Path) -> None:
         continued = second.say("go-on", mount / "talk.kv", begun["ids"][-1])
         assert same(continued, expected["go-on"])
         check_bounded(mount)
-        stats = said_json("stats", mount)
+        stats = run_json("stats", mount)
         assert 0 <= stats["backing_write_bytes"] - moved(continued, "cpu", "ssd") <= OTHER_BYTES
         # Restoring also reads tables and page headers, and the page cache reads around them.
         assert 0 <= stats["read_bytes"] - moved(continued, "ssd", "cpu") <= 4 * MIB

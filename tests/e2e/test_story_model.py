@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from llmcache.cgroup import Cgroup
-from tests.e2e.story_parts import Decoding, decoding, llmcache, realtime_prefix, said_json
+from tests.e2e.story_parts import Decoding, decoding, llmcache, realtime_prefix, run_json
 from tools.bench.runner import client, forget
 from tools.bench.sides import Mounted
 from tools.make_model import main as make_model
@@ -70,7 +70,7 @@ def bandwidth(model: Path) -> str:
     """Return the bandwidth of the limited storage for `--bw`: the best measured, because other processes use the disk."""
     measure = ("size", "--measure", model.parent, "--model", model)
     with Cgroup("story-storage", directory=model, read_bps=RATE) as group:
-        found = max(said_json(*measure, group=group)["bandwidth_bytes_per_s"] for _ in range(2))
+        found = max(run_json(*measure, group=group)["bandwidth_bytes_per_s"] for _ in range(2))
     return f"{found / 1e6:.3f}MB/s"
 
 
@@ -97,7 +97,7 @@ def run_story(model: Path, scratch: Path) -> Story:
         decoding(opened.root / model.name, group, COMPUTE_S, scratch / "story") as running,
     ):
         compute_s = running.next_seconds(3, skip=1)
-        header = said_json("size", "--model", opened.root / model.name, "--bw", storage, "--t", f"{compute_s * 1e3:.0f}ms")
+        header = run_json("size", "--model", opened.root / model.name, "--bw", storage, "--t", f"{compute_s * 1e3:.0f}ms")
 
         llmcache("resize", opened.root, f"{TOO_SMALL}M")
         group.set_memory(_memory(header, model))
@@ -107,13 +107,13 @@ def run_story(model: Path, scratch: Path) -> Story:
         group.set_read_bps(RATE)
         before_s, classes = _traced(running, scratch / "run.parquet")
         question = (*classes["size_command"].split()[1:], *options)
-        before = said_json(*question, "--cache", f"{TOO_SMALL}M")
+        before = run_json(*question, "--cache", f"{TOO_SMALL}M")
         advised = f"{before['llmcachefs_cache_bytes'] // 10**6}M"
 
         llmcache("resize", opened.root, advised)
-        after = said_json(*question, "--cache", advised)
+        after = run_json(*question, "--cache", advised)
         after_s = running.next_seconds(MEASURED, skip=LEARNING)
-        stats = said_json("stats", opened.root)
+        stats = run_json("stats", opened.root)
         oom_kills = group.usage().oom_kills
 
         group.set_memory(None)
@@ -139,7 +139,7 @@ def _traced(running: Decoding, trace: Path) -> tuple[float, dict[str, Any]]:
     running.wait_for(begin)
     llmcache("trace", running.pid, "-o", trace, "-d", "7s")
     running.wait_for(begin + MEASURED)
-    return running.median_s(begin), said_json("classify", trace)
+    return running.median_s(begin), run_json("classify", trace)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.classify import SAME_PASSES
-from tests.mount.live import said
+from tests.mount.live import run_json
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 from tools.make_model import main as make_model
 
@@ -51,7 +51,7 @@ def run() -> Iterator[Run]:
         command = client("server_tokens", model, *words)
         cap = cap_bytes(model, command, int(CACHED_SHARE * loop))
         recording = record(model, command, Path(directory) / "trace.parquet", cap)
-        yield Run(recording, said("classify", recording.trace), loop)
+        yield Run(recording, run_json("classify", recording.trace), loop)
 
 
 def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:

@@ -74,7 +74,7 @@ def llmcache(*words: str | Path, wrap: Wrap = list, **more: object) -> subproces
     return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
-def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
+def run_json(*words: str | Path, code: int = 0) -> dict[str, Any]:
     """Return the JSON document that `llmcache WORDS` prints; it must exit with `code`."""
     done = llmcache(*words, "--json")
     assert done.returncode == code, done.stderr

@@ -15,7 +15,7 @@ import pytest
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_the_helper_mounts_a_line_of_fstab(places: tuple[Path, Path]) -> None:
     source, point = places
     done = helper(source, point, "-n", "-v", "-o", FSTAB)
     assert done.returncode == 0, done.stderr
-    stats = said("stats", point)
+    stats = run_json("stats", point)
     assert (stats["mode"], stats["budget_bytes"]) == ("arena", 32 << 20)
     (point / "new.bin").write_bytes(b"x")  # writable
     assert (source / "new.bin").read_bytes() == b"x"

@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tests.unit.command_parts import keys
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def documented(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
     """Return the document that `llmcache WORDS --json` prints; the text of `page` must explain all its keys."""
-    document = said(*words)
+    document = run_json(*words)
     assert document["schema"] == f"llmcache.{schema or page}/1"
     words_of_page = set(re.findall(r"[a-z0-9_]+", (ROOT / f"llmcache/cli/{page}.txt").read_text()))
     assert sorted({*keys(document)} - words_of_page) == []
@@ -56,7 +56,7 @@ def row_of(mounted: Mounted, document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.mount
 def test_stats_without_a_mount_lists_all_mounts(mount: Mounter, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = mount("--mode", "arena")
-    row = row_of(mounted, said("stats"))
+    row = row_of(mounted, run_json("stats"))
     assert (row["source"], row["pid"], row["mode"], row["problem"]) == (str(mounted.source), mounted.pid, "arena", None)
     shown = llmcache("stats")
     assert shown.returncode == 0
@@ -65,7 +65,7 @@ def test_stats_without_a_mount_lists_all_mounts(mount: Mounter, monkeypatch: pyt
     ]
     os.kill(mounted.pid, signal.SIGKILL)
     wait_for(lambda: control.daemon_pid(str(mounted.point)) is None, "the daemon is dead")
-    dead = row_of(mounted, said("stats"))
+    dead = row_of(mounted, run_json("stats"))
     assert "dead mount" in dead["problem"] and dead["budget_bytes"] is None
     shown = llmcache("stats")
     # other tests' mounts may be listed, too
@@ -89,20 +89,20 @@ def test_the_document_of_mount_names_the_daemon(mount: Mounter) -> None:
 
 @pytest.mark.mount
 @pytest.mark.parametrize(
-    ("options", "said", "flag"),
+    ("options", "summary", "flag"),
     [
         (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
         (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
         (["--spill", ""], "(what memory can spare), read-only", "ro"),
     ],
 )
-def test_mount_prints_mode_budget_and_writable_files(options: list[str], said: str, flag: str, mount: Mounter) -> None:
+def test_mount_prints_mode_budget_and_writable_files(options: list[str], summary: str, flag: str, mount: Mounter) -> None:
     own = mount.place()
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
     users = "for all users" if os.geteuid() == 0 else "for this user only"
     assert line.startswith(f"llmcachefs: {own.point}: arena, budget ")
-    assert line.endswith(f"{said}, {users}")
+    assert line.endswith(f"{summary}, {users}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
 

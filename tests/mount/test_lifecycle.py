@@ -27,7 +27,7 @@ from llmcache.fs.client.operation import end_mount
 from llmcache.fs.daemon.sentinel import is_dead
 from llmcache.procfs import mounts
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 
@@ -242,7 +242,7 @@ def test_the_daemon_does_not_keep_the_output_of_its_caller_open(mount: Mounter) 
 def test_stats(reading: Mounted) -> None:
     (reading.source / "f").write_bytes(bytes(1 << 20))
     assert len((reading.point / "f").read_bytes()) == 1 << 20
-    stats = said("stats", reading.point)
+    stats = run_json("stats", reading.point)
     assert {"mode", "budget_bytes", "pinned_bytes", "read_bytes", "backing_read_bytes", "files"} <= set(stats)
     table = llmcache("stats", reading.point).stdout
     assert max(map(len, table.splitlines())) < 80
@@ -340,7 +340,7 @@ def test_ordinary_user(users_place: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "100000", done.stderr
     assert (source / "a.kv").read_text() == "w"
-    assert said("stats", point)["mode"] == "arena", "root finds a user's daemon"
+    assert run_json("stats", point)["mode"] == "arena", "root finds a user's daemon"
     assert json.loads(as_nobody(users_place, "stats", "--json", point).stdout)["mode"] == "arena"
     result = as_nobody(users_place, "umount", point)
     assert result.returncode == 0, result.stderr

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, random_file, said, wait_for
+from tests.mount.live import MIB, by_read, llmcache, random_file, run_json, wait_for
 
 SIZE = 80 * MIB + 7  # more than budget and window, so that every pass reads through the mount
 
@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stats(mounted: Mounted) -> dict[str, Any]:
-    return said("stats", mounted.point)
+    return run_json("stats", mounted.point)
 
 
 def wait_until_found(mounted: Mounted) -> None:

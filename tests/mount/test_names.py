@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, said, wait_for
+from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
 from tests.unit.names_parts import blob_of, hub_snapshot, ollama_model
 from tools import make_model
 
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Path:
 
 def files(mounted: Mounted) -> dict[str, dict[str, Any]]:
     """Return the files of `stats`, by name."""
-    return {file["name"]: file for file in said("stats", mounted.point)["files"]}
+    return {file["name"]: file for file in run_json("stats", mounted.point)["files"]}
 
 
 def pinned_bytes(mounted: Mounted, name: str) -> int:
@@ -52,7 +52,7 @@ def test_commands_use_the_names_of_models(mount: Mounter, store: Path, mode: str
     snapshot = next((mounted.point / "hub/models--org--tiny/snapshots").iterdir())
     wait_for(lambda: pinned_bytes(mounted, "llama3.2:3b") > 20 * MIB, "it is pinned under the name of the model")
 
-    warm = said("warmup", mounted.point, f"org/tiny/{SHARDS[1]}")
+    warm = run_json("warmup", mounted.point, f"org/tiny/{SHARDS[1]}")
     assert [row["name"] for row in warm["files"]] == NAMES, "the shards are one model"
     blobs = [f"/hub/models--org--tiny/blobs/{blob_of(snapshot / shard)}" for shard in SHARDS]
     assert [row["path"] for row in warm["files"]] == blobs
@@ -67,12 +67,12 @@ def test_commands_use_the_names_of_models(mount: Mounter, store: Path, mode: str
     for text in shown:
         assert "llama3.2:3b" in text and not CHECKSUM.search(text), text
     assert all("org/tiny/model-00001-of" in text or SHARDS[0][-20:] in text for text in shown[:3]), "shortened to the width"
-    document = said("top", mounted.point, "--once")
+    document = run_json("top", mounted.point, "--once")
     assert {file["name"] for file in document["heat"]} >= {"llama3.2:3b", *NAMES}
     assert 'file="llama3.2:3b"' in llmcache("stats", mounted.point, "--openmetrics").stdout
-    (group,) = said("evict", mounted.point, "org/tiny/model*")["groups"]
+    (group,) = run_json("evict", mounted.point, "org/tiny/model*")["groups"]
     assert group["names"] == NAMES and group["evicted_bytes"] > 20 * MIB
-    assert said("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"]
+    assert run_json("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"]
 
 
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
@@ -89,6 +89,6 @@ def test_a_model_pulled_while_mounted_gets_its_name(mount: Mounter, tmp_path: Pa
     time.sleep(2.5)  # in place, files that have just changed are not steered
     wait_for(lambda: blob.read_bytes() == content and f"blobs/{blob.name}" in files(mounted), "it is read without a name")
     manifest.write_text(text)
-    said("warmup", mounted.point, "llama3.2*")
+    run_json("warmup", mounted.point, "llama3.2*")
     wait_for(lambda: pinned_bytes(mounted, "llama3.2:3b") > 20 * MIB, "it is pinned under its name")
-    assert said("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"], "by --pin"
+    assert run_json("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"], "by --pin"

@@ -18,7 +18,7 @@ import pytest
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, said, wait_for
+from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, run_json, wait_for
 from tools.bench.sides import environment
 
 SLACK = 16 * MIB  # windows, in addition to the budget
@@ -60,7 +60,7 @@ def terminal_output(*words: str | Path) -> str:
 
 
 def stats(mounted: Mounted) -> dict[str, Any]:
-    return said("stats", mounted.point)
+    return run_json("stats", mounted.point)
 
 
 def stats_at_rest(mounted: Mounted) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def test_a_terminal_shows_progress(mount: Mounter, source: Path) -> None:
 
 def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path) -> None:
     mounted = mount("--mode", mode, "--cache", "32Mi", source=source)
-    assert said("warmup", mounted.point, "loop.bin", "--check", code=4)["warm_bytes"] == 0
+    assert run_json("warmup", mounted.point, "loop.bin", "--check", code=4)["warm_bytes"] == 0
 
     reports: list[dict[str, Any]] = []
     control.request(str(mounted.point), {"op": "warmup", "globs": ["loop.bin"]}, on_progress=reports.append)
-    reply = said("warmup", mounted.point, "loop.bin", "--check")
+    reply = run_json("warmup", mounted.point, "loop.bin", "--check")
     warm = reply["warm_bytes"]
     assert 20 * MIB < warm == reply["wanted_bytes"] <= 32 * MIB
     assert reports and reports[0]["total_bytes"] >= warm
@@ -115,7 +115,7 @@ def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path
     missing = (source / "loop.bin").stat().st_size - warm
     assert after["backing_read_bytes"] - before["backing_read_bytes"] <= missing + SLACK
 
-    evicted = said("evict", mounted.point, "*.bin")
+    evicted = run_json("evict", mounted.point, "*.bin")
     assert evicted["evicted_bytes"] >= warm and len(evicted["groups"]) == 1
     wait_for(lambda: resident_bytes(mounted.point / "loop.bin") < 2 * MIB, "its pages are dropped")
     wait_for(lambda: stats(mounted)["resident_bytes"] < 2 * MIB, "resident_bytes follows")
@@ -124,7 +124,7 @@ def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path
 
 def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source: Path) -> None:
     mounted = mount("--mode", "arena", "--cache", "64Mi", source=source)
-    reply = said("warmup", mounted.point)
+    reply = run_json("warmup", mounted.point)
     warm = {row["path"]: row["warm_bytes"] for row in reply["files"]}
     assert warm["/model.safetensors"] > 32 * MIB
     assert warm["/tokens.json"] == MIB
@@ -133,8 +133,8 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source:
         """Return whether all pages are cached; the kernel may have evicted some, as they are not locked: repeat then."""
         if resident_bytes(mounted.point / "tokens.json") == MIB:
             return True
-        said("evict", mounted.point, "tokens.json")
-        assert said("warmup", mounted.point, "tokens.json")["warm_bytes"] == MIB
+        run_json("evict", mounted.point, "tokens.json")
+        assert run_json("warmup", mounted.point, "tokens.json")["warm_bytes"] == MIB
         return False
 
     wait_for(is_cached, "the file is cached")
@@ -142,9 +142,9 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source:
     shards = ["/shard-00001-of-00002.safetensors", "/shard-00002-of-00002.safetensors"]
     assert all(warm[shard] > 4 * MIB for shard in shards)
 
-    evicted_groups = said("evict", mounted.point, "shard-00001*")["groups"]
+    evicted_groups = run_json("evict", mounted.point, "shard-00001*")["groups"]
     assert [group["paths"] for group in evicted_groups] == [shards]
-    again = said("warmup", mounted.point, "shard-00002*")["files"]
+    again = run_json("warmup", mounted.point, "shard-00002*")["files"]
     assert [(row["path"], row["warm_bytes"]) for row in again] == [(shard, warm[shard]) for shard in shards]
     for name in ("model.safetensors", "tokens.json"):
         assert by_read(mounted.point / name) == by_read(source / name)
@@ -152,13 +152,13 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source:
     done = llmcache("warmup", mounted.point, "*.gguf")
     assert done.returncode == 2 and "no file of the mount matches *.gguf" in done.stderr
 
-    shrunk = said("resize", mounted.point, "20Mi")
+    shrunk = run_json("resize", mounted.point, "20Mi")
     assert shrunk["before_bytes"] == 64 * MIB and shrunk["budget_bytes"] == 20 * MIB
     assert shrunk["resident_bytes"] <= 20 * MIB + SLACK
     assert resident_bytes(mounted.point / "model.safetensors") <= 20 * MIB + SLACK
     assert pinned_bytes(mounted, "model.safetensors") <= 20 * MIB
-    assert said("resize", mounted.point, "64Mi")["budget_bytes"] == 64 * MIB
-    assert said("warmup", mounted.point, "model*")["warm_bytes"] > 32 * MIB
+    assert run_json("resize", mounted.point, "64Mi")["budget_bytes"] == 64 * MIB
+    assert run_json("warmup", mounted.point, "model*")["warm_bytes"] > 32 * MIB
 
     too_large = llmcache("resize", mounted.point, "900P")
     assert too_large.returncode == 3 and "can spare" in too_large.stderr
@@ -173,7 +173,7 @@ def test_pinned_files_take_precedence_over_loops(mount: Mounter, source: Path) -
     for _ in range(4):
         assert by_read(mounted.point / "other.bin") == by_read(source / "other.bin")
     assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
-    assert said("evict", mounted.point)["pinned"] == ["/loop.bin", "/tokens.json"]
+    assert run_json("evict", mounted.point)["pinned"] == ["/loop.bin", "/tokens.json"]
     assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
     wait_for(lambda: resident_bytes(mounted.point / "loop.bin") > 40 * MIB, "it is locked")
     before = stats_at_rest(mounted)["backing_read_bytes"]
@@ -207,18 +207,18 @@ def test_globs_match_the_names_of_links_to_a_file(mount: Mounter, mode: str) -> 
         return len(pinned_loops()) == 2 and min(pinned_loops()) >= 19 * MIB
 
     wait_for(both_are_pinned, "so is a later one")
-    assert said("warmup", mounted.point, "two*")["warm_bytes"] > 19 * MIB
-    assert len(said("evict", mounted.point, "one.*")["pinned"]) == 1
+    assert run_json("warmup", mounted.point, "two*")["warm_bytes"] > 19 * MIB
+    assert len(run_json("evict", mounted.point, "one.*")["pinned"]) == 1
 
 
 def test_evict_reports_progress_and_refuses_unknown_names(mount: Mounter, source: Path) -> None:
     mounted = mount(source=source)
-    said("warmup", mounted.point, "*.bin")
+    run_json("warmup", mounted.point, "*.bin")
     reports: list[dict[str, Any]] = []
     reply = control.request(str(mounted.point), {"op": "evict"}, on_progress=reports.append)
     assert reports[0] == {"done_bytes": 0, "total_bytes": 80 * MIB + 7} and reply["evicted_bytes"] > 16 * MIB
     assert [step["done_bytes"] for step in reports] == sorted({step["done_bytes"] for step in reports})
-    assert said("evict", mounted.point, "tokens.json")["groups"] == []  # nothing of it was cached
+    assert run_json("evict", mounted.point, "tokens.json")["groups"] == []  # nothing of it was cached
     done = llmcache("evict", mounted.point, "*.gguf")
     assert done.returncode == 2 and "no file of the mount matches *.gguf" in done.stderr
 
@@ -226,7 +226,7 @@ def test_evict_reports_progress_and_refuses_unknown_names(mount: Mounter, source
 def test_simultaneous_warmups_read_once(mount: Mounter, source: Path) -> None:
     mounted = mount("--cache", "100Mi", source=source)
     with ThreadPoolExecutor(2) as pool:
-        replies = list(pool.map(lambda _: said("warmup", mounted.point, "*.bin"), range(2)))
+        replies = list(pool.map(lambda _: run_json("warmup", mounted.point, "*.bin"), range(2)))
     for reply in replies:
         assert reply["warm_bytes"] == reply["wanted_bytes"] > 75 * MIB
     assert stats(mounted)["backing_read_bytes"] < 84 * MIB
@@ -252,7 +252,7 @@ def test_closed_files_leave_descriptors_for_open_ones(mount: Mounter, mode: str)
     for number in range(300):
         (mounted.source / f"{number}.json").write_text(str(number))
         assert (mounted.point / f"{number}.json").read_text() == str(number)
-    assert 0 < len(said("stats", mounted.point)["files"]) <= 256 // 8 + 1
+    assert 0 < len(run_json("stats", mounted.point)["files"]) <= 256 // 8 + 1
 
 
 def test_warmup_refuses_more_files_than_it_can_open(mount: Mounter) -> None:
@@ -263,4 +263,4 @@ def test_warmup_refuses_more_files_than_it_can_open(mount: Mounter) -> None:
     resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (256, before[1]))
     done = llmcache("warmup", mounted.point)
     assert done.returncode == 3 and "GLOB: 70 files match, but at most 64 can be warmed at once" in done.stderr
-    assert said("warmup", mounted.point, "?.json")["warm_bytes"] == 10
+    assert run_json("warmup", mounted.point, "?.json")["warm_bytes"] == 10

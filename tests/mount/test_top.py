@@ -23,7 +23,7 @@ import pytest
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, said, wait_for
+from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -154,10 +154,10 @@ def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
 
     def at_rest() -> bool:
         """Return whether counters and pins do not change: pins of the last pass may follow between two commands."""
-        before = said("stats", mounted.point)
+        before = run_json("stats", mounted.point)
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        counters.update(said("stats", mounted.point))
+        counters.update(run_json("stats", mounted.point))
         is_counted = before["read_bytes"] == counters["read_bytes"]  # hits of the last pass are counted a little later
         pinned = {each["budget"]["pinned_bytes"] for each in [*found, {"budget": before}]}
         return is_counted and pinned == {counters["pinned_bytes"]}
