@@ -143,9 +143,9 @@ def _tiers(item: pytest.Item) -> set[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Reject unknown tiers in LLMCACHE_REQUIRE_TIERS, handle signals, and put temporary files on a disk.
 
-    /tmp is a tmpfs on many machines: it cannot be throttled, and its pages count as the writer's memory. Installing
-    signal handlers undoes signals ignored by nohup or a background shell, which child processes would inherit. The
-    handlers also end the run in order, so that no mount, cgroup or loop device of a test outlives it.
+    /tmp is a tmpfs on many machines: it cannot be throttled, and its pages count as the writer's memory. Under nohup or
+    in the background of a shell, some signals are ignored, and child processes would inherit that; installing handlers
+    avoids it. The handlers also end the run in order, so that no mount, cgroup or loop device of a test outlives it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -41,9 +41,9 @@ def run_json(*words: object, group: Cgroup | None = None, code: int = 0) -> dict
 
 @functools.cache
 def realtime_prefix() -> tuple[str, ...]:
-    """Return a command prefix that gives real-time priority, empty if that is not allowed.
+    """Return a command prefix that gives real-time priority; empty if that is not allowed.
 
-    On a busy machine, storage determines the time of a process only if the process runs at once when storage answers.
+    If storage limits a process, its duration is the same on a busy machine only if it runs as soon as storage answers.
     """
     words = ("chrt", "--rr", "1")
     with contextlib.suppress(OSError, subprocess.CalledProcessError):

@@ -54,7 +54,7 @@ def test_the_server_gives_the_same_answers_and_its_copies_are_reported(model: Pa
     assert steered["mode"] == "inplace"
     tokens = summary["tokens"]
     assert tokens["can_see_tokens"], tokens
-    # With a pause, there is a request per token whose prompt is the last token: a pass of one row, as for other tokens.
+    # After a pause, the prompt of each request is the last token: a pass of one row, like that of any other token.
     assert tokens["tokens"] + tokens["prefill_passes"] >= TURNS * ANSWER - 2
 
 

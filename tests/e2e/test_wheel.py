@@ -195,7 +195,7 @@ def test_every_command_is_in_a_chain() -> None:
 
 @pytest.mark.long
 def test_every_command_works_without_the_source_tree(installed: Installed) -> None:
-    """A single test, because the wheel is built once in each worker that needs it."""
+    """A single test, because each xdist worker that runs tests of this file would build the wheel."""
     code = "import llmcache; print(llmcache.__path__[0])"
     output = subprocess.check_output([installed.prefix / "bin" / "python", "-I", "-c", code], text=True, cwd=installed.place)
     package = Path(output.strip())

@@ -159,7 +159,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(seed=SEEDS)
     def read_beside(self, seed: int) -> None:
-        """Read by an older reader: pages that the writer truncated are refused, and no other data is returned."""
+        """Read with a reader opened earlier: pages that the writer truncated are refused, and no other data is returned."""
         reader, seen, since = self.readers[seed % len(self.readers)]
         try:
             self._check_rows(reader, seen, np.random.default_rng(seed), True)
@@ -208,7 +208,7 @@ class Operations(RuleBasedStateMachine):
 
 
 MACHINE = Machine("spill-operations", Operations)
-# the files that define them run them briefly
+# short runs of these are in the files that define them
 STORE = Machine("kv-store", Store)
 DEVICE = Machine("kv-store-device", Device)
 

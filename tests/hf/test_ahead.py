@@ -1,4 +1,4 @@
-"""Lookahead: queries are estimated exactly from exact input, and lookahead changes only when pages are fetched."""
+"""Lookahead: queries are estimated exactly from exact input, and lookahead only affects when pages are fetched."""
 
 from pathlib import Path
 from typing import Any

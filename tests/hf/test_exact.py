@@ -125,7 +125,7 @@ def test_sequences_are_cropped_repeated_and_selected(tmp_path: Path) -> None:
 
 
 def test_a_short_context_is_handed_over_beyond_its_bound(tmp_path: Path) -> None:
-    """The bound is given, or follows from the pool, or is measured once."""
+    """The bound is an option, or follows from the size of the pool, or is measured once."""
     model = tiny("llama")
     measured = 0
 
@@ -163,7 +163,7 @@ def test_the_break_even_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(conversation, "Conversation", None)
         assert break_even(settings, call) == found, "the result is cached"
-    # In a given prompt nothing is attended to; tokens get the mean of values nevertheless.
+    # A given prompt needs no attention, but its tokens get the mean of values.
     mass = SpillSettings(*policy_settings("mass", {"token_budget": 16}), threads=1)
     assert break_even(mass, replace(call, stock=conversation.no_attention)) >= dense.SHORT
 
@@ -178,7 +178,7 @@ def test_a_small_budget_is_not_exact() -> None:
 
 
 def test_padding_never_displaces_a_token() -> None:
-    """All real tokens fit the budget and are selected; they are added in another order, so results differ by rounding."""
+    """All real tokens fit the budget and are selected. They are added in another order, so results differ by rounding."""
 
     def large_budget(model: Any) -> Any:
         return SpillCache(model.config, token_budget=160, threads=2)

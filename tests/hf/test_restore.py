@@ -44,7 +44,7 @@ def test_a_restored_conversation_continues_unchanged(
 
 
 def test_a_short_conversation_cropped_and_reordered_after_a_save(llama: Any, tmp_path: Path) -> None:
-    """The saved file then starts with other tokens than the tensors, and must be rewritten."""
+    """The saved file then has another beginning than the tensors; the second save rewrites it."""
     path = tmp_path / "talk.kv"
     with SpillCache(llama.config, path=path, full_tokens=4096, threads=2) as cache:
         generate(llama, cache, prompt())

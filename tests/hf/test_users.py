@@ -61,7 +61,7 @@ def test_a_model_with_eager_attention_keeps_it() -> None:
 
 @pytest.mark.parametrize("name", sorted({"past_key_values", *cache_argument(None)}))
 def test_every_name_of_the_cache_argument(enabled: Enabled, name: str) -> None:
-    """From 5.24 on, a model takes its cache by either name; before, only by the older one."""
+    """From version 5.24 on, a model takes its cache by either name; before, only by the older one."""
     model = enabled("llama")
     expected = generate(model, stock(model), single())
     with whole()(model) as cache:

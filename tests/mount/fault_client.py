@@ -42,7 +42,7 @@ class Reply:
 
     @property
     def first(self) -> float:
-        """Return the earliest time whose contents this read may return."""
+        """Return the time from which on contents may appear in this read."""
         return min(self.began, self.opened)
 
 
@@ -117,10 +117,10 @@ def waits_for(pid: int) -> str:
 def locked(path: str, operation: int) -> Iterator[None]:
     """Hold the lock of `path`: LOCK_SH while a file is opened, LOCK_EX while another file takes over its name.
 
-    The faulty file system is built on libfuse's path interface. If a file is replaced after it was opened, the descriptor
-    reads the old file, but fstat() and /proc/self/fd describe the new one, so a daemon that opens the file at that moment
-    would see a mix of both. Real file systems have no such state. Suspended storage answers no open until it resumes, so
-    waiting for the lock has a limit.
+    The faulty file system uses libfuse's interface by paths. If a file is replaced just after it was opened, reads of the
+    descriptor return the old file, but fstat() and /proc/self/fd describe the new one: the daemon would see a mix of
+    both. Real file systems have no such state. While storage is suspended, no open returns, so waiting for the lock has a
+    limit.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

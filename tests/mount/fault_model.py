@@ -1,4 +1,4 @@
-"""The model that fault tests compare reads of a mount with: which contents each file may have at which time.
+"""A model of the contents that each file of a mount may have at each time, for checking reads in fault tests.
 
 Each path has versions, each with the time from which and until which a read may return it; during a change, two versions
 are valid. A `Window` lists the errors that are allowed during a time, on a byte range of matching files. All times are
@@ -94,7 +94,7 @@ class Model:
                     version.until = min(version.until, now)
 
     def failed(self, contents: Iterable[str]) -> None:
-        """Record a failed, perhaps partial change: the directory decides, and its contents must be old or new bytes."""
+        """Record a failed change: the contents of the directory are valid now, and must consist of old and new bytes."""
         for path in contents:
             found = self._look(path)
             now = time.monotonic()
@@ -108,7 +108,7 @@ class Model:
                 versions.append(Version(found, versions[-1].since))
 
     def _look(self, path: str) -> Bytes | None:
-        """Return the contents in the directory once they are stable: a killed daemon may have left a call in progress."""
+        """Return the contents in the directory once they stop changing: a killed daemon may have left a call in progress."""
         before: Bytes | None = None
         while True:
             time.sleep(0.2)

@@ -51,7 +51,7 @@ READERS = 3
 
 
 def seeds(first: int) -> Iterator[int]:
-    """Yield seeds of plans: `first`; or for LLMCACHE_FAULT_SECONDS, from a fresh one; or only LLMCACHE_FAULT_SEED."""
+    """Yield seeds of plans: LLMCACHE_FAULT_SEED if set, else fresh ones for LLMCACHE_FAULT_SECONDS, else `first`."""
     end = time.monotonic() + SECONDS
     for seed in itertools.count(int(SEED) if SEED else time.time_ns() % 1_000_000 if SECONDS else first):
         yield seed
@@ -181,7 +181,7 @@ class Rig:
     # The files behind the mount
 
     def put(self, path: str, content: Bytes | None, how: str = "rename") -> bool:
-        """Change a file behind the mount by "rename", in place ("write") or by its size; return False if the disk is full"""
+        """Change a file behind the mount by "rename", "write" (in place) or its size; return False if the disk is full."""
         changed = self.model.begin(**{path: content})
         target = self.files / path
         try:
@@ -289,7 +289,7 @@ class Rig:
         if chance.random() < 0.25:
             self.read(client, "whole", path, 0, 1 << 40)
             return
-        # A file that stays open keeps its inode. Clients rename the files they write, so only files of SIZES stay open.
+        # A file that stays open keeps its inode, so renamed files would be misread. Clients rename only the *.kv files.
         how = chance.choice(["pread", "direct", "mapped", "sent", *["held", "held"] * (path in SIZES)])
         content = self.model.now(path)
         offset = chance.randrange(0, (0 if content is None else len(content)) + 5000)

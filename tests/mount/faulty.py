@@ -21,7 +21,7 @@ from typing import Any
 
 from llmcache.fs.vfs.libfuse import binding
 
-SHORT_BYTES = 40 * 512  # least bytes of a short reply; whole sectors, as on a disk
+SHORT_BYTES = 40 * 512  # least size of a short reply; whole sectors, as on a disk
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rules:
         return size
 
     def _now(self) -> list[Rule]:
-        # read each time: within a clock tick, inode numbers and times can repeat
+        # read the text each time, because inode numbers and times can repeat within a clock tick
         with open(self._path, encoding="utf-8") as file:
             text = file.read()
         parsed, rules = self._parsed

@@ -25,7 +25,7 @@ from llmcache.fs.client import control, operation
 from tools.bench.sides import environment, serving
 
 MIB = 1 << 20
-# memory that the project promises not to exceed beyond --cache
+# memory that a mount may use in addition to --cache, according to the documentation
 OVERHEAD_BYTES = 64 * MIB
 Wrap = Callable[[Sequence[str]], list[str]]
 LOOP_READER = Path(__file__).resolve().parents[2] / "tools" / "bench" / "clients" / "loop_reader.py"
@@ -45,7 +45,7 @@ class Live:
         return operation.fetch(str(self.mountpoint))
 
     def know(self) -> None:
-        """Return once the mount has found every file; earlier reads are not counted and stay in the kernel's page cache."""
+        """Return once the mount has found every file: it does not count earlier reads, whose pages stay cached."""
         control.request(str(self.mountpoint), {"op": "warmup", "check": True})
 
     def resize(self, cache_bytes: int) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
 def wait_for(
     condition: Callable[[], bool], what: str, timeout_s: float = 120.0, state: Callable[[], object] = lambda: ""
 ) -> None:
-    """Return as soon as `condition()` holds; fail with `what` and `state()` after `timeout_s`, which only a hang reaches"""
+    """Return once `condition()` holds; after `timeout_s`, which only a hang takes, fail with `what` and `state()`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen: {what} {state()}"

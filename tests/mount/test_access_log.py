@@ -79,7 +79,7 @@ def a_spill_file_and_a_loop(mount: Live) -> None:
 
 
 def a_warmup_and_an_eviction(mount: Live) -> None:
-    os.listdir(mount.mountpoint)  # answered once the control socket exists
+    os.listdir(mount.mountpoint)  # returns once the control socket exists
     for name in ("loop.bin", "other.bin"):
         control.request(str(mount.mountpoint), {"op": "warmup", "globs": [name]})
         sweep(mount, name, 3)

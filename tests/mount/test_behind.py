@@ -23,7 +23,7 @@ TICK_S = 0.05  # before Linux 6.13, two changes within one clock tick have the s
 
 @pytest.fixture
 def pair(reading: Mounted) -> tuple[Path, Path]:
-    """Return the path in the mount and the path in SOURCE of a file that the mount has already served."""
+    """Return the paths, in the mount and in SOURCE, of a file that was read through the mount."""
     behind = reading.source / "f"
     behind.write_bytes(b"1" * SIZE)
     through = reading.point / "f"
@@ -155,7 +155,7 @@ def uses(mounted: Mounted, name: str) -> list[str]:
     for pid in [daemon.pid, *(child.pid for child in daemon.children())]:
         process = Path(f"/proc/{pid}")
         for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed since
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                 if name in (link := os.readlink(descriptor)):
                     found.append(f"{pid} {link}")
         found += [f"{pid} {line}" for line in (process / "maps").read_text().splitlines() if name in line]
@@ -165,7 +165,7 @@ def uses(mounted: Mounted, name: str) -> list[str]:
 @pytest.mark.parametrize("through", [False, True], ids=["behind", "through"])
 @pytest.mark.parametrize("mode", ["inplace", "steer", "arena"])
 def test_a_deleted_model_is_released_at_once(mount: Mounter, mode: str, through: bool) -> None:
-    """Even a file of --pin releases its disk space and its memory."""
+    """This holds for files of --pin, too: their disk space and memory are free again."""
     place = mount.place()
     if os.geteuid() != 0 or (mode == "inplace" and why_not(str(place.source))):
         pytest.skip(f"mode {mode} is not available here")

@@ -121,7 +121,7 @@ def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], t
     assert llmcache("umount", places[1]).returncode == 0
 
 
-# Runs in its own mount namespace, where an overlay puts the helper into mount(8)'s directory, so that no file is left.
+# Runs in its own mount namespace, where an overlay adds the helper to mount(8)'s directory and disappears afterwards.
 BY_MOUNT = """
 mount -t overlay -o lowerdir="$1:$(readlink -f /sbin)" overlay "$(readlink -f /sbin)" || exit 99
 shift

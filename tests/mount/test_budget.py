@@ -34,7 +34,8 @@ from tools.bench.runner import client, crc_file
 SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
 CACHE = 64 * MIB
 SAMPLES = 5  # samples to take before a value over the budget counts
-SPARE = 64 * MIB  # memory for which the neighbor slows down, because a machine that stalls for a second would spoil the test
+# memory for the last, slower steps of the neighbor: a machine that stalls for a second would spoil the test
+SPARE = 64 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +74,8 @@ def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_
         samples = []
         with readers(jobs, 3) as running:
             while any(reader.poll() is None for reader in running):
-                # Pages are counted file by file, and private memory after them, so memory that moves in between counts
-                # twice, and more of it on a busy machine. A real excess shows in every sample.
+                # The kernel's count takes the pages of each file and then private memory. Memory that moves in between
+                # counts twice, more of it on a busy machine. A real excess shows in every sample.
                 attempts = [measured_bytes(mount)]
                 while over_budget(attempts[-1]) and len(attempts) < SAMPLES:
                     attempts.append(measured_bytes(mount))
@@ -168,7 +169,7 @@ HOSTILE_ROOM = OVERHEAD_BYTES
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that claim to be large: sparse ones, and headers with long names or a million lists."""
+    """Files that declare large sizes: sparse files, and headers with long names or a million lists."""
     directory = tmp_path_factory.mktemp("hostile")
     for name, size in (("tebibyte.bin", 1 << 40), ("largest.bin", (16 << 40) - 4096)):
         with (directory / name).open("wb") as file:

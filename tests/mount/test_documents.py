@@ -1,4 +1,4 @@
-"""The --json documents of the mount commands: the manual explains every key; and the messages that mount prints."""
+"""The --json documents of mount commands, whose keys the manual must explain, and the messages of `mount`."""
 
 from __future__ import annotations
 

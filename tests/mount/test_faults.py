@@ -152,7 +152,7 @@ def test_a_storage_error_affects_only_its_own_read(failing_disk: tuple[Path, Pat
 
 
 def check_broken(path: Path, contents: bytes, bad: set[int]) -> None:
-    """Check that readable blocks are right and others give EIO, independent of earlier reads and reads around them."""
+    """Check that readable blocks are right and others give EIO, whatever was read before or next to them."""
     fd = os.open(path, os.O_RDONLY)
     border = sorted(bad)[0]
     around = range(max(0, border - 2 * MIB), min(len(contents), border + 2 * MIB), 4096)

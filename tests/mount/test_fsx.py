@@ -297,7 +297,7 @@ class Fsx(RuleBasedStateMachine):
 
     @rule(passes=st.integers(1, 3))
     def use_as_a_model(self, passes: int) -> None:
-        """Warm up the file without a writer and read it: extents are pinned or cached, and others are prefetched."""
+        """Close the writer, warm up the file and read it: extents are pinned or cached, and others are prefetched."""
         self.reopen()
         self.ask("warmup")
         self.sweep(passes, 128 << 10)

@@ -48,7 +48,7 @@ SIZE = 128 * MIB
 CACHE = 64 * MIB
 CHECK = "loop.bin.crc.json"
 CAP = SIZE
-"""The memory limit: less than the file, the daemon and a reader need, more than CACHE, the daemon and a reader."""
+"""The memory limit: less than file, daemon and reader together; more than CACHE, daemon and reader."""
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_readers_of_every_kind_read_the_right_bytes(source: Path, tmp_path: Path
 def test_separate_memory_limits_of_daemon_and_client(
     source: Path, tmp_path: Path, daemon_limit: int | None, client_limit: int
 ) -> None:
-    """A page is charged to the process that first reads it: the daemon for prefetches, a client for its own faults."""
+    """A page is charged to the process that first reads it: to the daemon for prefetches, to a client for its own faults."""
     forget(source / "loop.bin")
     with (
         Cgroup("inplace-daemon", directory=source, memory_bytes=daemon_limit) as other,
@@ -331,7 +331,7 @@ def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 @pytest.mark.cgroup
 def test_a_loop_on_xfs(tmp_path: Path) -> None:
-    """The other file system with large folios. Its read-ahead is set and restored."""
+    """XFS is the other file system with large folios. The mount sets its read-ahead and restores it."""
     with xfs(tmp_path) as (path, _, check), Cgroup("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group:
         setting = read_ahead_file(str(path.parent))
         assert setting is not None
@@ -407,7 +407,7 @@ def test_two_models_used_alternately(empty: Path, tmp_path: Path) -> None:
 
 
 def test_many_files_are_watched_but_few_are_open(empty: Path, tmp_path: Path) -> None:
-    """If there are more files than can be watched, the large ones are watched."""
+    """If there are more files than the daemon can watch, it watches the large ones."""
     source, point = empty, tmp_path / "mnt"
     for number in range(FILES + 100):
         path = source / f"{number}.bin"
@@ -442,7 +442,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
     path = source / "loop.bin"
     forget(path)
     fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # in single pages
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # into single pages
     while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
@@ -464,7 +464,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
         # if storage takes over 10 ms for 1 MB, as on a busy machine, the mount stops after the first 32 MiB
         wait_for(lambda: program.next()["wrong"] == 0 and huge_bytes() >= 16 * MIB, "16 MiB are in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
-        assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # read again only once
+        assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # each block is read again once
     syscalls.munmap(address, SIZE)
     os.close(fd)
 
@@ -734,7 +734,7 @@ def test_files_of_a_temporarily_unreadable_directory_stay_watched(empty: Path, m
 def test_the_new_part_of_a_growing_file_is_watched(empty: Path) -> None:
     path = random_file(empty / "loop.bin", 8 * MIB)
     code = f"import os; os.pread(os.open('{path}', os.O_RDONLY), 4096, {30 * MIB})"
-    command = f'{sys.executable} -c "{code}"; true'  # not a child of the daemon, whose reads are ignored
+    command = f'{sys.executable} -c "{code}"; true'  # not a child of the daemon: reads of its children are ignored
     with steering(empty) as (engine, backend):
         wait_for(lambda: len(backend.files.by_number) == 1, "it is watched")
         with path.open("ab") as file:
@@ -757,7 +757,7 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
     (empty / "snapshots" / "model.bin").symlink_to("../../blob")
     (empty / "stolen.bin").symlink_to(secret)
     os.lchown(empty / "stolen.bin", 65534, 65534)
-    # not a child of the daemon, whose reads are ignored
+    # not a child of the daemon: reads of its children are ignored
     command = f"{sys.executable} -c \"open('{empty}/snapshots/model.bin', 'rb').read()\"; true"
     with steering(empty) as (engine, backend):
 

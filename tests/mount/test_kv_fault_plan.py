@@ -85,7 +85,7 @@ class KvRig:
         getattr(self, "do_" + move.name)(random.Random(move.seed))
 
     def tried(self, call: Callable[[], Any]) -> bool:
-        """Return whether a call succeeded; an error needs a fault as its cause and must have exit code 3."""
+        """Return whether a call succeeded; an error is allowed only during a fault, and must have exit code 3."""
         try:
             call()
             return True
@@ -96,7 +96,9 @@ class KvRig:
             return False
 
     def record_state(self, written: bool) -> None:
-        """Add the model's state to those that a crash may restore; if everything is written, it is the only one."""
+        """Add the model's state to those that a crash may restore; if everything is written and no fault active, replace
+        them.
+        """
         state = copy.deepcopy(self.plain)
         self.possible = [state] if written and not self.broken else [*self.possible, state]
         self.unsynced.append(state)

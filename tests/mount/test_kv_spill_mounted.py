@@ -69,7 +69,7 @@ def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) ->
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("reopened", [False, True])
 def test_a_failed_writeback_does_not_succeed_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
-    """The kernel marks unwritten pages clean after an error: they are written again, or a new open finds them missing."""
+    """The kernel marks unwritten pages clean after an error: the file writes them again, or a new open finds them missing."""
     with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
         path = disk.point / "a.kv"
         file = SpillFile.create(path, TINY, extent_pages=16, direct=direct)
@@ -79,7 +79,7 @@ def test_a_failed_writeback_does_not_succeed_later(tmp_path: Path, direct: bool 
         old_offsets = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)}
         append(file, 0, ids(256, 232))
         new_offsets = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)} - old_offsets
-        disk.starve(path, [keys - 4096 for keys in new_offsets])  # their tables
+        disk.starve(path, [keys - 4096 for keys in new_offsets])  # the tables of these extents
         append(file, 0, ids(488, 12))  # pages that the kernel has already tried to write must be written again
         with pytest.raises(EnvironmentProblem, match="writing back"):
             file.flush()

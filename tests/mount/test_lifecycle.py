@@ -233,7 +233,7 @@ def test_a_dead_mount_after_kill_9(reading: Mounted) -> None:
 
 
 def test_the_daemon_does_not_keep_the_output_of_its_caller_open(mount: Mounter) -> None:
-    mounted = mount()  # llmcache() captures its output: it would not return while the daemon had a pipe open
+    mounted = mount()  # llmcache() captures the output of the command, and would wait for a daemon that kept a pipe open
     for number in (0, 1, 2):
         assert os.readlink(f"/proc/{mounted.pid}/fd/{number}") in (os.devnull, mounted.files.log)
     assert os.getsid(mounted.pid) == mounted.pid
@@ -401,7 +401,7 @@ def test_a_mount_ends_while_another_continues(mount: Mounter, tmp_path: Path) ->
     (first.source / "f").write_bytes(bytes(100_000))
     for mounted in (first, second):
         assert len((mounted.point / "f").read_bytes()) == 100_000
-    done = llmcache("umount", first.point)  # waits for the end of the daemon, which a copy of the mount would keep alive
+    done = llmcache("umount", first.point)  # waits until the daemon has ended, which a copy of the mount would prevent
     assert done.returncode == 0, done.stderr
     assert len((second.point / "f").read_bytes()) == 100_000
 

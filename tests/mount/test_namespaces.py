@@ -142,7 +142,7 @@ def test_readers_of_other_pid_namespaces_count_as_clients(tmp_path: Path, mode: 
     assert point.with_suffix(".log").read_text().count("outside this PID namespace") == 1
 
 
-# Runs in a pid namespace: two successive readers have the same number outside and two numbers inside. They are not
+# Runs in a pid namespace. Two successive readers have the same number outside and different numbers inside. They are not
 # children of the observer, whose own reads are not reported.
 REUSED = """
 import array, ctypes, os, signal, sys, time

@@ -64,7 +64,7 @@ def stats(mounted: Mounted) -> dict[str, Any]:
 
 
 def stats_at_rest(mounted: Mounted) -> dict[str, Any]:
-    """Return the counters once loaders are idle: the last prefetches from slow storage may end late."""
+    """Return the counters once loaders are idle; with slow storage, the last prefetches take a while."""
     seen = [stats(mounted)]
 
     def rests() -> bool:
@@ -104,7 +104,7 @@ def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path
     warm = reply["warm_bytes"]
     assert 20 * MIB < warm == reply["wanted_bytes"] <= 32 * MIB
     assert reports and reports[0]["total_bytes"] >= warm
-    assert stats(mounted)["backing_read_bytes"] < warm + 2 * MIB  # nothing that would only stream through
+    assert stats(mounted)["backing_read_bytes"] < warm + 2 * MIB  # no bytes that would only stream through
     if mode == "steer":
         wait_for(lambda: resident_bytes(mounted.point / "loop.bin") >= warm, "it is cached, including unlocked pages")
 
@@ -130,7 +130,7 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source:
     assert warm["/tokens.json"] == MIB
 
     def is_cached() -> bool:
-        """Return whether all pages are cached; the kernel may have evicted some, as they are not locked: repeat then."""
+        """Return whether all pages are cached; if not, repeat the warm-up, because the kernel may evict unlocked pages."""
         if resident_bytes(mounted.point / "tokens.json") == MIB:
             return True
         run_json("evict", mounted.point, "tokens.json")

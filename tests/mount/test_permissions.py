@@ -187,7 +187,8 @@ for refused in (lambda: os.unlink("open/root's"), lambda: os.rename("open/root's
     team = subprocess.run(
         ["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "mkdir", shared.point / "team/x"]
     )
-    assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM  # by a supplementary group
+    # by a supplementary group of the process
+    assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM
 
 
 MAKING = """
@@ -344,7 +345,7 @@ for _ in sys.stdin:
     assert reader.wait(120) == 0
 
     def closed() -> bool:
-        """Return whether the kernel has reported the close of their file, which may take a moment."""
+        """Return whether the kernel has reported that the reader closed the file, which may take a moment."""
         try:
             return (alone.point / "file").read_bytes() == SECRET
         except OSError as error:
@@ -390,7 +391,7 @@ while time.monotonic() < end:
 """
     swapper = run_as(BOB, swapping, own, "2")
     readers = [run_as(BOB, reading, shared.point / "own", "2") for _ in range(2)]
-    # root may read either file, but without a wrong permission check for Bob
+    # root may read either file, but its reads must not open a file for Bob
     while any(reader.poll() is None for reader in readers):
         with contextlib.suppress(OSError):
             (shared.point / "own" / "public").read_bytes()

@@ -66,7 +66,7 @@ def test_the_last_mount_restores_read_ahead(setting: Path, mounted: Mounted) -> 
 
 @pytest.mark.parametrize("mode", ["inplace", "steer"])
 def test_the_next_mount_restores_read_ahead_after_a_killed_one(setting: Path, mounted: Mounted, mode: str) -> None:
-    """The next mount does not set read-ahead itself."""
+    """The next mount does not change read-ahead itself."""
     before = setting.read_text()
     with mounted("first", 64) as killed:
         killed.daemon.kill()

@@ -498,7 +498,7 @@ def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
 
 
 def daemons_for(pid: int) -> list[int]:
-    """Return the daemons that end with process `pid`."""
+    """Return the daemons that end when process `pid` ends."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -521,8 +521,8 @@ def test_ordinary_users_must_name_the_model(as_user: Callable[..., Any]) -> None
     assert "no model file is named in '-c echo started'" in done.stderr
 
 
-def test_stats_of_a_copying_client_name_the_flag(model: Path) -> None:
-    """`doctor --pid` on a process that has the whole file in private memory."""
+def test_doctor_of_a_copying_client_names_the_flag(model: Path) -> None:
+    """`doctor --pid` examines a process that has the whole file in private memory."""
     code = "import sys; data = open(sys.argv[1], 'rb').read(); print('read', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

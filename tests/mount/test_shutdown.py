@@ -101,7 +101,7 @@ def ends(mount: Live, minor: int) -> bool:
 
 
 def test_a_killed_process_that_waits_in_the_kernel_is_dead(tmp_path: Path) -> None:
-    """It waits in the kernel for a reply, like the main thread of a daemon that uses its own mount."""
+    """Like the main thread of a daemon that uses its own mount, it waits in the kernel for a reply."""
     files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
     files.mkdir()
     random_file(files / "slow.bin", SIZE)
@@ -124,7 +124,8 @@ def test_sigterm_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
     with faulty(files, source, rules), live(source, tmp_path / "mnt", "32Mi", "--mode", "steer") as mount:
         entry = mountpoint.find(str(mount.mountpoint))
         assert entry is not None
-        for helper in mount.helpers():  # the helper reports no inode, so that the thread that an open wakes drops the pages
+        # without the helper's report of inodes, the thread that an open wakes drops the pages
+        for helper in mount.helpers():
             helper.suspend()
         with ExitStack() as stack:
             slow, slower, other = (
@@ -239,5 +240,5 @@ def test_invalidating_other_names_waits_for_reads_queued_behind_writes(tmp_path:
                 assert mount.daemon.wait(60) == 0
             assert process.wait(60) == 0 or ending
         except BaseException:
-            mount.daemon.kill()  # its sentinel ends all waiting
+            mount.daemon.kill()  # the sentinel then ends all waiting
             raise

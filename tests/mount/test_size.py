@@ -1,4 +1,4 @@
-"""On a real mount, stalls begin at the cache size of formula (1); passes read from storage as many bytes as it predicts."""
+"""On a real mount, stalls begin at the cache size of formula (1), and passes read the predicted bytes from storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmcache tokens` on a mount observes all its clients, and adds the reads of its daemon."""
+"""`llmcache tokens` on a mount observes all its clients, and includes the reads of its daemon."""
 
 from __future__ import annotations
 

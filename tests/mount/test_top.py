@@ -153,7 +153,7 @@ def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
     counters: dict[str, Any] = {}
 
     def at_rest() -> bool:
-        """Return whether counters and pins do not change: pins of the last pass may follow between two commands."""
+        """Return whether counters and pins are stable: the last pins may be added between two commands."""
         before = run_json("stats", mounted.point)
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]

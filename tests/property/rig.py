@@ -32,7 +32,7 @@ def _random_bytes() -> bytes:
 
 
 def content(size: int, seed: str) -> bytes:
-    """Return the bytes of a file: a part of one random string that depends on the seed, which is faster than new bytes."""
+    """Return the bytes of a file: a part of one long random string, chosen by the seed. New bytes would take longer."""
     start = zlib.crc32(seed.encode()) % (8 * MIB)
     assert start + size <= len(_random_bytes())
     return _random_bytes()[start : start + size]
@@ -85,7 +85,7 @@ class Rig:
         return owner is not None and owner[1].node is not None
 
     def until_pinned(self, file: File) -> None:
-        """Read passes over a loop until part of it is pinned; a pin that came too late waits for the next pass."""
+        """Read passes over a loop until part of it is pinned; a pin that missed one pass is made in the next."""
         wait_until(lambda: self._swept(file) and self.engine.state.pinned_bytes() > 0, "something is pinned")
 
     def _swept(self, file: File) -> bool:

@@ -130,7 +130,7 @@ def test_single_rows_are_read_as_requested(rig: Rig) -> None:
     assert read_bytes <= len(rows) * READ_AHEAD_PAGES * PAGE, "no more than the kernel requests"
 
 
-def test_a_smaller_budget_is_kept(rig: Rig) -> None:
+def test_a_smaller_budget_holds(rig: Rig) -> None:
     rig.engine.resize(40 * MIB)
     file = rig.file("loop", LOOP)
     rig.sweep(file, 4)

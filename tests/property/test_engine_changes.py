@@ -187,7 +187,7 @@ def test_a_fetch_for_a_removed_loop_space_is_not_stored(rig: Rig) -> None:
     backing.after_read = lambda _size, _offset: None
     wait_until(rig.settled, "the engine is idle")
     with rig.kernel.lock:
-        file.pages.clear()  # reads until now may have either version, later STOREs may not
+        file.pages.clear()  # reads before may have either version, later STOREs must not have the old one
     rig.sweep(file)
     rig.charges_add_up()
 
@@ -277,7 +277,7 @@ def test_nothing_is_fetched_through_a_closed_descriptor(rig: Rig, tmp_path: Path
     try:
         assert reused == number, "the descriptor has the same number"
         attach(late[0])
-        begun.wait(0.5)  # give a wrong read from the number time to happen
+        begun.wait(0.5)  # time in which a wrong read from the number would happen
         file.backing = open_backing("/file", tmp_path / "file")
         rig.kernel.open(file)
         resume.set()

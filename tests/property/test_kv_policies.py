@@ -31,7 +31,7 @@ FORGETFUL = [name for name in POLICIES if not policy_class(name).needs_weights]
 
 
 def check_selection(run: Run, selection: Selection) -> None:
-    """Check that a selection is ascending, unique, in the middle and of the right size, which shared heads have together."""
+    """Check that a selection is ascending, unique, in the middle, and has the right size (heads may share it)."""
     found, middle = selection.positions, run.store.middle
     assert found.shape[:2] == (run.store.batch, KV_HEADS)
     again = repeated(found)
@@ -296,7 +296,7 @@ def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
 def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread waits at its first call for the other to start, which fails if they run in sequence.
 
-    Without the switch, they run in sequence.
+    Without the switch `hie`, they do run in sequence.
     """
     turns = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path / "turns")
     host, link = ([span for span in turns.spans if span.resource == resource] for resource in (CPU, LINK))
@@ -371,7 +371,9 @@ def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, rows: int
 
 
 def check_unseen(run: Run, layer: int, selection: Selection, attended: Array) -> float:
-    """Check the unseen mass (half of the attention left out) and mean value; return the newest token's largest weight."""
+    """Check that `unseen` gives half of the attention left out and the mean value; return the largest weight of the newest
+    token.
+    """
     batch, middle, keys = run.store.batch, run.store.middle, run.keys[layer]
     queries = run.case.queries(layer, run.steps - 1)[:batch]
     unseen = run.policy.unseen(layer, selection, queries, keys[:, :, -1:])

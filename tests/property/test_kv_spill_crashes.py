@@ -25,7 +25,7 @@ from tests.conftest import examples
 from tests.unit.kv_parts import append, flip, ids, restored
 
 SECTOR = 512
-# Replaces the suppressions of the hypothesis profile, so it repeats the profile's.
+# The setting replaces the profile's suppressions, so it has to repeat them.
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SHAPE = KvShape("tiny", layers=2, kv_heads=1, head_dim=4, page_tokens=4)
 ONE_LAYER = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
@@ -319,7 +319,7 @@ class UnreliableFile:
             self.state = {**self.state, sequence: found}
 
     def check(self) -> None:
-        """Compare everything; an interrupted operation was repeated, and lost data was reported."""
+        """Compare everything. Before, interrupted operations were repeated and lost data was reported."""
         for sequence in range(3):
             found, state = tuple(restored(self.file, sequence)), self.state.get(sequence, ())
             assert found == state

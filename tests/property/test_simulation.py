@@ -21,7 +21,7 @@ from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
 BLOCK = 4096
-# Replaces the suppressions of the hypothesis profile, so it repeats the profile's.
+# The setting replaces the profile's suppressions, so it has to repeat them.
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 

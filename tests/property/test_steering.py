@@ -103,7 +103,7 @@ def test_the_budget_holds_and_every_eviction_is_reported(
 def test_a_loop_hits_its_share_from_the_fourth_pass(extents: int, limit: int) -> None:
     core = new_core(limit, extents * LARGE_EXTENT)
     assert [one_pass(core, "0"), one_pass(core, "0")] == [0, 0]
-    one_pass(core, "0")  # extents loaded before the second pass, which identifies the loop, are not pinned until now
+    one_pass(core, "0")  # extents loaded before the second pass are not pinned yet, because that pass identifies the loop
     window = max(8, -(-6 * extents // 100))  # the largest window; 12 MiB of it are in addition to the budget
     for _ in range(4):
         hits = one_pass(core, "0")

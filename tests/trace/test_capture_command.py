@@ -303,7 +303,7 @@ def test_a_report_is_written_with_the_trace(file: Path, tmp_path: Path) -> None:
 
 def test_block_requests_are_written_next_to_the_trace(file: Path, tmp_path: Path) -> None:
     out, message = tmp_path / "run.parquet", ""
-    # a completion cannot be observed during a completion of another disk's request: retry
+    # a completion during the completion of another disk's request is not observed: retry
     while "events lost: 0" not in message:
         drop(file)
         done = run("-o", out, "--force", "--block", "--path", "data", "--", "sha256sum", file)

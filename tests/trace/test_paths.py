@@ -113,7 +113,7 @@ def test_block_requests_name_the_file_and_take_time(record: Record, file: Path) 
 def test_evictions_of_accessed_files_are_recorded(record: Record, file: Path) -> None:
     warm(file)
     found = record("direct-write", writes=True)
-    # Direct writes drop the pages from the cache; the first one precedes all other records of the file.
+    # Direct writes drop the pages. The first eviction precedes all accesses of the file, so it is not recorded.
     assert found.blocks(EVICT) == TOUCHED[1:], found
 
 

@@ -60,7 +60,7 @@ def test_a_sample_has_the_pages_touched_since_the_last_one(file: Path, offset: i
     with mapped(file, offset) as touch:
         sampler = Sampler([os.getpid()], 0.0)
         for _ in range(2):
-            # A page with a cached translation is not marked again: each shows in one try or another.
+            # The processor does not mark a page whose translation it has cached, so a page may take several tries.
             seen: set[int] = set()
             for _ in range(TRIES):
                 seen |= set(touched_blocks(sampler, touch, file))
