@@ -23,7 +23,7 @@ TICK_S = 0.05  # before Linux 6.13, two changes within one clock tick have the s
 
 @pytest.fixture
 def pair(reading: Mounted) -> tuple[Path, Path]:
-    """Return the paths, in the mount and in SOURCE, of a file that was read through the mount."""
+    """Return the paths, in the mount and in SOURCE, of a file after a read through the mount."""
     behind = reading.source / "f"
     behind.write_bytes(b"1" * SIZE)
     through = reading.point / "f"

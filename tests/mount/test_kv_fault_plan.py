@@ -96,8 +96,9 @@ class KvRig:
             return False
 
     def record_state(self, written: bool) -> None:
-        """Add the model's state to those that a crash may restore; if everything is written and no fault active, replace
-        them.
+        """Add the model's state to those that a crash may restore.
+
+        If everything is written and no fault is active, it is the only one.
         """
         state = copy.deepcopy(self.plain)
         self.possible = [state] if written and not self.broken else [*self.possible, state]

@@ -373,7 +373,7 @@ def test_bad_arguments_give_the_documented_exit_code(model: Path) -> None:
 
 @pytest.fixture
 def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Return a function that starts `llmcache run` as user nobody, on a model that nobody owns."""
+    """Return a function that starts `llmcache run` as uid 65534, on a model of that user."""
     if os.geteuid() != 0 or shutil.which(NOBODY[0]) is None:
         pytest.skip("only root with setpriv can try what an ordinary user can do")
     if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:

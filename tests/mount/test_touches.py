@@ -29,9 +29,7 @@ def works_here(tmp_path: Path) -> None:
 def test_mapping_huge_pages_is_reported(
     faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the tracepoint for page faults (arm64), a probe at a kernel function is used; without both, faults are not
-    seen.
-    """
+    """Without the tracepoint for page faults (arm64), a probe at a kernel function is used; without both, none are seen."""
     if faults != "tracepoint":
         monkeypatch.setattr(
             touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)

@@ -371,9 +371,7 @@ def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, rows: int
 
 
 def check_unseen(run: Run, layer: int, selection: Selection, attended: Array) -> float:
-    """Check that `unseen` gives half of the attention left out and the mean value; return the largest weight of the newest
-    token.
-    """
+    """Check the unseen mass (half of the attention left out) and mean value; return the newest token's largest weight."""
     batch, middle, keys = run.store.batch, run.store.middle, run.keys[layer]
     queries = run.case.queries(layer, run.steps - 1)[:batch]
     unseen = run.policy.unseen(layer, selection, queries, keys[:, :, -1:])
