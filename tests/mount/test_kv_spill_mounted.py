@@ -69,7 +69,7 @@ def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) ->
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("reopened", [False, True])
 def test_a_failed_writeback_does_not_succeed_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
-    """The kernel marks unwritten pages clean after an error. The file writes them again, or a new open finds them missing."""
+    """The kernel marks unwritten pages clean after an error. The file rewrites them, or a new open finds them missing."""
     with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
         path = disk.point / "a.kv"
         file = SpillFile.create(path, TINY, extent_pages=16, direct=direct)
