@@ -68,7 +68,7 @@ def test_a_disk_that_drops_unwritten_data(tmp_path: Path, ssd: str, direct: bool
         if direct is False:
             with pytest.raises(DataError, match="is lost") as caught:
                 store.save()
-            assert caught.value.hint and "compute the context again" in caught.value.hint
+            assert caught.value.hint and "compute it again" in caught.value.hint
             with pytest.raises(DataError, match="is lost"):
                 plain.check_all(store)
             store.crop(80)
