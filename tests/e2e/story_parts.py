@@ -35,7 +35,6 @@ def llmcache(*words: object, group: Cgroup | None = None, code: int = 0) -> str:
 
 
 def run_json(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
-    """Return the JSON document that a command prints."""
     return dict(json.loads(llmcache(*words, "--json", group=group, code=code)))
 
 
@@ -66,7 +65,6 @@ class Decoding:
         return [event for event in map(json.loads, whole) if event["event"] == "step"]
 
     def median_s(self, begin: int, end: int | None = None) -> float:
-        """Return the median seconds of the tokens from `begin` to `end`."""
         seconds = [token["seconds"] for token in self.tokens()[begin:end]]
         print(f"seconds per token: {' '.join(f'{each:.3f}' for each in seconds)}", flush=True)
         return float(statistics.median(seconds))

@@ -75,7 +75,6 @@ def part(name: str, path: str, last: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer every line."""
     for line in sys.stdin:
         print(json.dumps(part(**json.loads(line))), flush=True)
 

@@ -36,7 +36,6 @@ ENGINES = {
 
 
 def events(model: Path, command: Callable[[str, Path], list[str]]) -> list[dict[str, Any]]:
-    """Return the events of a client."""
     result = subprocess.run(command("", model), capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-1000:]
     return [json.loads(line) for line in result.stdout.splitlines()]

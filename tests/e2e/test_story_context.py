@@ -36,7 +36,6 @@ class Talker:
         self._process = process
 
     def say(self, name: str, path: Path | str = "", last: int = 0) -> dict[str, Any]:
-        """Return the reply to a part."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"name": name, "path": str(path), "last": last}) + "\n")
         self._process.stdin.flush()
@@ -60,13 +59,11 @@ def talker() -> Iterator[Talker]:
 
 
 def moved(turn: dict[str, Any], source: str, target: str) -> int:
-    """Return the bytes that the store reports as moved."""
     rows = turn["traffic"]["moved_bytes"]
     return sum(int(row["bytes"]) for row in rows if (row["from"], row["to"]) == (source, target))
 
 
 def same(turn: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Return whether tokens and logits are the same."""
     return all(turn[key] == expected[key] for key in ("ids", "logits"))
 
 

@@ -76,7 +76,6 @@ def traced(file: Path, out: Path, stdin: str) -> Trace:
 
 
 def accessed(trace: Trace) -> list[int]:
-    """Return the blocks of every row."""
     return [
         block for row in zip(trace.first.tolist(), trace.count.tolist(), strict=True) for block in range(row[0], sum(row))
     ]

@@ -103,7 +103,6 @@ class Installed:
 
     @property
     def home(self) -> Path:
-        """The home of the user."""
         return self.place / "home"
 
     def expose(self) -> None:
@@ -132,7 +131,6 @@ class Installed:
         return "" if done.returncode in fine else f"$ {line}\n{done.stderr}exit code {done.returncode}\n"
 
     def all(self, lines: Sequence[str]) -> str:
-        """Run lines in sequence; return all failure messages."""
         return "".join(map(self.run, lines))
 
 

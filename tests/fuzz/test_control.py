@@ -58,8 +58,6 @@ class Service:
 
 
 class _Errors(logging.Handler):
-    """Collects error messages."""
-
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.texts: list[str] = []
@@ -107,7 +105,6 @@ def _serving() -> Iterator[None]:
 
 
 def shared() -> Service:
-    """Return the running service."""
     (service,) = _running
     return service
 

@@ -53,7 +53,6 @@ def check_layout(layout: ModelLayout, size: int) -> None:
 
 
 def check(data: bytes) -> None:
-    """Check that any bytes give a consistent layout or a refusal."""
     reads = Reads(data)
     with bounded(), refusal():
         layout = read_layout(reads, len(data), "model.gguf")

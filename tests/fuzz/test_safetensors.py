@@ -49,7 +49,6 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes) -> None:
-    """Check that any bytes give a consistent layout or a refusal."""
     reads = Reads(data)
     with bounded(), refusal():
         layout = read_layout(reads, len(data), "dir/model-00001-of-00002.safetensors")

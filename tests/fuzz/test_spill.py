@@ -141,7 +141,6 @@ PAGE_TABLES = Target(
 
 
 def with_records(*records: tuple[int, bytes]) -> bytes:
-    """Return a file with these records at these offsets."""
     data = bytearray(SEEDS[0])
     for at, record in records:
         data[at : at + 64] = record

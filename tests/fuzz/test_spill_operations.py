@@ -101,7 +101,6 @@ class Operations(RuleBasedStateMachine):
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9), cut=st.booleans(), seed=SEEDS)
     def crash_within(self, sequence: int, count: int, cut: bool, seed: int) -> None:
-        """Crash in the middle of an operation."""
         source, first, before = random.Random(seed), len(self.disk.events), list(self.possible)
         if cut:
             self.crop(sequence, count)

@@ -34,7 +34,6 @@ ROWS = {name: np.asarray(column) for name, column in zip(COLUMNS, trace().column
 
 
 def parquet(metadata: bytes, columns: dict[str, Any]) -> bytes:
-    """Return a Parquet file with the schema of a trace."""
     out = io.BytesIO()
     table = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
     pq.write_table(table.replace_schema_metadata({KEY: metadata}), out, compression="zstd", write_page_checksum=True)
@@ -42,7 +41,6 @@ def parquet(metadata: bytes, columns: dict[str, Any]) -> bytes:
 
 
 def saved() -> bytes:
-    """Return a trace as the recorder writes it."""
     with scratch() as directory:
         path = Path(directory) / "a.parquet"
         trace().save(path)
@@ -114,7 +112,6 @@ def check_description(path: Path, reader: TraceReader) -> None:
 
 
 def check_printed(path: Path, classes: TraceClasses) -> None:
-    """Check that the output of the commands is printable."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         for as_json in (True, False):
             show(path, as_json)

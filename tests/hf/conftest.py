@@ -51,7 +51,6 @@ def enabled() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def llama(enabled: Callable[..., Any]) -> Any:
-    """An enabled model."""
     return enabled("llama")
 
 

@@ -278,7 +278,6 @@ CASES = [("llama", "hillinfer", {"ssd": "csd"}), ("gemma3", "hillinfer", {}), ("
 
 
 def fill(disk: Path) -> Path:
-    """Fill a disk to the last block."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:

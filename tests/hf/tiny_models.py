@@ -79,7 +79,6 @@ def words() -> tuple[Any, str]:
 
 
 def stock(model: Any) -> Any:
-    """Return the cache that transformers would use."""
     return transformers.DynamicCache(config=model.config)
 
 

@@ -30,12 +30,10 @@ class Mounted:
 
     @property
     def files(self) -> control.ControlFiles:
-        """Return the daemon's files."""
         return control.files(str((self.whole or self).point))
 
     @property
     def pid(self) -> int:
-        """Return the daemon's process id."""
         return int(self.files.describe()["pid"])
 
     def log(self) -> str:
@@ -105,7 +103,6 @@ def mounting(directory: Path) -> Iterator[Mounter]:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mounter]:
-    """A Mounter for the directory of this test."""
     with mounting(tmp_path) as mounter:
         yield mounter
 

@@ -91,7 +91,6 @@ class Client:
         return self._process
 
     def end(self) -> None:
-        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(HANG_S)
@@ -157,7 +156,6 @@ def pread(path: str, offset: int, size: int, flags: int = 0) -> bytes:
 
 
 def direct(path: str, offset: int, size: int) -> bytes:
-    """Read like `pread`, with O_DIRECT."""
     fd = opened(path, os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, size) as buffer:
@@ -192,7 +190,6 @@ def whole(path: str, offset: int, size: int) -> bytes:
 
 
 def sent(path: str, offset: int, size: int) -> bytes:
-    """Read with sendfile() into memory."""
     fd, out = opened(path), os.memfd_create("sent")
     try:
         count = os.sendfile(out, fd, offset, size)
@@ -220,7 +217,6 @@ class Held:
         return os.pread(fd, size, offset), since
 
     def since(self, path: str) -> float:
-        """Return when a file was opened."""
         return self._open.get(path, (-1, time.monotonic()))[1]
 
 
@@ -246,7 +242,6 @@ def write(path: str, offset: int, data: bytes, sync: bool) -> int:
 
 
 def change(request: dict[str, Any], data: bytes) -> int:
-    """Carry out one change; return the number of bytes written."""
     path, operation = request["path"], request["op"]
     if operation == "write":
         return write(path, request["offset"], data, request["sync"])
@@ -262,7 +257,6 @@ def change(request: dict[str, Any], data: bytes) -> int:
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
     requests, replies, held = sys.stdin.buffer, sys.stdout.buffer, Held()
     for line in requests:
         request = json.loads(line)

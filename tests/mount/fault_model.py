@@ -63,12 +63,10 @@ class Model:
         self._versions: dict[str, list[Version]] = {}
 
     def paths(self) -> list[str]:
-        """Return the paths that exist now."""
         with self.lock:
             return sorted(path for path, versions in self._versions.items() if versions[-1].content is not None)
 
     def now(self, path: str) -> Bytes | None:
-        """Return the latest contents of a path."""
         with self.lock:
             versions = self._versions.get(path)
             return None if versions is None else versions[-1].content
@@ -183,7 +181,6 @@ def mismatch(
 
 
 def random_bytes(size: int, seed: int) -> Bytes:
-    """Return `size` random bytes."""
     return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
 
 

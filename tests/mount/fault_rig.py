@@ -60,7 +60,6 @@ def seeds(first: int) -> Iterator[int]:
 
 
 def run(*words: str | Path) -> None:
-    """Run a system command that must succeed."""
     subprocess.run(list(map(str, words)), check=True, capture_output=True)
 
 
@@ -206,7 +205,6 @@ class Rig:
         return True
 
     def set_rules(self, rules: list[Rule]) -> None:
-        """Replace the rules of the faulty storage."""
         self.rules = rules
         write_rules(self._rules, rules)
 
@@ -219,7 +217,6 @@ class Rig:
     # The daemon
 
     def start_daemon(self) -> None:
-        """Mount."""
         if self.mode is None:
             return
         environ = environment()
@@ -245,7 +242,6 @@ class Rig:
         return found
 
     def control(self, **message: Any) -> dict[str, Any]:
-        """Send a request to the daemon and return its reply."""
         return control.request(str(self.point), message, timeout_s=90)
 
     def _end_daemon(self) -> None:
@@ -298,7 +294,6 @@ class Rig:
         self.read(client, how, path, offset // unit * unit, size)
 
     def read(self, client: Client, how: str, path: str, offset: int, size: int) -> None:
-        """Read through the mount and check the bytes."""
         reply = client.ask(op=how, path=str(self.point / path), offset=offset, size=size)
         if reply.dead and how != "mapped":
             raise AssertionError(f"SIGBUS in {how}")

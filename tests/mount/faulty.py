@@ -42,7 +42,6 @@ class Rule:
     seconds: float = 0.0
 
     def concerns(self, call: str, path: str, offset: int, size: int) -> bool:
-        """Return whether the rule applies to a call."""
         touched = offset < self.end and offset + size > self.first
         return call == self.call and touched and fnmatch.fnmatch(path.lstrip("/"), self.glob)
 
@@ -220,7 +219,6 @@ class Faulty:
 
 
 def main() -> None:
-    """Serve until unmounted."""
     directory, mountpoint, rules = sys.argv[1:]
     options: dict[str, Any] = {"foreground": True, "raw_fi": True, "use_ino": True, "fsname": "faulty", "allow_other": True}
     served = type("Served", (Faulty, binding().Operations), {})

@@ -49,7 +49,6 @@ class Live:
         control.request(str(self.mountpoint), {"op": "warmup", "check": True})
 
     def resize(self, cache_bytes: int) -> dict[str, Any]:
-        """Change the budget of the running mount over its control socket."""
         return control.request(str(self.mountpoint), {"op": "resize", "cache_bytes": cache_bytes})
 
     def pinned_bytes(self, *names: str) -> int:
@@ -161,7 +160,6 @@ def random_file(path: Path, size: int) -> Path:
 
 
 def by_read(path: Path) -> str:
-    """Hash a file through sequential read()."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(MIB):
@@ -180,7 +178,6 @@ def by_odd_pread(path: Path) -> str:
 
 
 def by_mmap(path: Path) -> str:
-    """Hash a file through a shared mapping."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -191,7 +188,6 @@ def by_mmap(path: Path) -> str:
 
 
 def by_sendfile(path: Path) -> str:
-    """Hash a file through sendfile() into memory."""
     fd, out = os.open(path, os.O_RDONLY), os.memfd_create("sendfile")
     try:
         while os.sendfile(out, fd, None, MIB):

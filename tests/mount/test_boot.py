@@ -25,13 +25,11 @@ FSTAB = "defaults,rw,nofail,_netdev,x-systemd.automount,noatime,user=root,cache=
 
 @pytest.fixture
 def places(mount: Mounter) -> tuple[Path, Path]:
-    """(SOURCE, MOUNT)."""
     own = mount.place()
     return own.source, own.point
 
 
 def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the helper of mount(8)."""
     command = [ROOT / "tools/mount.llmcachefs", *words]
     settings = {**environment(), "LLMCACHEFS": str(PROGRAM)}
     return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=150, check=False)

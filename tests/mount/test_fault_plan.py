@@ -47,7 +47,6 @@ class Step:
 
 
 def make_plan(seed: int, steps: int) -> list[Step]:
-    """Return a plan of `steps` steps."""
     chance, plan = random.Random(seed), []
     deck: list[str] = []
     for _ in range(steps):
@@ -123,7 +122,6 @@ def short(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Some requests take long."""
     path = chance.choice(FILES)
     first, _ = _range(chance, path)
     with _rule(rig, Rule("slow", "read", path, first, first + 200_000, chance.choice([0.3, 1.0, 2.0]))):
@@ -139,7 +137,6 @@ def throttled(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """The disk is full."""
     window = rig.model.excuse(Window(frozenset({errno.ENOSPC}), frozenset({"write"})))
     with full(rig.files):
         yield
@@ -147,7 +144,6 @@ def full_disk(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 
 def stop_for(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Suspend a process for `seconds`."""
     process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(seconds)
@@ -198,7 +194,6 @@ def resized_behind(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deleted(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """A file does not exist for a while."""
     path = chance.choice(FILES)
     if rig.model.now(path) is not None:
         rig.put(path, None)
@@ -362,17 +357,14 @@ def resize(rig: Rig, chance: random.Random) -> None:
 
 
 def warm(rig: Rig, chance: random.Random) -> None:
-    """Warm everything up."""
     rig.control(op="warmup", globs=["*"])
 
 
 def evict(rig: Rig, chance: random.Random) -> None:
-    """Evict everything."""
     rig.control(op="evict", globs=[])
 
 
 def look(rig: Rig, chance: random.Random) -> None:
-    """Check the counters."""
     check_counters(rig.control(op="stats"))
 
 
@@ -382,7 +374,6 @@ CONTROLS: dict[str, Callable[[Rig, random.Random], None]] = {
 
 
 def check_counters(stats: dict[str, object]) -> None:
-    """Check that the counters of `stats` are consistent."""
     numbers = {key: value for key, value in stats.items() if isinstance(value, int)}
     assert min(numbers.values()) >= 0, numbers
     assert numbers["read_bytes"] == numbers["hit_bytes"] + numbers["miss_bytes"]

@@ -249,7 +249,6 @@ class Fsx(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        """Open the file again, read-only."""
         self._close()
         self._open()
 

@@ -65,7 +65,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Path:
-    """An empty SOURCE for one test."""
     directory = tmp_path / "source"
     directory.mkdir()
     if reason := why_not(str(directory)):
@@ -122,7 +121,6 @@ def is_left_to_the_kernel(stats: dict[str, Any]) -> bool:
 
 
 def passes_of(stats: dict[str, Any]) -> int:
-    """Return the number of passes over the loop."""
     return max(int(loop["passes"]) for file in stats["files"] for loop in file["loops"])
 
 
@@ -274,8 +272,7 @@ def test_separate_memory_limits_of_daemon_and_client(
         reader(mount.mountpoint / "loop.bin", source / CHECK, "mmap", group.wrap) as passes,
     ):
         assert not any(passes.next()["wrong"] for _ in range(10))
-        # If only the client has a limit, prefetched pages are charged elsewhere, and nothing needs to be pinned. If the
-        # kernel would read less, the mount leaves the loop to it.
+        # With a limit for the client alone, or a loop that is left to the kernel, nothing needs to be pinned.
         least, deadline = 0 if daemon_limit is None else CACHE // 3, time.monotonic() + 120
         while mount.pinned_bytes("loop.bin") < least and not is_left_to_the_kernel(mount.stats()):
             assert time.monotonic() < deadline and not passes.next()["wrong"]

@@ -36,8 +36,6 @@ SIZE = SHAPE.page_tokens
 
 @dataclass(frozen=True)
 class Move:
-    """One operation: its name, and a seed for its details."""
-
     name: str
     seed: int
 
@@ -81,7 +79,6 @@ class KvRig:
         self._steps = iter(range(10, 1 << 30, 7))
 
     def carry_out(self, move: Move) -> None:
-        """Carry out one move."""
         getattr(self, "do_" + move.name)(random.Random(move.seed))
 
     def tried(self, call: Callable[[], Any]) -> bool:
@@ -107,7 +104,6 @@ class KvRig:
     # Operations of a program
 
     def do_step(self, chance: random.Random) -> None:
-        """Add tokens to all layers."""
         count, seed, written = chance.choice([1, 1, 2, 3, 7, 30]), next(self._steps), True
         for layer in chance.sample(range(SHAPE.layers), SHAPE.layers):
             rows = self.plain.grow(layer, count, seed)
@@ -125,11 +121,9 @@ class KvRig:
         self.record_state(written)
 
     def do_reorder(self, chance: random.Random) -> None:
-        """Reorder the sequences, as beam search does."""
         self._choose([chance.randrange(self.store.batch) for _ in range(self.store.batch)])
 
     def do_select(self, chance: random.Random) -> None:
-        """Change the number of sequences."""
         self._choose([chance.randrange(self.store.batch) for _ in range(chance.choice([1, 2, 3]))])
 
     def _choose(self, index: list[int]) -> None:
@@ -138,7 +132,6 @@ class KvRig:
         self.record_state(written)
 
     def do_save(self, chance: random.Random) -> None:
-        """Save everything, including the tail."""
         if self.tried(self.store.save):
             self.record_state(True)
             self.unsynced = self.unsynced[-1:]
@@ -167,18 +160,15 @@ class KvRig:
     # Faults
 
     def do_full(self, chance: random.Random) -> None:
-        """Fill the disk."""
         if "full" not in self.broken:
             self._disk.enter_context(full(self.rig.files))
             self.broken.add("full")
 
     def do_slow(self, chance: random.Random) -> None:
-        """Slow requests down."""
         rule = Rule("slow", chance.choice(["read", "write", "fsync"]), "*.kv", seconds=chance.choice([0.002, 0.02]))
         self.rig.set_rules([*self.rig.rules, rule])
 
     def do_short(self, chance: random.Random) -> None:
-        """Return fewer bytes than requested."""
         self.rig.set_rules([*self.rig.rules, Rule("short", chance.choice(["read", "write"]), "*.kv")])
 
     def do_clock(self, chance: random.Random) -> None:
@@ -199,15 +189,12 @@ class KvRig:
         self.broken.add(call)
 
     def do_unreadable(self, chance: random.Random) -> None:
-        """Reads return EIO."""
         self._add_error("read", chance)
 
     def do_unwritable(self, chance: random.Random) -> None:
-        """Writes return EIO."""
         self._add_error("write", chance)
 
     def do_unsynced(self, chance: random.Random) -> None:
-        """fsync returns EIO."""
         self._add_error("fsync", chance)
 
     def do_lost(self, chance: random.Random) -> None:
@@ -217,7 +204,6 @@ class KvRig:
         self.possible = [*self.unsynced, *self.possible]
 
     def do_kill_device(self, chance: random.Random) -> None:
-        """kill -9 of the emulated device."""
         assert isinstance(self.store.ssd, CsdTier)
         device = self.store.ssd.device
         if device.process.poll() is None:
@@ -226,7 +212,6 @@ class KvRig:
         self.broken.add("device")
 
     def do_evict(self, chance: random.Random) -> None:
-        """Evict everything from the mount."""
         self.rig.control(op="evict", globs=[])
 
     # Repair and restart
@@ -250,7 +235,6 @@ class KvRig:
         self.plain.check_all(self.store)
 
     def do_reopen(self, chance: random.Random) -> None:
-        """Save, close and restore."""
         self.do_repair(chance)
         self.store.save()
         self.store.close()
@@ -305,14 +289,12 @@ class KvRig:
         self.unsynced = self.possible.copy()
 
     def end(self) -> None:
-        """End the store, whatever its state."""
         self._heal()
         crash(self.store)
 
 
 @contextlib.contextmanager
 def kv_rig(rig: Rig, path: Path, ssd: str) -> Iterator[KvRig]:
-    """Yield a store on `path`, and end it."""
     store = KvRig(rig, path, ssd)
     try:
         yield store

@@ -37,7 +37,6 @@ def store(tmp_path: Path) -> Path:
 
 
 def files(mounted: Mounted) -> dict[str, dict[str, Any]]:
-    """Return the files of `stats`, by name."""
     return {file["name"]: file for file in run_json("stats", mounted.point)["files"]}
 
 

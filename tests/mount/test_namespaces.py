@@ -55,7 +55,6 @@ def namespace(propagation: str) -> Iterator[int]:
 
 
 def in_namespace(pid: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in the mount namespace of a process."""
     return subprocess.run(["nsenter", "-t", str(pid), "-m", "--", *words], capture_output=True, text=True, check=False)
 
 

@@ -77,7 +77,6 @@ def reachable() -> Iterator[Path]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that every user can reach."""
     with reachable() as directory:
         yield directory
 
@@ -99,18 +98,15 @@ def mount_of_all_users() -> Iterator[Mounted]:
 
 @pytest.fixture
 def shared(mount_of_all_users: Mounted, tmp_path: Path) -> Mounted:
-    """A directory of that mount."""
     return mount_of_all_users.directory(tmp_path.name)
 
 
 @pytest.fixture
 def alone(place: Path, mount: Mounter) -> Mounted:
-    """A mount for all users, for one test."""
     return mount_for_all(mount, place)
 
 
 def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") -> Path:
-    """Write a file with an owner and a mode."""
     path.write_bytes(data)
     os.chown(path, uid, gid)
     path.chmod(mode)

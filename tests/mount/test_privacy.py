@@ -56,7 +56,6 @@ def test_files_of_clients_ignore_the_umask_of_the_daemon(mount: Mounter) -> None
 
 
 def reply_to(files: control.ControlFiles, line: bytes) -> bytes:
-    """Return the daemon's reply to a line."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(files.socket)
         client.sendall(line)

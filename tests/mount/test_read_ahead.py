@@ -31,7 +31,6 @@ def disk(tmp_path: Path) -> Iterator[LoopDisk]:
 
 @pytest.fixture
 def setting(disk: LoopDisk) -> Path:
-    """The read_ahead_kb of the disk."""
     path = read_ahead_file(str(disk.point))
     assert path is not None
     return path

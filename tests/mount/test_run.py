@@ -74,7 +74,6 @@ def nothing_left(model: Path) -> Iterator[None]:
 
 
 def is_steered(directory: Path) -> bool:
-    """Return whether a daemon serves `directory`."""
     return control.is_locked(control.files(str(directory)))
 
 

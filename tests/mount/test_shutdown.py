@@ -78,14 +78,12 @@ def client(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def resume(process: subprocess.Popen[str]) -> None:
-    """Let a process continue."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
 def change(path: Path) -> None:
-    """Change a file behind the mount."""
     with path.open("r+b") as file:
         file.write(os.urandom(10))
 
@@ -169,7 +167,6 @@ def use_other_files(path: Path) -> None:
 
 
 def started(*jobs: Callable[[], object]) -> list[threading.Thread]:
-    """Start a thread per job."""
     threads = [threading.Thread(target=job, daemon=True) for job in jobs]
     for thread in threads:
         thread.start()

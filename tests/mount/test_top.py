@@ -55,11 +55,9 @@ class Terminal:
         )
 
     def resize(self, columns: int, rows: int) -> None:
-        """Resize the terminal; the kernel notifies the program."""
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def type(self, keys: str) -> None:
-        """Press keys."""
         os.write(self._ours, keys.encode())
 
     def wait_for(self, text: str) -> str:
@@ -78,7 +76,6 @@ class Terminal:
         return True
 
     def _state(self) -> str:
-        """Return the state of the program, for a failure message."""
         details = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "environ")]
         sizes = [fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8)) for fd in (self._ours, self._theirs)]
         return f"{self.process.poll()}, {sizes}, foreground {os.tcgetpgrp(self._ours)} of {self.process.pid}, {details}"
@@ -107,7 +104,6 @@ class Terminal:
         return termios.tcgetattr(self._theirs) == self.before and CURSOR in self.output and ALTERNATE not in tail
 
     def close(self) -> None:
-        """End the program and close the terminal."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

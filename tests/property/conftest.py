@@ -12,6 +12,5 @@ from tests.property.rig import Rig, running
 
 @pytest.fixture(params=["steer", "arena"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A rig with a running engine."""
     with running(tmp_path, request.param, monkeypatch) as rig:
         yield rig

@@ -23,12 +23,10 @@ class Case:
 
     @property
     def first(self) -> Int64s:
-        """First id of each run."""
         return np.array([first for first, _ in self.runs], np.int64)
 
     @property
     def count(self) -> Int64s:
-        """Number of blocks of each run."""
         return np.array([count for _, count in self.runs], np.int64)
 
     def references(self) -> list[int]:
@@ -36,7 +34,6 @@ class Case:
         return [block for first, count in self.runs for block in range(first, first + count)]
 
     def policy(self, name: str) -> Policy:
-        """Return a new cache of the policy `name`."""
         return policy_class(name)(self.capacity, self.blocks)
 
     def hits(self, name: str) -> list[int]:
@@ -79,7 +76,6 @@ def resident_blocks_fit_the_capacity(name: str, case: Case) -> None:
 
 
 def only_referenced_blocks_are_resident(name: str, case: Case) -> None:
-    """Only referenced blocks are resident."""
     policy = case.policy(name)
     policy.replay(case.first, case.count)
     assert np.isin(policy.resident(), case.references()).all()

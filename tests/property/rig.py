@@ -39,8 +39,6 @@ def content(size: int, seed: str) -> bytes:
 
 
 class Rig:
-    """An engine, its kernel, and files of known content."""
-
     def __init__(self, directory: Path, mode: str, budget_bytes: int = BUDGET) -> None:
         self.directory = directory
         self.kernel = Kernel()
@@ -65,11 +63,9 @@ class Rig:
             stream.write(data)
 
     def expected(self, file: File, offset: int, size: int) -> bytes:
-        """Return the bytes that a read must return."""
         return self.content[file.backing.path][offset : offset + size]
 
     def check(self, file: File, offset: int, size: int) -> None:
-        """Read once and compare."""
         got = self.kernel.read(file, offset, size)
         assert got == self.expected(file, offset, size), f"wrong bytes in {file.backing.path} at {offset}+{size}"
 
@@ -179,5 +175,4 @@ def reader(rig: Rig, files: list[File], seed: int, reads: int) -> Callable[[], N
 
 
 def looper(rig: Rig, file: File, rounds: int) -> Callable[[], None]:
-    """Return a thread's work: whole passes."""
     return lambda: rig.sweep(file, rounds)

@@ -53,7 +53,6 @@ def table(classes: Iterable[Classification], offset: int = 0) -> dict[tuple[int,
 
 @functools.cache
 def table_of(name: str) -> dict[tuple[int, str, str], int]:
-    """Return the table of a shape alone."""
     return table(classify(SHAPES[name]().batches()).rows)
 
 

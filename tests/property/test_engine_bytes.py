@@ -225,7 +225,6 @@ def warmed(rig: Rig, name: str, tell: Tell = lambda _progress: None, *, fetch: b
 
 
 def closed(rig: Rig, file: File) -> None:
-    """Close the file as its reader does."""
     rig.engine.closed(file.backing, READER_PID)
 
 

@@ -104,7 +104,6 @@ def test_a_store_during_a_change_leaves_no_old_bytes(rig: Rig) -> None:
 
 
 def evicted(rig: Rig, file: File) -> None:
-    """Evict everything of a file, like `llmcache evict`."""
     state = rig.engine.state
     with state.lock:
         rig.engine.forget(state.owners[file.backing][0])

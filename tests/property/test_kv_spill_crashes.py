@@ -69,7 +69,6 @@ class Disk:
 
 @contextmanager
 def recorded(disk: Disk) -> Iterator[None]:
-    """Record the changes of the file during the body."""
     recorders: dict[str, Callable[..., object]] = {
         "write": lambda data, offset, *_: disk.events.append((offset, bytes(data))),
         "grow": lambda _, end: disk.events.append((end, b"")),  # only the length is recorded, the content is zero

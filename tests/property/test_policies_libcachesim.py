@@ -26,7 +26,6 @@ TRACES = traces()
 
 
 def libcachesim_hits(name: str, trace: str, capacity: int, folder: Path) -> int:
-    """Return the hits of libCacheSim's policy."""
     ids = TRACES[trace]
     return len(ids) - libcachesim_misses(name, ids, capacity, folder)
 

@@ -72,7 +72,6 @@ def sizes(ids: Int64s) -> list[int]:
 
 
 def hits(policy: str, ids: Int64s, capacity: int) -> int:
-    """Return the hits of one of our policies on single references."""
     return int(policy_class(policy)(capacity, int(ids.max()) + 1).replay(ids, np.ones_like(ids)).sum())
 
 

@@ -42,13 +42,11 @@ class Recording:
     output: str
 
     def kind(self, kind: int) -> Records:
-        """Return the records of one kind."""
         rows: Records = self.records[self.records["kind"] == kind]
         return rows
 
     @property
     def accesses(self) -> Records:
-        """The accesses."""
         return self.kind(ACCESS)
 
     def blocks(self, kind: int = ACCESS, miss: int | None = None) -> list[int]:
@@ -145,7 +143,6 @@ def _lock(path: Path, first: int, end: int) -> None:
 
 
 def unlock() -> None:
-    """Unlock all files."""
     while _locked:
         _locked.pop().close()
 

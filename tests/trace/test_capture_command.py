@@ -83,7 +83,6 @@ def started(*arguments: str | int | Path, under: Sequence[str] = ()) -> subproce
 
 
 def reads(process: subprocess.Popen[str]) -> int:
-    """Return how many bytes a process has read."""
     return int(Path(f"/proc/{process.pid}/io").read_text().split()[1])
 
 

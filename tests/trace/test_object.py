@@ -44,7 +44,6 @@ def sections(path: Path) -> dict[str, bytes]:
 
 
 def machine(path: Path) -> int:
-    """Return the ELF machine number."""
     return int(struct.unpack_from("<H", path.read_bytes(), 0x12)[0])
 
 

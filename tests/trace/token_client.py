@@ -24,7 +24,6 @@ PIECE = 64 << 10
 
 
 def main() -> None:
-    """Run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)
