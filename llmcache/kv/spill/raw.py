@@ -354,8 +354,8 @@ class ReadQueue:
         """Perform the reads that `_joined` returned; return the numbers of those that are incomplete."""
         if self._calls is None:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
-        whole, finished = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
-        if not finished:
+        whole, done = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
+        if not done:
             raise OSError(errno.EIO, "the kernel did not report the end of asynchronous reads")
         return np.flatnonzero(~whole)
 
