@@ -1,4 +1,7 @@
-"""The decoding pipeline: a policy chooses and fetches for the next layer while this one computes, on a timeline."""
+"""The decoding pipeline: the policy chooses and fetches for the next layer while the current one computes.
+
+Timelines of it.
+"""
 
 from llmcache.kv.pipeline.engine import KvEngine, attention, widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Span, Timeline
