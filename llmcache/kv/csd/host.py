@@ -65,7 +65,7 @@ class EmulatedCsd:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report, self.last = Report(), Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads}
-        self._amid = False  # True from the first byte of a command to the last of its reply
+        self._in_command = False  # True from the first byte of a command to the last of its reply
         self.end: Connection | None = None
         self._pages = self._start(create)
 
@@ -125,7 +125,7 @@ class EmulatedCsd:
         if self.end is None:
             return
         try:
-            if not self._amid:  # otherwise the device flushes when the pipe is closed
+            if not self._in_command:  # otherwise the device flushes when the pipe is closed
                 self.flush()
         finally:
             if self.end is not None:

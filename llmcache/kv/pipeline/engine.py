@@ -213,7 +213,7 @@ class KvEngine:
     def close(self) -> None:
         """Stop the worker after its current job; drop queued jobs, and errors that were not raised yet."""
         if self._worker is not None:
-            # No join: during the start of a thread, a garbage collection may run this, and a join needs a lock of that thread.
+            # No join: it needs a lock that a starting thread has, and a garbage collection in that thread may call this.
             self._worker.shutdown(wait=False)
             wait([future for future in self._jobs if not future.cancel()])
         self.looked_ahead.clear()

@@ -37,8 +37,8 @@ class Spill:
         self._path = state.config.path
         self._written = written
         self._cuts: dict[int, int] = {}
-        self._takes_streams = False  # whole streams are being removed, which the tables on disk may still name
-        self._is_behind = False  # an error interrupted a removal or an update of the tables
+        self._removes_streams = False  # whole streams are being removed, which the tables on disk may still name
+        self._is_outdated = False  # an error interrupted a removal or an update of the tables
         self._is_unsynced = False  # an error interrupted the write-back
         self._partial: list[tuple[int, int]] = []
 
