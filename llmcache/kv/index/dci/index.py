@@ -65,7 +65,7 @@ class DciSettings:
     visited keys per level as a share of all keys, plus `visit_each` for each requested key. `build_view`: field of view of
     the search for a parent; 0: all, for exact parents. `simple`, `composite`: indices of P-DCI; `retrieve`: share of a
     node's keys (at least k) that P-DCI passes on to exact products; 1: all, without random directions. `margin`: a query
-    leaves a level early if the points below the next node would have to exceed the visited points, relative to their parents,
+    leaves a level early if the points below the next node would have to exceed the visited ones, relative to their parents,
     by this many standard deviations to be among the best; infinity: never.
 
     Differs from the paper: a query opens a limited number of nodes (in algorithm 4, up to k for each node of the level
