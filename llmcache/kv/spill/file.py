@@ -129,7 +129,7 @@ class SpillFile(SpillReader):
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
-        """Append the ids and positions of tokens, in pages of as many tokens as those of layers.
+        """Append the ids and positions of tokens, in pages of `page_tokens` tokens.
 
         Return the bytes written.
         """
@@ -201,8 +201,8 @@ class SpillFile(SpillReader):
     def _finish_removals(self) -> None:
         """Complete removals that an error interrupted. Called before every change.
 
-        A leftover entry would become valid again with a later page before it. Entries are removed from the end, so that a
-        crash leaves a valid prefix.
+        A leftover entry would become valid again when an append writes the page before it. Entries are removed from the
+        end, so that a crash leaves a valid prefix.
         """
         while self._unwiped:
             offset, size = self._unwiped[-1]
@@ -265,7 +265,7 @@ class SpillFile(SpillReader):
     def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
         """Cut chains in the file.
 
-        The commit comes first: after a crash, removed entries would look like damage otherwise.
+        The commit is written first: with the old commit, a crash during the removal would look like damage.
         """
         self._sync()
         self._raise_lost()
@@ -343,7 +343,7 @@ class SpillFile(SpillReader):
             raise
 
     def _drop_cached(self, extent: int) -> None:
-        """Drop an extent from the page cache: after a failed write-back, ext4 then maps unwritten blocks again."""
+        """Drop an extent from the page cache: after a failed write-back, ext4 must look up its unwritten blocks again."""
         self.raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
     def _write_table(self, chain: PageChain, ordinal: int) -> None:

@@ -360,7 +360,7 @@ def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
 
 
 class PageRun(NamedTuple):
-    """`pages` adjacent pages from `first` on, at `slot` of `extent` and after it."""
+    """`pages` adjacent pages; the first is page `first` of its chain, at `slot` of `extent`."""
 
     first: int
     pages: int
@@ -370,7 +370,7 @@ class PageRun(NamedTuple):
 
 @dataclass
 class PageChain:
-    """The pages of one layer (or the tokens) of one sequence. Takes 4 bytes for each page and each of its parts."""
+    """The pages of one layer (or the tokens) of one sequence. Takes 4 bytes per page and 4 bytes per part."""
 
     sequence: int
     layer: int

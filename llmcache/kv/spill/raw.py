@@ -37,7 +37,7 @@ _PREADV = 7
 _MOST_SEGMENTS = 1024
 """IOV_MAX."""
 LARGEST_READ = 1 << 20
-"""Larger reads are no faster, and leave less work to share between threads."""
+"""Maximum bytes of a read: larger reads are no faster, and leave less work to share between threads."""
 _BLOCK_WORDS, _EVENT_WORDS = 8, 4
 """Sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes."""
 _MOST_FAILURES = 1000
@@ -57,7 +57,7 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
 
 @contextlib.contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """Convert OSErrors of a with block that does something with `path` by `problem`."""
+    """Convert OSErrors in a with block, which is `doing` something with `path`, to the errors of `problem`."""
     try:
         yield
     except OSError as error:
@@ -285,8 +285,8 @@ def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
 def _read_together(calls, fd, segments, firsts, starts, blocks, pointers, events):  # type: ignore[no-untyped-def]
     """Like `_read_all`, but concurrently, up to the number of `blocks`, and without stopping at errors.
 
-    `calls`: the AIO context and the numbers of io_submit and io_getevents. Returns which reads were complete, and False if
-    the kernel did not report the end of all.
+    `calls`: the AIO context and the numbers of io_submit and io_getevents. Returns which reads were complete, and whether
+    the kernel reported the end of all.
     """
     context, submit, get_events = calls
     whole, depth = np.zeros(starts.size, np.bool_), len(blocks)

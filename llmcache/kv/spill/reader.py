@@ -62,7 +62,7 @@ SCATTERED_ROWS = 2048
 """Rows whose parts are read together."""
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
-"""An epoch has 32 bits, and new pages have the epoch after the last commit."""
+"""Largest epoch of a commit: epochs have 32 bits, and new pages have the next one."""
 MOST_AHEAD = 1 << 31
 """The largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two."""
 Self = TypeVar("Self", bound="SpillReader")
@@ -488,7 +488,7 @@ class SpillReader:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
     def _unfinished(self) -> list[tuple[PageChain, int]]:
-        """Return the chains that have more pages than all layers of their sequence have, with that common number."""
+        """Return the chains with more pages than another layer of their sequence, and how many pages all layers have."""
         sequences: dict[int, list[PageChain]] = {}
         for chain in self._chains.values():
             sequences.setdefault(chain.sequence, []).append(chain)

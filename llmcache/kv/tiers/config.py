@@ -33,7 +33,7 @@ class StoreConfig:
     """Shape and sizes of a store; sink and window are rounded up to whole pages.
 
     `cpu_pages`: limit of the cpu pool in full pages per layer and sequence, including sink and window, without the page
-    being filled; None for no limit. `path`: the spill file (the ssd tier); None for none, and then there is no limit. `ssd`:
+    being filled; None for no limit. `path`: the spill file (the ssd tier), or None; a limit requires one. `ssd`:
     "file", or "csd" (*emulated*, with `profile`). `threads` to copy, read and score: None for one per CPU. `cpu_rows`:
     number of recently used rows per head that are cached in addition to the pages, up to an eighth of the context. `direct`
     and `interleaved`: as SpillFile.
@@ -83,8 +83,8 @@ class Selection:
     """The chosen tokens of the middle: `positions` int64 [batch, kv_heads, k], ascending; k may be 0.
 
     If fewer tokens are chosen for a head than for others, its last position is repeated (`repeated`) and attended to once.
-    `missed`, if the policy estimates it, is a pair of float32 [batch, heads]: the share of each query head's attention that
-    falls on the other tokens of the middle, without the newest token, and the log-sum-exp to which the share refers.
+    `missed`, if the policy estimates it, is a pair of float32 [batch, heads]: the share of each query head's attention on
+    tokens of the middle that were not chosen, and the log-sum-exp of its logits, both without the newest token.
     """
 
     positions: Int64s

@@ -174,7 +174,7 @@ class Spill:
     # Removing
 
     def shrink(self, before: dict[int, int]) -> None:
-        """Remove pages that are unused since the streams had the ends `before`, after an update of the tables."""
+        """Update the tables, then remove the pages that became unused since the streams had the ends `before`."""
         after = self._state.table.ends
         for stream, end in before.items():
             if after.get(stream, 0) < end:

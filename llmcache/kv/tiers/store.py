@@ -60,7 +60,7 @@ Sides = tuple[NDArray[Any], NDArray[Any]]
 RECENT_SHARE = 8
 """Rows are cached for at most one in this many tokens of the context."""
 MOST_SCATTERED = 0.75
-"""Up to this many rows per head and page, on average, rows are read individually; above it, whole pages."""
+"""Average number of rows per head and page up to which rows are read individually, instead of whole pages."""
 
 
 class FastTier(Protocol):

@@ -2,8 +2,8 @@
 
 All sequences of a batch have the same number of pages. Two sequences share a page only at the same index (copy on write,
 by reference counts). A page has a number, which is the same in all layers and is reused when no sequence refers to it.
-A stream is a sequence of the spill file, to which pages are only appended. A sequence continues in the stream that its
-last full page ends, unless another has continued it, and else in a new stream. So a sequence uses a prefix of each of its
+A stream is a sequence of the spill file, to which pages are only appended. A sequence continues in the stream of its last
+full page if that page is the last of the stream, and otherwise in a new stream. So a sequence uses a prefix of each of its
 streams.
 
 Without forks, the spill file is sufficient: sequence i is stream i. With forks, a small JSON file next to it (`Tables`)

@@ -45,8 +45,8 @@ class SpillCache(Cache):
         with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
             model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
-    Contexts of up to `full_tokens` tokens get full attention. By default, the limit is where choosing tokens becomes faster
-    than full attention, which is *measured*, within the available memory; set it explicitly for reproducible runs.
+    Contexts of up to `full_tokens` tokens get full attention. By default, this is the *measured* length from which choosing
+    tokens is faster, but at most the length that fits in memory; set it explicitly for reproducible runs.
     In longer contexts, `policy` (a name) chooses the tokens that a new token attends to: `token_budget` tokens, or the share
     `alpha` of the context (default 0.2). Both include the sink and window, the first and last tokens, which are always
     attended to (default: as the policy prefers). Prompts get full attention. `options` are further settings of the policy.
@@ -54,10 +54,10 @@ class SpillCache(Cache):
     `path` is the spill file, which `close` keeps; if it is a directory, `close` removes the file; if None, all pages stay in
     memory. `ssd` is "file", or "csd" for the *emulated* computational SSD with `profile`. `cpu_pages` pages of 16 tokens per
     layer and sequence stay in memory (default: a quarter of the available memory, but at least the token budget). In
-    addition, memory caches the rows last read from the file: up to two token budgets, at most an eighth of the context.
+    addition, the rows last read from the file stay in memory: up to two token budgets, at most an eighth of the context.
     `gpu_pages`, counted over all layers and sequences, are cached in the memory of the model's device. With `lookahead`, the
-    next layer is evaluated and fetched while the current one computes; `exact=False` then uses the tokens chosen for the
-    estimated queries. UsageError names an unsupported setting, or an unsupported property of the model.
+    next layer is evaluated and fetched while the current one computes; with `exact=False`, it then attends to the tokens
+    chosen for its estimated queries. UsageError names an unsupported setting, or an unsupported property of the model.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 A conversation starts in `DenseLayers`, with full attention. When the context exceeds `SpillSettings.full_tokens`, the
 store takes over between two steps.
 
-Prompts get full attention by transformers' own function, and each layer's keys and values are stored. So do several new
-tokens at once (chunked prefill, assisted decoding, the next turn), over all stored tokens. A single new token attends to
-the tokens that the policy chooses.
+A prompt gets full attention by transformers' own function; so do several new tokens at once (chunked prefill, assisted
+decoding, the next turn), over all stored tokens. A single new token attends to the tokens that the policy chooses. Each
+layer stores its new keys and values right after its attention.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ MEMORY_SHARE = 0.25
 GPU_SHARE = 0.5
 """Share of a GPU's free memory for short contexts; prompts need the rest."""
 RECENT_BUDGETS = 2
-"""Rows kept in memory after a read, in token budgets: consecutive tokens attend to much the same rows."""
+"""Number of token budgets of read rows that stay in memory, because consecutive tokens attend to similar rows."""
 
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
-"""Layers and steps of a measurement: more data than a CPU cache holds for most models, at little cost."""
+"""Number of layers and steps in a measurement; for most models, these layers exceed the CPU cache."""
 
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 
@@ -173,7 +173,7 @@ class Call:
         return self.stock(self.module, self.query, key, value, mask, **self.options)
 
     def run_chosen(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Like `run`, without cuDNN, which plans for about 20 ms whenever the number of keys changes, so in every layer."""
+        """Like `run`, but without cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer."""
         if self.query.device.type != "cuda":
             return self.run(key, value, mask)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -374,7 +374,7 @@ class Conversation:
         return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
 
     def _update_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
-        """Pass the start of each sequence to the policy, until no sequence consists of padding only."""
+        """Pass the first token of each sequence to the policy, in each step until every sequence has one."""
         if not self._padding_known:
             policy.pad(first_tokens(mask, self.store.batch))
             self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())

@@ -32,8 +32,8 @@ _CACHED = "_llmcache_identity"
 def identity_of(model: Any, fresh: bool = False) -> str:
     """Return the identity of `model`: its type and 32 hexadecimal digits.
 
-    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes about 1
-    s for each 10 GB of weights. UsageError: some weights cannot be read.
+    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes about
+    1 s for each 10 GB of weights. UsageError: some weights cannot be read.
     """
     body = model.base_model
     tensors = dict(_tensors(body))

@@ -67,7 +67,7 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
     """Return the mask [batch, heads, 1, k] of the chosen `positions` [batch, kv_heads, k], with `repeated` ones hidden.
 
     `mask` [batch or 1, heads or 1, 1, tokens] is returned unchanged if all tokens are chosen. `query` [batch, heads, 1, dim]
-    gives the heads, type and device. None means that nothing is hidden.
+    gives the heads, type and device. Returns None if no token is hidden.
     """
     (batch, kv_heads, count), heads = positions.shape, query.shape[1]
     again = repeated(positions)
