@@ -122,7 +122,7 @@ class Device:
     def _execute_program(
         self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
     ) -> None:
-        """Score the keys of a layer, in `runs` of its pages or (none) in all."""
+        """Score the keys of a layer: those of the given `runs` of pages, or all keys if there are none."""
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: must be from 1 to {MOST_TOKENS}, not {block_tokens}")
         self._receive(queries.nbytes + runs.nbytes)

@@ -69,8 +69,8 @@ class Report:
 class ModelledClock:
     """Modelled time of one command: its latency, then a pipeline that reads, computes and sends buffers.
 
-    A stage processes one buffer at a time. A buffer is read once the FDM has room, so after an earlier buffer was computed.
-    Time is in ns since the start of the command.
+    A stage processes one buffer at a time. A buffer is read when the FDM has room, which may require that an earlier buffer
+    has been computed. Time is in ns since the start of the command.
     """
 
     def __init__(self, profile: CsdProfile) -> None:

@@ -32,7 +32,7 @@ from llmcache.kv.spill.layout import KEYS, VALUES
 from llmcache.kv.tiers import KvStore, Selection
 
 MEAN_TOKENS = 512
-"""In `PackedScorer`, at least this many tokens added together have their own mean, which takes under a byte per key."""
+"""`PackedScorer` computes a new mean when this many tokens are added together; it then takes under a byte per key."""
 STEPS = 127
 """In `RoundedScorer`, steps from 0 to the largest number of a key."""
 ROUNDED = 1 << 17
@@ -180,9 +180,9 @@ class Scorer(PageIndex):
         return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
-        """Return the tokens [kv_heads, k], ascending, most important for `queries` [heads, dim] float32.
+        """Return the tokens [kv_heads, k], ascending, that matter most for `queries` [heads, dim] float32.
 
-        K is limited to all.
+        K is at most all.
         """
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
@@ -354,9 +354,10 @@ class PackedScorer(ExactScorer):
 class QuestScorer(Scorer):
     """Keeps the largest and smallest numbers of a page (2 of its 16 rows); returns the pages with the largest bounds.
 
-    Of the last page, only as many tokens as fit. The bound for query q is the product of [max(q, 0), min(q, 0)] and
-    [largest, smallest], which the score kernels compute as one row of twice the length. Source: Tang et al., Quest, ICML
-    2024, section 3; baseline of icecache.txt, section 2.2.
+    It returns only as many tokens of the last page as fit `k`. The bound for query q is the product of [max(q, 0), min(q,
+    0)] and [largest, smallest], which the score kernels compute as one row of twice the length.
+
+    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, section 2.2.
     """
 
     name = "quest"

@@ -1,4 +1,4 @@
-"""A pool of threads for compiled loops, which release the GIL: as fast as processes, with shared arrays."""
+"""A pool of threads for compiled loops, which release the GIL: as fast as processes, and with shared arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 Job = Callable[[], None]
 SHARES = 4
-"""Average number of batches of jobs per thread: few for a low overhead, enough for a balanced end."""
+"""Average number of batches of jobs per thread: few enough for a low overhead, and enough to balance the load."""
 
 
 def processors() -> int:

@@ -34,7 +34,10 @@ Result = TypeVar("Result")
 
 
 class Choice(NamedTuple):
-    """The selection for a layer, and its rows. `corrected`: lookahead had missed the rows `more`."""
+    """The selection for a layer, and its rows.
+
+    `corrected`: the selection was evaluated again after lookahead; `more` are the rows that lookahead had not fetched.
+    """
 
     selection: Selection
     staged: Staged

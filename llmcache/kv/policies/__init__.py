@@ -1,7 +1,4 @@
-"""Policies of KV eviction: one file for each, and `baselines`.
-
-The command line, the engine and tests use the table below.
-"""
+"""Policies of KV eviction. Each has a file, except those in `baselines`; the table below lists all."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class PolicySettings:
 
 
 class Remembered(Protocol):
-    """State of a policy by token, which must follow when a store is cropped or reordered."""
+    """Per-token state of a policy, which must follow when a store is cropped or reordered."""
 
     @property
     def size_bytes(self) -> int:
@@ -142,12 +142,12 @@ class TokenTable(Generic[Kind]):
 class KvPolicy(ABC):
     """Chooses, in each step and layer, which tokens of the middle to attend to; the settings determine their number.
 
-    Sink, window and tail are always attended to. An engine creates a policy for one `store`, and calls `prefilled` after
-    each append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token of each sequence
-    that is not padding.
+    Sink, window and tail are always attended to. A policy belongs to one `store`. The engine calls `prefilled` after each
+    append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token of each sequence that
+    is not padding.
 
-    A subclass defines `choose`, which is called only if there is a choice, and `begin` to create its state; it adds state by
-    token to `remembered`. With `whole_pages`, it chooses pages, all of whose tokens are attended to.
+    A subclass defines `choose`, which is called only if there is a choice, and `begin` to create its state; it adds
+    per-token state to `remembered`. With `whole_pages`, it chooses pages, all of whose tokens are attended to.
     """
 
     name: ClassVar[str]
@@ -230,7 +230,7 @@ class KvPolicy(ABC):
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the state by token."""
+        """Memory of the per-token state."""
         return sum(table.size_bytes for table in self.remembered)
 
     # For subclasses

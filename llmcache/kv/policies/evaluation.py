@@ -1,6 +1,6 @@
 """Hierarchical importance evaluation (HIE): host and device each score their tokens, and scores are merged as they arrive.
 
-Source: hillinfer.txt, section 3.2 and Algorithm 1; comments contain its line numbers.
+Source: hillinfer.txt, section 3.2 and Algorithm 1; comments refer to its lines.
 
 Concurrency: `important` uses two threads. Its own thread receives score blocks from the device, which only it uses; the
 caller's thread scores the pages of the host's pool. Both merge into the same lists under a lock, which is held for one block

@@ -1,8 +1,8 @@
 """H2O-like: heavy hitters, by the attention of each token, summed over all queries.
 
-The attention matrix of a prompt is never stored: four rows at a time are computed and added up. These are compiled loops and
-not matrix products, because the threads of a BLAS wait for each other: with busy CPUs, it took 25 times as long (4096
-queries of 32 heads, measured). The loops call only `single_of` outside this file.
+The attention matrix of a prompt is never stored: four rows at a time are computed and added up. These are compiled loops,
+because matrix products took 25 times as long with busy CPUs (4096 queries of 32 heads, measured): the threads of a BLAS
+wait for each other. The loops call only `single_of` outside this file.
 """
 
 from __future__ import annotations

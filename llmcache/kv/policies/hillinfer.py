@@ -50,8 +50,8 @@ class HillInfer(KvPolicy):
 
     The engine implements the third design, the adaptive prefetch-based pipeline (APP): see `llmcache.kv.pipeline`.
 
-    Source: hillinfer.txt, sections 3.2 and 3.3, Algorithm 1. Differs from the paper: see above, and `evaluation`. The choice
-    depends neither on the switches, nor on the pool of a token.
+    Source: hillinfer.txt, sections 3.2 and 3.3, Algorithm 1. The differences from the paper are listed at the top of this
+    file and of `evaluation`. The choice depends neither on the switches, nor on the pool of a token.
     """
 
     name = "hillinfer"

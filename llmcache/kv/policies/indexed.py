@@ -40,7 +40,7 @@ class IndexedPolicy(KvPolicy):
         self.indexes = PageIndexes(self.store, make)
         self._fed: list[PageIndexes[Any]] = []
         self._feeds(self.indexes)
-        self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
+        self._choices: dict[int, tuple[int, Int64s]] = {}  # step and positions of the last choice of each anchor
         self._starts = self._first_indexed()
 
     def _feeds(self, indexes: PageIndexes[Any]) -> None:
@@ -115,9 +115,9 @@ class IndexedPolicy(KvPolicy):
         return np.concatenate([*sides, best], axis=1)
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Return `count` tokens [kv_heads, count], ascending, that `scorer` finds.
+        """Return `count` tokens [kv_heads, count], ascending, that `scorer` finds for a sequence.
 
-        On average, for heads that share a budget.
+        Heads that share a budget may have more or fewer.
         """
         return scorer.top(queries, count)
 

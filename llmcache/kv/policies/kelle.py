@@ -115,10 +115,7 @@ class Kelle(H2O):
         recorder.end_step(self._step_ns)
 
     def _record_rows(self, layer: int, positions: Int64s) -> None:
-        """Pass the tokens that `layer` attended to, including the new one, to the recorder.
-
-        The place of a row is its token.
-        """
+        """Pass the tokens that `layer` attended to, including the new one, to the recorder; a row's place is its token."""
         assert self._recorder is not None
         if self._recorded_step not in (-1, self.store.step):
             self._recorder.end_step(self._step_ns)

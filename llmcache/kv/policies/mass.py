@@ -39,14 +39,15 @@ class Mass(IndexedPolicy):
         attended: the page that leaves the window is indexed
 
     A query head with concentrated attention gets its tokens, because its weights are large there; a head with uniform
-    attention does not compete. With the largest product (IceCache, HillInfer), the head with the longest queries would
-    decide for all. Key heads share the layer's budget: one with concentrated attention leaves most of its part to others. If
-    a choice serves several layers, each key head has its own budget. Sink and window are not reserved: their important
-    tokens are chosen (see `sink_tokens`, `window_tokens`).
+    attention has small weights everywhere. With the largest product (IceCache, HillInfer), the head with the longest queries
+    would decide for all. Key heads share the layer's budget, so one with concentrated attention leaves a part of it to
+    others. If a choice serves several layers, each key head has its own budget. Sink and window are not reserved, because
+    their important tokens are chosen like any others.
 
-    Softmax over the chosen tokens alone would give them all the weight. Instead, half of the weight of the other tokens goes
-    to the mean of the values, except the weight of the newest token. With all of it, a model's loss is larger than with
-    none, because important tokens that are not chosen differ from the mean.
+    A softmax over the chosen tokens alone would give them the weight of all tokens. Instead, half of the weight of the other
+    tokens goes to the mean of the values. This weight is what remains after the newest token: one that attends to itself
+    needs no others. If all of it went to the mean, a model's loss would be larger than without, because important tokens
+    that are not chosen differ from the mean.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over a
     group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget; Ribar et

@@ -67,7 +67,7 @@ def path_of(spill: Path) -> Path:
 
 
 def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
-    """Replace the file at `path` by `indexes` (by their places), atomically. EnvironmentProblem if it cannot be written.
+    """Write `indexes`, by their places, to `path` atomically; EnvironmentProblem if that fails.
 
     `identity` is a dict for JSON that must be the same on a restore.
     """
@@ -147,10 +147,7 @@ def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
 
 
 def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
-    """Return the array of a saved tree whose type or size contradicts the tree's state, as a message.
-
-    None if there is none.
-    """
+    """Return a message about an array of a saved tree whose type or size contradicts the tree's state, or None."""
     one = empty_tree(1, 1, 0, np.zeros((1, 2), np.float32))
     for name in Tree._fields:
         array, wanted = getattr(tree, name), getattr(one, name)
@@ -177,7 +174,7 @@ def fault_of(tree: Tree) -> str | None:
 
 
 def _records(tree: Tree) -> Iterator[str]:
-    """Yield faults of single pages and nodes. The other checks are valid only without these."""
+    """Yield faults of single pages and nodes. The other checks require that there are none."""
     slots, used_pages, used_nodes = (int(tree.state[at]) for at in (SLOTS, PAGES, NODES))
     if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
         yield "more pages or nodes are in use than exist"

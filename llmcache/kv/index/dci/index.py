@@ -70,9 +70,10 @@ class DciSettings:
 
     Differs from the paper: a query opens a limited number of nodes (in algorithm 4, up to k for each node of the level
     above) and stops early by `margin`; it visits 1.5 % instead of 2.1 % of 256 Ki keys, at the same recall. By default, a
-    query visits all keys of a node (the authors' code 0.6 to 0.8 of them): at 64 Ki clustered keys, one projection and 0.8
-    take 1.9 times as long, and recall falls from 0.94 to 0.88. Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and
-    4.
+    query visits all keys of a node (the authors' code 0.6 to 0.8 of them): at 64 Ki clustered keys, with one projection and
+    0.8, a query takes 1.9 times as long, and recall falls from 0.94 to 0.88.
+
+    Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
 
     promotion: float = 0.1
@@ -154,8 +155,8 @@ class DciIndex:
     """An index of keys of `dim` numbers, of tokens from number `base` on.
 
     Memory: 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a quarter for
-    growth (`size_bytes`). Pages are about four fifths full after a build, and at least half full after splits, except one of
-    each node; measured: 340 bytes per key of 128 numbers.
+    growth (`size_bytes`). Pages are about four fifths full after a build, and at least half full after splits, except for
+    one page of each node; measured: 340 bytes per key of 128 numbers.
 
     Differs from the paper: the parent of a key is searched one level above its own, as section 4.2 says; algorithms 1 and 2
     search the key's own level. A key promoted above all levels starts a single new level, because several would be empty;
@@ -361,7 +362,10 @@ class _Rooms(threading.local):
         self._arrays: tuple[NDArray[np.generic], ...] = ()
 
     def fit(self, points: int, k: int) -> tuple[NDArray[np.generic], ...]:
-        """Return buffers for scores, slots, nodes, their parents' scores, keys, rest, places and the k best of `points`."""
+        """Return buffers for scores, slots, nodes, their parents' scores, keys, rest, places and the k best.
+
+        `points`: the size of the tree.
+        """
         if not self._arrays or len(self._arrays[2]) < points + 1 or len(self._arrays[-1]) < k:
             size = points + points // 4 + 1
             types = (np.float32, np.int32, np.int32, np.float32, np.uint32, np.uint32, np.int32)

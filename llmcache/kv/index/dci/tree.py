@@ -317,7 +317,7 @@ def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count
 
 @part
 def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped-def]
-    """Copy the points found on a level behind `half`, as a heap with the best on top: scores are negated."""
+    """Copy the points found on a level to index `half` and after it, as a heap with the best on top: scores are negated."""
     records, size = tree.nodes.reshape(-1), count - start
     for at in range(size):
         scores[half + at], slots[half + at] = -scores[start + at], slots[start + at]
@@ -373,9 +373,9 @@ def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-
 
 @part
 def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore[no-untyped-def]
-    """Collect candidates in `scratch`.
+    """Collect candidates in `scratch`; return where those of the target level start, and the number of all.
 
-    Return the first one of the target level, and their number, which is that of products.
+    That is also the number of products.
     """
     scores, slots, nodes, above = scratch[:4]
     view, visit, simple, margin = limits
