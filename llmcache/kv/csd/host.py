@@ -147,7 +147,6 @@ class EmulatedCsd:
     # Commands
 
     def _command(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and return its result."""
         self._send(command, **arguments)
         return self._ended(self._receive())
 
@@ -203,7 +202,6 @@ class EmulatedCsd:
         return EnvironmentProblem(f"{self.path}: the emulated device {how}", "call restart(): acknowledged data is intact")
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a finished command, and add its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
         self._in_command = False
         self.last = found["report"]
@@ -267,7 +265,6 @@ class EmulatedCsd:
             self._count_pages(sequence, self.shape.layers, part.stop - part.start)
 
     def _shares(self, tokens: int, token_bytes: int) -> list[slice]:
-        """Divide `tokens` into whole pages for several commands."""
         pages = max(1, WRITE_BYTES // (token_bytes * self.shape.page_tokens))
         step = pages * self.shape.page_tokens
         return [slice(first, min(tokens, first + step)) for first in range(0, tokens, step)]

@@ -240,7 +240,6 @@ class ExactScorer(Scorer):
         self._keep(self.shape.head_dim, self.shape.numpy_dtype)
 
     def _keep(self, dim: int, dtype: DTypeLike, *scales: DTypeLike) -> None:
-        """Create arrays for rows of `dim` numbers, and for their scales."""
         size = (self.shape.kv_heads, self.shape.page_tokens)
         self._kept = [Grown((*size, dim), dtype), *(Grown(size, kind) for kind in scales)]
 
@@ -643,7 +642,6 @@ class PageIndexes(Generic[Index]):
             self._feed_new(layer, stop)
 
     def _feed_old(self, own: Index, layer: int, sequence: int, stop: int) -> None:
-        """Read and add pages of finished steps."""
         size = self.store.shape.page_tokens
         end = min(stop, self.store.length // size * size) // size
         for page in range(own.end // size, end, FEED_PAGES):
@@ -699,7 +697,6 @@ def as_pages(rows: NDArray[Any], page_tokens: int) -> NDArray[Any]:
 
 
 def _joined(pages: NDArray[Any]) -> NDArray[Any]:
-    """Return [pages, kv_heads, page_tokens, ...] as [kv_heads, tokens, ...]."""
     rows = np.ascontiguousarray(pages.swapaxes(0, 1))
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 

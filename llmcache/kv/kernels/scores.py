@@ -414,7 +414,6 @@ def _threads(pages: NDArray[Any], threads: int | None) -> int | None:
 
 
 def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[slice, Place]]:
-    """Yield the pages of each job, and their `Place`."""
     count, heads, tokens, dim = pages.shape
     rows = _walkable(pages)
     flat, stride, apart = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize

@@ -94,7 +94,6 @@ class HillInfer(KvPolicy):
 
     @property
     def _room(self) -> int:
-        """The pages of the pool for the middle."""
         config = self.store.config
         assert config.cpu_pages is not None, "only a bounded pool moves pages"
         return config.cpu_pages - config.sink_pages - config.window_pages

@@ -148,7 +148,6 @@ class SpillFile(SpillReader):
         return self._append(sequence, self.shape.layers, len(ids), fill)
 
     def _append(self, sequence: int, layer: int, tokens: int, fill: Fill) -> int:
-        """Append `tokens` to a chain, one extent at a time."""
         if not 0 <= sequence < 1 << 32:
             raise ValueError(f"sequence: must be from 0 to {(1 << 32) - 1}, not {sequence}")
         page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0

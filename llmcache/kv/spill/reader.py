@@ -365,7 +365,6 @@ class SpillReader:
         return int(size_bytes)
 
     def _begins(self, chain: PageChain) -> Int64s:
-        """Return the offsets of the extents of a chain."""
         begins: Int64s = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
         return begins
 
@@ -419,7 +418,6 @@ class SpillReader:
         return slots
 
     def _read_pages(self, chain: PageChain, pages: list[int], slots: dict[int, Bytes]) -> None:
-        """Fill the slots [pages, slot bytes] of some sides."""
         first, wanted = np.array(pages)[:, None], {}
         for side, memory in slots.items():
             each = chain.plan.parts[side]

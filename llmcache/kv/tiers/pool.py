@@ -323,7 +323,6 @@ def put_rows(outs: Arrays, where: Int64s, rows: Arrays) -> None:
 
 
 def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
-    """Return the type as which rows [..., dim] are copied."""
     return np.uint64 if all(out.shape[-1] * out.itemsize % 8 == 0 for out in outs) else np.uint8
 
 

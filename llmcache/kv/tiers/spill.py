@@ -50,7 +50,6 @@ class Spill:
         self._cuts = {stream: end for stream, end in ends.items() if end < streams[stream]}
 
     def _places_of(self, page: int) -> list[tuple[int, int]]:
-        """Return (stream, place) of a page of each sequence."""
         table = self._state.table
         return [(int(table.stream[number]), int(table.place[number])) for number in table.table[:, page]]
 
@@ -90,7 +89,6 @@ class Spill:
             raise
 
     def _keep_in_pool(self, layer: int, fresh: Fresh) -> None:
-        """Put the pages into the pool, unless they are in it."""
         size, (first, rows) = self._state.shape.page_tokens, fresh
         pool = self._state.pools[layer]
         with pool.lock:

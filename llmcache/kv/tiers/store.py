@@ -513,7 +513,6 @@ class KvStore(Sequences):
     # Gathering through a fast tier
 
     def _drop_served(self, numbers: Int64s) -> None:
-        """Drop pages from all fast tiers in use."""
         if len(numbers):
             for fast in list(self._served):
                 fast.drop(numbers)

@@ -413,7 +413,6 @@ def _length(file: SpillReader, runs: Runs) -> int:
 
 
 def _cut(runs: Runs, pages: int) -> Runs:
-    """Return the first `pages` pages of `runs`."""
     found: Runs = []
     for stream, count in runs:
         found.append((stream, min(count, pages)))
@@ -422,6 +421,5 @@ def _cut(runs: Runs, pages: int) -> Runs:
 
 
 def _tokens(file: SpillReader, runs: Runs, size: int) -> Int64s:
-    """Return the ids and positions in `runs`, [2, tokens]."""
     parts = [np.stack(file.tokens(stream))[:, : pages * size] for stream, pages in runs]
     return np.concatenate([np.empty((2, 0), np.int64), *parts], axis=1)

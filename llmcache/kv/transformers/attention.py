@@ -132,7 +132,6 @@ def disable(model: Any) -> Any:
 
 
 def _passed_cache(options: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward pass."""
     return options["cache"] if options.get("cache") is not None else options.get("past_key_values")
 
 

@@ -105,7 +105,6 @@ def _append(store: KvStore, tail: list[list[torch.Tensor]], ids: Any, positions:
 
 
 def _digest(store: KvStore, tokens: int) -> str:
-    """Return a digest of the ids and positions of the first `tokens` tokens."""
     sides = [np.ascontiguousarray(side[:, :tokens]).tobytes() for side in (store.ids, store.positions)]
     return hashlib.sha256(b"".join([str(store.ids.shape[0]).encode(), *sides])).hexdigest()
 

@@ -216,7 +216,6 @@ def _chains(tree: Tree) -> Iterator[str]:
 
 
 def _filled(tree: Tree) -> tuple[Int64s, Ints]:
-    """Return the slots in use, and the levels of the points in them."""
     slots = int(tree.state[SLOTS])
     filled = np.flatnonzero(np.arange(slots) < tree.pages[: tree.state[PAGES], COUNT, None])
     return filled, tree.nodes[tree.pages[filled // slots, HOME], LEVEL]

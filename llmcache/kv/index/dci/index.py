@@ -316,7 +316,6 @@ class DciIndex:
             view, visit = 2 * view, 2 * visit
 
     def _within(self, queries: Floats, k: int, view: int, visit: int) -> list[Nearest]:
-        """Search `view` nodes and `visit` keys per level."""
         knobs = self.settings
         limits = (view, visit, float(knobs.margin))
         factor, scaled = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
