@@ -445,7 +445,7 @@ def test_uses_are_counted_and_damaged_counters_are_reset(store: BlockStore) -> N
 
 
 @pytest.mark.parametrize("lock", [b"nonsense", b"", b"llmcKVB1" + b"\xff" * 16])
-def test_a_damaged_lock_file_is_recounted(tmp_path: Path, lock: bytes) -> None:
+def test_sizes_are_counted_again_if_the_lock_file_is_damaged(tmp_path: Path, lock: bytes) -> None:
     store = BlockStore(tmp_path, 3 * FILE_BYTES, clock=Clock())
     for number in range(4):
         store.write(key(number), block(number))

@@ -10,8 +10,8 @@ Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Di
 all positions above 2048, so a block contains 16-bit offsets from a position in its header. Scores outside the range of fp16
 are clamped.
 
-A gather sends only the requested rows. Both ends divide a request into the same batches of pages that fit the ring, and
-send a batch head by head, so that no further messages are needed.
+A gather sends only the requested rows. Both ends divide a request into the same batches of pages that fit the ring, with the
+rows of a batch in the order of heads, so that no further messages are needed.
 """
 
 from __future__ import annotations

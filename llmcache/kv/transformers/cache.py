@@ -169,7 +169,7 @@ class SpillCache(Cache):
     def save(self) -> None:
         """Write everything to the spill file, so that `restore` continues from here. Call it between steps only.
 
-        The cache can be used further.
+        The conversation can continue afterwards.
         """
         self.conversation.save(list(self._stock()))
 
