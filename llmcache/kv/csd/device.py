@@ -97,7 +97,7 @@ class Device:
         profile: CsdProfile,
         *,
         create: bool,
-        again: bool,
+        restarted: bool,
         direct: bool | None,
         threads: int | None,
     ) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Device:
         if create:
             self._file = SpillFile.create(path, shape, direct=direct)
         else:
-            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
+            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=restarted)
         self._profile, self._clock = profile, ModelledClock(profile)
         self._threads = threads or processors()
         return self._identify()

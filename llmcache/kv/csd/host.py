@@ -71,7 +71,7 @@ class EmulatedCsd:
 
     # The process
 
-    def _start(self, create: bool, again: bool = False) -> dict[int, list[int]]:
+    def _start(self, create: bool, restarted: bool = False) -> dict[int, list[int]]:
         """Start the process and open the file in it; return the number of pages in the file."""
         ours, theirs = Pipe()
         memory = Shared.make()
@@ -91,7 +91,7 @@ class EmulatedCsd:
             os.close(memory)
         opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", create=create, again=again, **opening)
+            found = self._command("open", create=create, restarted=restarted, **opening)
         except BaseException:
             self.kill()
             raise
@@ -102,7 +102,7 @@ class EmulatedCsd:
     def restart(self) -> None:
         """Restart the device with its file; DataError if acknowledged pages are missing."""
         self.kill()
-        found = self._start(create=False, again=True)
+        found = self._start(create=False, restarted=True)
         for sequence, pages in self._pages.items():
             found_pages = found.get(sequence, [0] * len(pages))
             if any(mine > theirs for mine, theirs in zip(pages, found_pages, strict=True)):

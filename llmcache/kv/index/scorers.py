@@ -762,8 +762,8 @@ def _best_pages(index: DciIndex, found: list[Nearest], k: int) -> Int64s:
     of_slot = slots // size
     pages, first = np.unique(of_slot, return_index=True)
     pages = pages[np.argsort(first)]
-    held = np.cumsum(index.tree.pages[pages, COUNT])
-    whole = int(np.searchsorted(held, k, side="right"))
+    counts = np.cumsum(index.tree.pages[pages, COUNT])
+    whole = int(np.searchsorted(counts, k, side="right"))
     inside = np.arange(size) < index.tree.pages[pages[:whole], COUNT][:, None]
     chosen: Int64s = index.tree.tokens.reshape(-1, size)[pages[:whole]][inside].astype(np.int64)
     rest = k - len(chosen)

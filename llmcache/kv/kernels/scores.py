@@ -132,11 +132,11 @@ def loop_for(dim: int, count: int) -> Loop:
     """
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, queries, combine, again, out
+        keys, start, stride, head_stride, pages, heads, tokens, queries, combine, accumulate, out
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * dim)
+                at = np.uint64(start + page * stride + head * head_stride + token * dim)
                 a = b = c = d = np.float32(0)
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
@@ -150,7 +150,7 @@ def loop_for(dim: int, count: int) -> Loop:
                     a = max(a, b) if combine == MAX else a + b
                 if count > 2:
                     a = max(a, max(c, d)) if combine == MAX else a + (c + d)
-                if again:
+                if accumulate:
                     before = out[head, page, token]
                     a = max(a, before) if combine == MAX else a + before
                 out[head, page, token] = a
@@ -167,11 +167,11 @@ def products_for(dim: int, count: int, scaled: bool) -> Loop:
     """
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, scales, queries, out, first
+        keys, start, stride, head_stride, pages, heads, tokens, scales, queries, out, first
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * dim)
+                at = np.uint64(start + page * stride + head * head_stride + token * dim)
                 a = b = c = d = np.float32(0)
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
@@ -205,11 +205,11 @@ def packed_for(dim: int, count: int) -> Loop:
     quarter = dim // 4
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, scales, queries, middles, out, first
+        keys, start, stride, head_stride, pages, heads, tokens, scales, queries, middles, out, first
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * quarter)
+                at = np.uint64(start + page * stride + head * head_stride + token * quarter)
                 a = b = c = d = np.float32(0)
                 for j in range(quarter):
                     four = np.int32(keys[at + np.uint64(j)])
@@ -416,12 +416,12 @@ def _threads(pages: NDArray[Any], threads: int | None) -> int | None:
 def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[slice, Place]]:
     count, heads, tokens, dim = pages.shape
     rows = _walkable(pages)
-    flat, stride, apart = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize
+    flat, stride, head_stride = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize
     parts = _threads(pages, threads) or processors()
     share = max(1, -(-count // parts), JOB_BYTES // max(1, heads * tokens * dim * pages.itemsize))
     for first in range(0, count, share):
         part = slice(first, min(count, first + share))
-        yield part, (flat, first * stride, stride, apart, part.stop - first, heads, tokens)
+        yield part, (flat, first * stride, stride, head_stride, part.stop - first, heads, tokens)
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:

@@ -142,16 +142,16 @@ class KvEngine:
     def _corrected(self, layer: int, queries: Floats, step: int, early: Choice) -> Choice:
         """Return the choice for the true queries, which reuses the rows that `early` has fetched."""
         selection = self._select(layer, queries, step)
-        lacking = missing(selection.positions, early.staged.positions)
-        more = self._stage(layer, Selection(lacking), step) if lacking.shape[2] else None
+        not_fetched = missing(selection.positions, early.staged.positions)
+        more = self._stage(layer, Selection(not_fetched), step) if not_fetched.shape[2] else None
         return Choice(selection, early.staged, True, more)
 
     def _completed(self, chosen: Choice, early: Gathered) -> Gathered:
         """Return the rows of a corrected choice, from those fetched early and the missing ones."""
         lead = chosen.staged.middle.start * self.store.shape.page_tokens
-        behind = lead + chosen.staged.positions.shape[2]
-        around = early.positions[..., :lead], chosen.selection.positions, early.positions[..., behind:]
-        wanted = np.concatenate(around, axis=2)
+        end = lead + chosen.staged.positions.shape[2]
+        positions = early.positions[..., :lead], chosen.selection.positions, early.positions[..., end:]
+        wanted = np.concatenate(positions, axis=2)
         parts = [early] if chosen.more is None else [early, self.store.complete(chosen.more)]
         keys, values = merged(wanted, parts)
         for part in parts:

@@ -437,9 +437,9 @@ class SpillReader:
             into[other] = parts, aligned(plan.part_bytes(other)), 0  # all parts to the same address
         reads, done = np.empty((sum(len(parts) for parts, _, _ in into.values()), 3), np.int64), 0
         begins = self._begins(chain)
-        for side, (parts, memory, apart) in into.items():
+        for side, (parts, memory, step_bytes) in into.items():
             own = reads[done : done + len(parts)]
-            _place(parts, begins, plan.slots, plan.geometry[side], memory.ctypes.data, apart, own)
+            _place(parts, begins, plan.slots, plan.geometry[side], memory.ctypes.data, step_bytes, own)
             done += len(parts)
         self.raw.read_runs(reads, plan.direct)
         for side, (parts, memory) in wanted.items():
@@ -562,15 +562,15 @@ def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(parts, begins, slots, geometry, address, apart, out):  # type: ignore[no-untyped-def]
-    """Write to `out` [n, 3] the reads of `parts` [n] for `RawFile.read_runs`; addresses are `apart` bytes apart.
+def _place(parts, begins, slots, geometry, address, step_bytes, out):  # type: ignore[no-untyped-def]
+    """Write to `out` [n, 3] the reads of `parts` [n] for `RawFile.read_runs`; addresses have the distance `step_bytes`.
 
     `begins`: offsets of the extents, of `slots` pages each; `geometry`: one side of `ExtentPlan.geometry`.
     """
     each, size, at, step = geometry[0], geometry[1], geometry[2], geometry[3]
     for i in range(parts.size):
         extent, part = divmod(parts[i], each * slots)
-        out[i, 0], out[i, 1], out[i, 2] = begins[extent] + at + part * step, address + i * apart, size
+        out[i, 0], out[i, 1], out[i, 2] = begins[extent] + at + part * step, address + i * step_bytes, size
 
 
 @numba.njit(nogil=True, cache=True)

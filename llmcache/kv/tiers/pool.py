@@ -305,8 +305,8 @@ def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> t
     Return how many of `positions` are in no page, and how many are `repeated`.
     """
     word = _word(outs)
-    missing, again = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
-    return int(missing), int(again)
+    missing, repeats = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
+    return int(missing), int(repeats)
 
 
 def copy_repeated(positions: Int64s, outs: Arrays) -> None:
@@ -328,12 +328,12 @@ def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
 
 @numba.njit(nogil=True, cache=True)
 def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # type: ignore[no-untyped-def]
-    missing = again = 0
+    missing = repeats = 0
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
             for i in range(positions.shape[2]):
                 position = positions[b, head, i]
-                again += i > 0 and position == positions[b, head, i - 1]
+                repeats += i > 0 and position == positions[b, head, i - 1]
                 page, token = index[b, position // tokens], position % tokens
                 if page < 0:
                     missing += 1
@@ -343,7 +343,7 @@ def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # 
                     keys[b, head, i, j] = own_keys[page, head, token, j]
                 for j in range(values.shape[3]):
                     values[b, head, i, j] = own_values[page, head, token, j]
-    return missing, again
+    return missing, repeats
 
 
 @numba.njit(nogil=True, cache=True)

@@ -278,9 +278,9 @@ class Spill:
         numbers = table.table[sequence, pages]
         streams, places = table.stream[numbers], table.places(numbers)
         for stream in np.unique(streams).tolist():
-            here = streams == stream
-            shift = int(pages[here][0] - places[here][0]) * self._state.shape.page_tokens
-            for block in self.ssd.score(stream, layer, places[here], queries, combine, block_tokens):
+            in_stream = streams == stream
+            shift = int(pages[in_stream][0] - places[in_stream][0]) * self._state.shape.page_tokens
+            for block in self.ssd.score(stream, layer, places[in_stream], queries, combine, block_tokens):
                 yield ScoreBlock(block.head, block.positions + shift, block.scores)
 
     def up(self, layer: int, sequence: int, pages: Int64s) -> None:
@@ -296,8 +296,8 @@ class Spill:
                 fresh = pool.slot_of[found] == NOT_HERE
                 self._check_room(pool, sequence, int(fresh.sum()))
                 pool.put(found[fresh], [array[fresh] for array in arrays])
-                again = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
-            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(again.sum()))
+                is_ping_pong = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
+            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(is_ping_pong.sum()))
 
     def _check_room(self, pool: Pool, sequence: int, more: int) -> None:
         bound = self._state.config.cpu_pages

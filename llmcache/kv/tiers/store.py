@@ -296,8 +296,8 @@ class KvStore(Sequences):
         wanted, numbers = self._wanted(sequence, pages)
         with pool.lock:
             slots = pool.slot_of[numbers]
-            here = slots >= 0
-            return wanted[here], score_slots(pool.sides[0], slots[here], queries, combine, self.config.threads)
+            resident = slots >= 0
+            return wanted[resident], score_slots(pool.sides[0], slots[resident], queries, combine, self.config.threads)
 
     def _wanted(self, sequence: int, pages: Int64s | None) -> tuple[Int64s, Int64s]:
         """Return the full pages to score, ascending, and their numbers; `pages` None stands for the middle."""
@@ -436,19 +436,19 @@ class KvStore(Sequences):
             pool.know(self.table.numbers)  # another layer may have added pages since the check
             index = pool.slot_of[table]
             if sum(out.nbytes for out in outs) < FEW_BYTES:
-                missing, again = copy_few(pool.sides, index, positions, outs)
+                missing, repeats = copy_few(pool.sides, index, positions, outs)
             else:
                 missing = count_missing(index, positions, self.shape.page_tokens) if (index < 0).any() else 0
-                again = int(repeated(positions).sum())
+                repeats = int(repeated(positions).sum())
                 if missing < positions.size:
                     copy_pages(pool.sides, index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
             # Without the lock: other threads may use the pool during the read.
             missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
-            if again:
+            if repeats:
                 copy_repeated(positions, outs)
         if chosen:
-            self.traffic.count(hits_cpu=positions.size - again - missing, hits_ssd=missing)
+            self.traffic.count(hits_cpu=positions.size - repeats - missing, hits_ssd=missing)
 
     # Reading rows from the ssd tier
 
@@ -484,17 +484,17 @@ class KvStore(Sequences):
         streams = self.table.stream[numbers]
         several = set(streams.tolist())  # faster than numpy for few numbers
         for stream in several:
-            here = streams == stream if len(several) > 1 else slice(None)
-            pages = set(numbers[here].tolist())
-            if len(numbers[here]) > MOST_SCATTERED * len(pages) * self.shape.kv_heads:
+            in_stream = streams == stream if len(several) > 1 else slice(None)
+            pages = set(numbers[in_stream].tolist())
+            if len(numbers[in_stream]) > MOST_SCATTERED * len(pages) * self.shape.kv_heads:
                 ((_, found),) = self.table.by_stream(np.array(list(pages)))
                 known = np.full(self.table.numbers, NOT_HERE, np.int64)
                 known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
                 ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
             else:
-                sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows[here], "fetch")
-                put_rows(outs, where[here], sides)
+                sides = ssd.read_rows(stream, layer, self.table.places(numbers[in_stream]), rows[in_stream], "fetch")
+                put_rows(outs, where[in_stream], sides)
 
     def _read_near_data(self, ssd: CsdTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
         """Like `_read`, from a device, which gathers the rows itself."""
@@ -505,10 +505,10 @@ class KvStore(Sequences):
             for stream in np.unique(of_rows[absent[b]]).tolist():
                 # A sequence's pages of one stream are consecutive, from the start of the stream.
                 first = int(np.flatnonzero(streams == stream)[0]) * size
-                here = absent[b] & (of_rows == stream)
-                local = [of_head[mask] - first for of_head, mask in zip(of_sequence, here, strict=True)]
+                in_stream = absent[b] & (of_rows == stream)
+                local = [of_head[mask] - first for of_head, mask in zip(of_sequence, in_stream, strict=True)]
                 for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
-                    out[b][here] = rows
+                    out[b][in_stream] = rows
 
     # Gathering through a fast tier
 
@@ -543,10 +543,10 @@ class KvStore(Sequences):
 
     def _send(self, layer: int, pool: Pool, numbers: Int64s, fast: FastTier) -> None:
         with pool.lock:
-            here = pool.slot_of[numbers] != NOT_HERE
-            held = [side[pool.slot_of[numbers[here]]] for side in pool.sides]
-        read = () if self._spill is None else self._spill.read(layer, numbers[~here], "fetch")
-        for found, (keys, values) in itertools.chain([(numbers[here], held)] if here.any() else [], read):
+            resident = pool.slot_of[numbers] != NOT_HERE
+            sides = [side[pool.slot_of[numbers[resident]]] for side in pool.sides]
+        read = () if self._spill is None else self._spill.read(layer, numbers[~resident], "fetch")
+        for found, (keys, values) in itertools.chain([(numbers[resident], sides)] if resident.any() else [], read):
             fast.put(layer, found, keys, values)
             self.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 

@@ -70,14 +70,14 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
     gives the heads, type and device. Returns None if no token is hidden.
     """
     (batch, kv_heads, count), heads = positions.shape, query.shape[1]
-    again = repeated(positions)
+    is_repeated = repeated(positions)
     found = mask
     if mask is not None and count != mask.shape[3]:
         index = torch.from_numpy(positions).to(mask.device).repeat_interleave(heads // kv_heads, 1)
         found = mask.expand(batch, heads, -1, -1).gather(3, index[:, :, None])
-    if not again.any():
+    if not is_repeated.any():
         return found
-    hidden = again.repeat(heads // kv_heads, 1)[:, :, None]
+    hidden = is_repeated.repeat(heads // kv_heads, 1)[:, :, None]
     if found is None:  # the common case, in every layer and step: computed in one operation
         least = np.float32(torch.finfo(query.dtype).min)
         return torch.from_numpy(hidden * least).to(query.device, query.dtype)

@@ -272,20 +272,20 @@ def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyp
 
 
 @part
-def bound(tree, slot, asked, simple):  # type: ignore[no-untyped-def]
+def bound(tree, slot, projected, simple):  # type: ignore[no-untyped-def]
     """Return P-DCI's lower bound of the distance: the minimum over composite indices of their simple indices' maximum."""
-    at = slot * asked.size
+    at = slot * projected.size
     least = np.float32(np.inf)
-    for first in range(0, asked.size, simple):
+    for first in range(0, projected.size, simple):
         largest = np.float32(0)
         for j in range(first, first + simple):
-            largest = max(largest, abs(tree.projections[at + j] - asked[j]))
+            largest = max(largest, abs(tree.projections[at + j] - projected[j]))
         least = min(least, largest)
     return least
 
 
 @part
-def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
+def prioritized(tree, node, key, lift, projected, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
     """Append the `take` points of a node with the smallest bounds: Prioritized-DCI-Query.
 
     Differs from the source (Li & Malik, 2017): the points are chosen from all bounds of the node, not found one by one in
@@ -299,7 +299,7 @@ def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count
         first = page * tree.state[SLOTS]
         for slot in range(first, first + tree.pages[page, COUNT]):
             # A heap of the smallest bounds, with the largest of them on top.
-            value = -bound(tree, slot, asked, simple)
+            value = -bound(tree, slot, projected, simple)
             if seen < take:
                 bounds[seen], places[seen] = value, slot
                 seen += 1
@@ -380,9 +380,9 @@ def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore
     scores, slots, nodes, above = scratch[:4]
     view, visit, simple, margin = limits
     half, patient = scores.size // 2, np.isinf(margin)
-    asked = np.empty(tree.directions.shape[0] if share < 1 else 0, np.float32)
-    for index in range(asked.size):
-        asked[index] = projection(tree.directions[index], key, lift)
+    projected = np.empty(tree.directions.shape[0] if share < 1 else 0, np.float32)
+    for index in range(projected.size):
+        projected[index] = projection(tree.directions[index], key, lift)
     spread = np.zeros(3)
     width, first, left, batch, nodes[0] = 1, 0, 0, visit if patient else FIRST, ROOT
     heap, heap_slots = scores[half:half], slots[half:half]
@@ -393,7 +393,7 @@ def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore
         if share < 1:
             for index in range(first, width):
                 take = max(k, int(np.ceil(share * tree.nodes[nodes[index], SIZE])))
-                count = prioritized(tree, nodes[index], key, lift, asked, simple, take, scores, slots, count)
+                count = prioritized(tree, nodes[index], key, lift, projected, simple, take, scores, slots, count)
         else:
             count = scan(tree, nodes[first:width], key, lift, scores, slots, count)
             if left and not patient:
