@@ -235,7 +235,7 @@ def test_the_table_separates_measured_and_emulated_values(capsys: pytest.Capture
     assert lines[0][-1] == "3.00x" and lines[1][-2:] == ["3", "(25.0%)"]
     assert "context 2048" in output and "alpha" not in output, "unset options are omitted"
     assert "stream synthetic" in output and "speed-up of Hillinfer: 3.00x over Full" in output
-    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, others; inside the device"
+    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, others, internal"
 
 
 @pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
