@@ -231,7 +231,7 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
     ("policy", "evaluate", "fetch"),
     [
         ("full", 0, max(0.5 / 2, 1 / 8)),
-        # A token's keys have 2048 bytes here, half of the block that is read for them.
+        # A token's keys have 2048 bytes here, and a read takes twice as much, a whole block.
         ("h2o", 0.25 / 2 + 0.5 / 10, 0.25 * 0.5 / 1 + 0.25 / 8),
         ("prefetch", max(0.25 / 2, 0.5 / 10), max(0.25 * 0.5 / 1, 0.25 / 8)),
         # Two keys per chunk; chunks of 20 KiB are whole blocks.
