@@ -168,7 +168,7 @@ def loop_disk(parent: Path) -> Iterator[LoopDisk]:
             pytest.skip(f"no loop devices here: {made.stderr.strip()}")
         device = made.stdout.strip()
         stack.callback(_run, "losetup", "-d", device)
-        _run("mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-m", "0", device)  # a journal error would stop the file system
+        _run("mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-m", "0", device)  # a journal error would stop it
         point.mkdir()
         _run("mount", device, point)
         stack.callback(unmount, point)

@@ -32,8 +32,9 @@ def _token(batch: int, seed: tuple[int, ...]) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of a store and its contents. `pool`: pages of the host's pool; None: no file and no limit; `rows`: cached rows
-    of each head.
+    """Parameters of a store and its contents.
+
+    `pool`: pages of the host's pool; None: no file and no limit; `rows`: cached rows of each head.
     """
 
     batch: int = 1
