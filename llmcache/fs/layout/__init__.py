@@ -1,10 +1,10 @@
-"""What a model file consists of, read from its header: GGUF and safetensors, whole or in shards.
+"""Layout of model files (GGUF and safetensors, whole or in shards), read from their headers.
 
-    layout = read_layout(read, size_bytes, "model.gguf")     # None: not a model file; DataError: a broken one
+    layout = read_layout(read, size_bytes, "model.gguf")     # None: not a model file; DataError: damaged header
     for region in layout.regions():                          # in the order a decoder computes
         ...
 
-Only the header is read, and nothing is imported beyond the standard library: the daemon stays small.
+Only the header is read. The package imports only the standard library, which keeps the daemon small.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from llmcache.fs.layout.tensors import ModelLayout
 
 
 def is_gguf(read: ReadAt, size: int) -> bool:
-    """Return whether a file of `size` bytes begins as a GGUF file does."""
+    """Return True if a file of `size` bytes begins with the GGUF magic."""
     return size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC
 
 
 def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
-    """Return the layout of the file called `name` of `size` bytes, of which `read(offset, size)` returns bytes.
+    """Return the layout of the file `name`, or None if it is not a model file.
 
-    None when it is no model file; DataError when it is one with a damaged header. Errors of `read` pass through. Both
-    formats are recognized by their content, whatever the name is. A file that begins like a safetensors file, but
-    is none, is only damaged if its name says that it is one.
+    `read(offset, size)` returns bytes of the file; its errors pass through. A model file with a damaged header raises
+    DataError. Both formats are recognized by their content, whatever the name. A file that begins like a safetensors
+    file but cannot be parsed as one raises DataError only if its name ends in `.safetensors`; otherwise it is not a model.
     """
     if is_gguf(read, size):
         return read_gguf(read, size)

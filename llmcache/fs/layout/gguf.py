@@ -1,9 +1,9 @@
-"""The header of a GGUF file, versions 2 and 3, read piece by piece, in few reads and never far beyond its end.
+"""Parser of GGUF headers, versions 2 and 3. It makes few reads and reads little beyond the end of the header.
 
 Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data.
-Values are skipped, not built: of the keys only the few in `_WANTED` matter here.
-Source: docs/gguf.md of ggml; tensor types from ggml.h (enum ggml_type) and ggml-common.h (the block structs) of llama.cpp:
-the numbers are part of the format.
+The parser skips the values of all keys except those in `_WANTED`.
+Source: docs/gguf.md of ggml; tensor types from ggml.h (enum ggml_type) and ggml-common.h (the block structs) of llama.cpp.
+The type numbers are part of the format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmcache.fs.layout.tensors import (
     quoted,
 )
 
-# Tensor types by number: name, and how many values are stored in a block of how many bytes.
+# Tensor types by number: (name, values per block, bytes per block).
 GGML_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -34,22 +34,22 @@ GGML_TYPES = {
     21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
     26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-    # Repacked variants that files of 2024 carry; llama.cpp repacks at load time since.
+    # Repacked variants, found in files of 2024. Later versions of llama.cpp repack at load time instead.
     31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18), 33: ("Q4_0_8_8", 32, 18), 36: ("IQ4_NL_4_4", 32, 18),
     37: ("IQ4_NL_4_8", 32, 18), 38: ("IQ4_NL_8_8", 32, 18),
 }  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
-"""`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
+"""`read(offset, size)` returns up to `size` bytes of the file at `offset`."""
 
-# The largest real headers (tokenizers of 260 000 words) have 15 MB. The limit stops a walk through a file of zeros.
+# The largest real headers (tokenizers of 260,000 words) have 15 MB. The limit ends the parsing of a file of zeros.
 HEADER_LIMIT = 64 * 2**20
 _SMALLEST_READ = 64 * 2**10
 _LARGEST_READ = 2**20
 
 
 class HeaderCursor:
-    """A position in a header, moved by what is read; DataError at the end of the file and at the header limit."""
+    """A position in a header; every read advances it. Reads beyond the file or the header limit raise DataError."""
 
     def __init__(self, read: ReadAt, file_bytes: int) -> None:
         self._read = read
@@ -61,57 +61,57 @@ class HeaderCursor:
         self.byte_order = "<"
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes."""
+        """Return the next `size` bytes."""
         start = self._fill(size)
         self.position += size
         return self._buffer[start : start + size]
 
     def number(self, code: str) -> int:
-        """The next integer, of the kind that `struct` knows by `code`."""
+        """Return the next integer; `code` is its format character in `struct`."""
         kind = self.byte_order + code
         return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
 
     def u32(self) -> int:
-        """The next unsigned number of 4 bytes."""
+        """Return the next unsigned 4-byte integer."""
         return self.number("I")
 
     def u64(self) -> int:
-        """The next unsigned number of 8 bytes."""
+        """Return the next unsigned 8-byte integer."""
         return self.number("Q")
 
     def text(self, longest: int) -> str:
-        """The next string (length of 8 bytes, then UTF-8); DataError when it has more than `longest` bytes."""
+        """Return the next string (8-byte length, then UTF-8); DataError if it is longer than `longest` bytes."""
         length = self.u64()
         if length > longest:
             raise DataError(f"a name of {length} bytes at byte {self.position - 8} (at most {longest} are allowed)")
         return self.take(length).decode("utf-8", "replace")
 
     def skip(self, size: int) -> None:
-        """Move on by `size` bytes, which are not read."""
+        """Advance by `size` bytes without reading them."""
         if size > self._limit - self.position:
             raise self._too_short(size)
         self.position += size
 
     def skip_texts(self, count: int) -> None:
-        """Move on by `count` strings, reading only their lengths: tokenizers have hundreds of thousands."""
+        """Skip `count` strings, reading only their lengths: tokenizers have hundreds of thousands."""
         unpack_from = struct.Struct(self.byte_order + "Q").unpack_from
         while count:
             start = self._fill(8)
             buffer, last = self._buffer, len(self._buffer) - 8
-            place = start
-            while count and place <= last:
-                place += 8 + unpack_from(buffer, place)[0]
+            offset = start
+            while count and offset <= last:
+                offset += 8 + unpack_from(buffer, offset)[0]
                 count -= 1
-            self.skip(place - start)
+            self.skip(offset - start)
 
     def _fill(self, size: int) -> int:
-        """Place of the position in the buffer, which then holds at least `size` bytes from there on."""
+        """Fill the buffer with at least `size` bytes from the position on; return the position's index in the buffer."""
         start = self.position - self._buffer_start
         if start >= 0 and start + size <= len(self._buffer):
             return start
         if size > self._limit - self.position:
             raise self._too_short(size)
-        # As much as was needed so far: few reads for a long header, at most twice the bytes for a short one.
+        # Read as much as all reads so far together: few reads for a long header, at most twice the bytes of a short one.
         ahead = min(max(self.position, _SMALLEST_READ), _LARGEST_READ)
         self._buffer = self._read(self.position, min(max(size, ahead), self._limit - self.position))
         self._buffer_start = self.position
@@ -138,19 +138,19 @@ _FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12
 _INTEGER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 _STRING, _ARRAY = 8, 9
 
-_EXPERTS_USED = ".expert_used_count"  # behind the name of the architecture
+_EXPERTS_USED = ".expert_used_count"  # preceded by the name of the architecture
 _WANTED = ("general.alignment", "split.no", "split.count", _EXPERTS_USED)
 _MOST_KEYS = 2**16
 _MOST_DIMENSIONS = 8
 _DEEPEST_ARRAY = 4
-# Real files have some dozens, and tokenizers of 260 000 words. A damaged or sparse file has as many as fit the header limit,
-# and whoever opens it waits.
+# Real files have a few dozen arrays, and tokenizers of 260,000 words. A damaged or sparse file could have as many as fit
+# the header limit, and the client that opens it would wait for the parser.
 _MOST_ARRAYS = 2**14
 _MOST_TEXTS = 2**22
 
 
 def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
-    """The layout of a GGUF file of `file_bytes` bytes; DataError when the header is damaged."""
+    """Return the layout of a GGUF file of `file_bytes` bytes; DataError if the header is damaged."""
     cursor = HeaderCursor(read, file_bytes)
     _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
@@ -162,7 +162,7 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
         raise DataError(f"general.alignment is {alignment}, which is not a power of two")
     infos = list(bounded(_read_tensor(cursor, alignment) for _ in range(tensor_count)))
     header_bytes = -(-cursor.position // alignment) * alignment
-    # A file without tensors (the first shard of some models) need not be padded.
+    # A file without tensors (the first shard of some models) may end without padding.
     header_bytes = header_bytes if infos else cursor.position
     placed = (replace(info, offset=header_bytes + info.offset) for info in infos)
     tensors = check_tensors(placed, header_bytes, file_bytes)
@@ -170,7 +170,7 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
 
 
 def _read_version(cursor: HeaderCursor) -> None:
-    """Checks magic and version, which tells the byte order of the file."""
+    """Check the magic and the version, and set the byte order that the version implies."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
     raw = cursor.take(4)
@@ -181,7 +181,7 @@ def _read_version(cursor: HeaderCursor) -> None:
 
 
 def _read_keys(cursor: HeaderCursor, count: int) -> dict[str, int]:
-    """The values of the keys in `_WANTED`; all others are skipped."""
+    """Return the values of the keys in `_WANTED`; skip all others."""
     wanted: dict[str, int] = {}
     left = _Left()
     for _ in range(count):
@@ -199,7 +199,7 @@ def _read_keys(cursor: HeaderCursor, count: int) -> dict[str, int]:
 
 @dataclass
 class _Left:
-    """How many arrays, and strings in them, may still come before a file has more of them than any model."""
+    """Number of arrays, and of strings in arrays, that the header may still have."""
 
     arrays: int = _MOST_ARRAYS
     texts: int = _MOST_TEXTS
@@ -232,7 +232,7 @@ def _skip_array(cursor: HeaderCursor, left: _Left, depth: int) -> None:
 
 
 def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
-    """The next tensor info; its offset still counts from the start of the data."""
+    """Return the next tensor; its offset is relative to the start of the tensor data."""
     name, dimension_count = cursor.text(LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")
@@ -245,7 +245,7 @@ def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are not whole blocks of {dtype}")
     if offset % alignment:
         raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
-    experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension counts them
+    experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension
     size_bytes = math.prod(shape) // block_values * block_bytes
     return Tensor(name, offset, size_bytes, dtype, experts if experts and size_bytes % experts == 0 else 1)
 

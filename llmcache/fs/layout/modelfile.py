@@ -1,4 +1,4 @@
-"""Models on disk: the bytes that a token reads of their files, and names for what a trace's files hold."""
+"""Models on disk: the bytes that a token reads (`model_bytes`), and the tensors in a trace's files (`ModelHeaders`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMED = "give a .gguf or .safetensors file, the first of its shards, or a direc
 _LONGEST_INDEX = 64 << 20
 _LONGEST_CONFIG = 4 << 20
 
-# What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
+# Files that programs load with safetensors: tokenizer and configuration. A GGUF has both in its header.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
@@ -45,11 +45,13 @@ def model_bytes(path: str) -> ModelBytes:
     """Return the bytes that a token reads of the model at `path`.
 
     `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
-    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in such a
-    store.
+    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in
+    Ollama's store.
 
-    Experts count whole in its loop; how many a token uses says the header of a GGUF, or the config.json beside safetensors.
-    UsageError: no such file; DataError: a damaged one, no model, or a missing shard; EnvironmentProblem: it cannot be read.
+    `loop_bytes` includes all experts. The number of experts that a token uses comes from the header of a GGUF, or from
+    the config.json in the directory of the safetensors.
+    Raises UsageError (no such file), DataError (damaged file, not a model, missing shard) or EnvironmentProblem (the file
+    cannot be read).
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
@@ -74,17 +76,17 @@ def model_bytes(path: str) -> ModelBytes:
 
 
 def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int | None]:
-    """Experts of a layer, the most of any, and how many of them a token uses; None: nothing tells."""
+    """Return the largest number of experts in a layer, and how many of them a token uses; None where unknown."""
     counts = [count for layout in layouts for _, _, count in Experts(layout).layers]
-    told = [layout.experts_used for layout in layouts if layout.experts_used]
-    used = told[0] if told else _configured(path) if layouts[0].kind == "safetensors" else None
+    declared = [layout.experts_used for layout in layouts if layout.experts_used]
+    used = declared[0] if declared else _configured_experts(path) if layouts[0].kind == "safetensors" else None
     if counts and used is not None and not 1 <= used <= max(counts):
         raise DataError(f"{OPTION}: {path}: a token cannot use {used} of {max(counts)} experts")
     return max(counts, default=None), used
 
 
-def _configured(path: str) -> int | None:
-    """What the config.json beside the file at `path` says of the experts that a token uses."""
+def _configured_experts(path: str) -> int | None:
+    """Return the number of experts that a token uses, from the config.json in the directory of the file; None if unknown."""
     file = Path(path).parent / "config.json"
     if not os.path.exists(file):
         return None
@@ -93,9 +95,9 @@ def _configured(path: str) -> int | None:
             config = json.loads(stream.read(_LONGEST_CONFIG))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{OPTION}: {file} is not JSON: {error}") from error
-    for holder in (config, config.get("text_config")) if isinstance(config, dict) else ():
+    for section in (config, config.get("text_config")) if isinstance(config, dict) else ():
         for name in EXPERTS_USED:
-            if isinstance(holder, dict) and type(used := holder.get(name)) is int:
+            if isinstance(section, dict) and type(used := section.get(name)) is int:
                 return used
     return None
 
@@ -112,32 +114,32 @@ def _files(path: str) -> list[str]:
     files = list(shard_names(path))
     missing = [file for file in files if file != path and not os.path.exists(file)]
     if missing and os.path.exists(path):
-        there = f"{len(files) - len(missing)} of {len(files)} exist"
-        raise DataError(f"{OPTION}: the shard {missing[0]} is missing ({there})")
+        found = f"{len(files) - len(missing)} of {len(files)} exist"
+        raise DataError(f"{OPTION}: the shard {missing[0]} is missing ({found})")
     return files
 
 
 def _named_file(path: str) -> str:
-    """Return the file that a path stands for, with the name by which its shards are found.
+    """Resolve a path to a model file whose name leads to its shards.
 
-    A directory stands for the model in it, an Ollama manifest for its model layer, and a file in the `blobs` of a hub cache
-    for the link to it. Any other path is returned as it is.
+    A directory resolves to the model in it, an Ollama manifest to its model layer, and a file in the `blobs` of a hub
+    cache to the link to it. Any other path is returned unchanged.
     """
     if os.path.isdir(path):
         return _in_directory(path)
-    whole = os.path.abspath(path)
-    if (place := manifest_place(whole)) is not None and os.path.isdir(f"{place[0]}/blobs"):
+    absolute = os.path.abspath(path)
+    if (place := manifest_place(absolute)) is not None and os.path.isdir(f"{place[0]}/blobs"):
         return _in_manifest(path, f"{place[0]}/blobs")
-    blobs, _, _ = whole.rpartition("/")
+    blobs, _, _ = absolute.rpartition("/")
     repository = os.path.dirname(blobs)
     if os.path.basename(blobs) == "blobs" and os.path.isdir(f"{repository}/snapshots"):
-        links = _scanned(repository).links_to(f"/blobs/{os.path.basename(whole)}")
+        links = _scanned(repository).links_to(f"/blobs/{os.path.basename(absolute)}")
         return f"{repository}{links[0]}" if links else path
     return path
 
 
 def _in_directory(path: str) -> str:
-    """Return the first file of the one model in a directory, or of the newest snapshot of a model in a hub cache."""
+    """Return the first file of the only model in a directory, or in the newest snapshot of a hub cache's repository."""
     with _errors(path):
         if os.path.isdir(snapshots := os.path.join(path, "snapshots")):
             revisions = [os.path.join(snapshots, name) for name in os.listdir(snapshots)]
@@ -178,7 +180,7 @@ def _scanned(directory: str) -> ModelNames:
 
 
 def _numbered(path: str, number: str) -> str:
-    """The path of a shard, with its number replaced."""
+    """Replace the number in a shard's path."""
     return re.sub(r"-[0-9]+(?=-of-[0-9]+\.[a-z]+$)", f"-{number}", path)
 
 
@@ -208,7 +210,7 @@ def _layout(path: str) -> ModelLayout:
 
 
 def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
-    """The layout of a file that was named, and its size; `hint` says what should have been."""
+    """Return the layout and the size of a file that the user named; `hint` goes into the errors."""
     with _errors(path, hint):
         layout, size = _read(path)
     if layout is None:
@@ -217,8 +219,8 @@ def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
 
 
 def _read(path: str) -> tuple[ModelLayout | None, int]:
-    """The layout of a file, None of what is no model, and its size. OSError, DataError."""
-    # A fifo of that name must not block.
+    """Return the layout of a file (None if it is not a model) and its size. Raises OSError and DataError."""
+    # O_NONBLOCK: opening a FIFO must not block.
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         size = os.fstat(file.fileno()).st_size
         return read_layout(lambda offset, count: os.pread(file.fileno(), count, offset), size, os.path.basename(path)), size
@@ -226,7 +228,7 @@ def _read(path: str) -> tuple[ModelLayout | None, int]:
 
 @contextmanager
 def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
-    """A with block that reads a file: its errors name it, and what should have been there."""
+    """Context manager: turn the errors of reading a file into errors that name it; `hint` is for a missing file."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -238,20 +240,20 @@ def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
 
 
 class ModelHeaders:
-    """What is known of the models among the files of a trace: see `llmcache.cache.models.Models`.
+    """Layouts of the model files of a trace; implements `llmcache.cache.models.Models`.
 
-    A file of the trace is looked at if it is where it was, with the size (and the inode, if the trace has it) that it
-    had. `models` are taken for the files of the trace with their name, or else their size, wherever they are now.
+    A file of the trace is read if its path still has the recorded size (and inode, if the trace has it). Each path in
+    `models` stands for the files of the trace that have its name, or else its size.
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
-        """Reads the headers of `models`. UsageError for one that none of `files` can be; DataError for no model."""
+        """Read the headers of `models`. UsageError: one matches none of `files`; DataError: one is not a model."""
         self._given: dict[int, ModelLayout] = {}
         for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")
-            own = {os.path.basename(path), os.path.basename(os.path.realpath(path))}  # of a link: a trace has real paths
-            named = [file for file in files if os.path.basename(file.path) in own]
-            matches = named or [file for file in files if file.size_bytes == size]
+            names = {os.path.basename(path), os.path.basename(os.path.realpath(path))}  # a trace records real paths
+            same_name = [file for file in files if os.path.basename(file.path) in names]
+            matches = same_name or [file for file in files if file.size_bytes == size]
             if not matches:
                 raise UsageError(
                     f"{OPTION}: no file of the trace has the name or the size ({size} bytes) of {path}",
@@ -259,15 +261,15 @@ class ModelHeaders:
                 )
             self._given.update((file.id, layout) for file in matches)
         self._read: dict[int, ModelLayout | None] = {}
-        self._experts: dict[int, Experts | None] = {}  # cut from the header once: each cell of a simulation asks
+        self._experts: dict[int, Experts | None] = {}  # cached: each cell of a simulation needs them
 
     def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
-        """Returns the tensors of `file`, its header first; nothing if it is no model, or not on this disk as it was."""
+        """Return the header (as a tensor) and the tensors of `file`; empty if it is not a model, or missing or changed."""
         layout = self.header(file)
         return () if layout is None else (Tensor("header", 0, layout.header_bytes, ""), *layout.tensors)
 
     def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
-        """Returns the path of the model, with a * for the number of the shard that `file` is, and the experts in `file`."""
+        """Return the path of `file`, with its shard number replaced by `*`, and its experts; None if it has none."""
         if file.id not in self._experts:
             layout = self.header(file)
             self._experts[file.id] = None if layout is None else Experts(layout)
@@ -277,7 +279,7 @@ class ModelHeaders:
         return (file.path if shard_name(file.path) is None else _numbered(file.path, "*")), experts
 
     def header(self, file: TraceFile) -> ModelLayout | None:
-        """Returns what the header of `file` says."""
+        """Return the layout of `file`; None if it is not a model, or missing or changed."""
         if file.id in self._given:
             return self._given[file.id]
         if file.id not in self._read:
@@ -291,7 +293,7 @@ def _found_layout(file: TraceFile) -> ModelLayout | None:
         if not file.size_bytes or status.st_size != file.size_bytes or file.inode not in (0, status.st_ino):
             return None
         return _read(file.path)[0]
-    except OSError:  # a trace outlives its files, and travels
+    except OSError:  # the trace may come from another machine, or its files may be deleted
         return None
     except DataError as error:
         log.warning("%s: no tensor names: %s", file.path, error.message)
