@@ -1,4 +1,4 @@
-"""Names of model files: caches and stores name the real files by checksums, people do not.
+"""Names of model files in caches and stores, where the real files are named by checksums.
 
     <cache>/models--ORG--NAME/snapshots/REVISION/FILE    a link to ../../blobs/CHECKSUM         ORG/NAME/FILE
     <store>/manifests/HOST/NAMESPACE/MODEL/TAG           names blobs/sha256-CHECKSUM in JSON    MODEL:TAG
@@ -6,9 +6,12 @@
 The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames` scans a directory for symbolic links,
 manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
 
-Everything that it reads is untrusted. Links are resolved by their texts, and nothing is opened through a link; a name never
-leads out of the directory. Documents of more than a bounded size, or of another form, are ignored. A scan
-visits the directories that have changed since the last one, and ends after SCAN_S.
+All input is untrusted. Links are resolved from their texts, no file is opened through a link, and no name leads out of the
+directory. Documents that are too large or malformed are ignored. A scan visits the directories that have changed since the
+last scan, and ends after SCAN_S.
+
+Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`
+without a lock.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SHARDS_MAX = 1024
-MANIFEST_BYTES, INDEX_BYTES = 1 << 20, 2 << 20  # the longest documents
-DOCUMENTS_MAX, LAYERS_MAX = 1 << 12, 1 << 10  # documents that are read, and layers of one manifest
-DIRECTORIES_MAX, NAMES_MAX = 1 << 14, 1 << 14  # that are known: links and layers have names
+MANIFEST_BYTES, INDEX_BYTES = 1 << 20, 2 << 20  # the largest size of each document
+DOCUMENTS_MAX, LAYERS_MAX = 1 << 12, 1 << 10  # documents in all; layers of one manifest
+DIRECTORIES_MAX, NAMES_MAX = 1 << 14, 1 << 14  # names: links, and layers of manifests
 SCAN_S = 2.0  # the longest scan
-SCAN_REST, LEAST_REST_S = 20, 0.05  # the next scan is due after so many times as long as the last one took
-WAIT_S = 0.5  # that an open file waits for names
+SCAN_REST, LEAST_REST_S = 20, 0.05  # pause between scans: a multiple of the duration of the last scan, and the minimum
+WAIT_S = 0.5  # the longest time that an open waits for names
 LINKS_MAX = 40  # in one path, as in the kernel
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)  # for good: a link that leads nowhere, say
-_SETTLED_NS = 2_000_000_000  # a time of modification older than this changes with the next modification
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)  # permanent errors, as of a dangling link
+_SETTLED_NS = 2_000_000_000  # a later change of a directory with an older modification time changes that time
 
 _SNAPSHOT = re.compile(r"(?P<hub>.*/)?models--(?P<repository>[^/]+)/snapshots/(?P<revision>[^/]+)/(?P<file>.+)", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -56,7 +59,7 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_below(fd: int, steps: Iterable[str], flags: int = _STEP) -> int:
-    """Return a new descriptor of the directory that `steps` lead to from the directory `fd`, through no link. OSError."""
+    """Open the directory at the path `steps` below the directory `fd`, without following links. Raises OSError."""
     found = os.open(".", _STEP, dir_fd=fd)
     for step in steps:
         try:
@@ -73,14 +76,14 @@ def open_below(fd: int, steps: Iterable[str], flags: int = _STEP) -> int:
 
 
 class Layer(NamedTuple):
-    """A layer of an Ollama manifest: "model", "projector", "template" and so on, and the name of its file in `blobs`."""
+    """A layer of an Ollama manifest: its kind ("model", "projector", "template", ...) and its file name in `blobs`."""
 
     kind: str
     blob: str
 
 
 def manifest_layers(text: bytes) -> tuple[Layer, ...]:
-    """Return the layers of an Ollama manifest, its configuration last; DataError when it is not one."""
+    """Return the layers of an Ollama manifest, its configuration last; DataError if `text` is not a manifest."""
     try:
         document = json.loads(text)
         layers = [(layer["mediaType"], layer["digest"]) for layer in document["layers"][:LAYERS_MAX]]
@@ -93,7 +96,7 @@ def manifest_layers(text: bytes) -> tuple[Layer, ...]:
 
 
 def manifest_place(path: str) -> tuple[str, str] | None:
-    """Return the store and the name (`llama3.2:3b`) of the model whose manifest is at `path`; None at any other place."""
+    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`; None if `path` is not one of a manifest."""
     directory, _, tag = path.rpartition("/")
     found = _MANIFESTS.fullmatch(directory)
     if found is None:
@@ -106,9 +109,9 @@ def manifest_place(path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """A directory as it was scanned: once it is settled, a change of the directory changes `stamp`.
+    """Result of the scan of a directory. If `settled`, any later change of the directory changes `stamp`.
 
-    `links`: name and text of each. `files`: regular files that are read, or that an index may name.
+    `links`: (name, text) of each. `files`: the manifests, safetensors files and indexes.
     """
 
     stamp: tuple[int, int, int]
@@ -119,7 +122,7 @@ class _Directory:
 
 
 class _Document(NamedTuple):
-    """A document as it was read; `content` is empty if the document has another form."""
+    """A manifest or an index as read; `content` is empty if it is malformed."""
 
     stamp: tuple[int, int, int]
     settled: bool
@@ -128,10 +131,11 @@ class _Document(NamedTuple):
 
 @dataclass(frozen=True)
 class _View:
-    """Findings of one scan, by path. `links`: the real path of each link that stays in the directory; `outside`: the others.
+    """Results of one scan, by path.
 
-    `paths`: the links to a file, those in the directory that was changed last first. `names`: all names of a file that are
-    no paths, `shown`: the one that is shown. `indexes`: by directory, the files of each index in it.
+    `links`: the real path of each link that stays in the directory. `outside`: the other links. `paths`: the links to each
+    file, most recently changed directory first. `names`: the names of each file that are not paths. `shown`: the name to
+    display. `indexes`: for each directory, the files that each of its indexes lists.
     """
 
     links: Mapping[str, str] = field(default_factory=dict)
@@ -146,29 +150,29 @@ class ModelNames:
     """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread."""
 
     def __init__(self, directory: str, fd: int, *, links_only: bool = False) -> None:
-        """`fd`: of the directory, which `directory` may not lead to any more; stays the caller's.
+        """Duplicate `fd`, a descriptor of `directory`; the path itself may lead elsewhere by now (a mount over it).
 
-        `links_only`: manifests and indexes are not read.
+        `links_only`: do not read manifests and indexes.
         """
         self.directory = directory
         self._links_only = links_only
         self.version = 0  # changes with the names
-        self.followed: Mapping[str, str] = {}  # of links in `outside`: the path by which the file that they lead to is known
+        self.followed: Mapping[str, str] = {}  # for links in `outside`: the path that stands for the file
         self._fd = os.dup(fd)
         self._view = _View()
         self._directories: dict[str, _Directory] = {}
-        self._texts: dict[str, str] = {}  # of all links
+        self._texts: dict[str, str] = {}  # link path: its text
         self._documents: dict[str, _Document] = {}
-        self._used: Mapping[str, str] = {}  # `followed` as the view has it
+        self._used: Mapping[str, str] = {}  # the `followed` from which `_view` was made
         self._unfinished = False
-        self._turn = threading.Lock()  # of scans
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._scan: threading.Thread | None = None
-        self._began_s = 0.0  # when it did
+        self._began_s = 0.0  # start of `_scan`
         self._due_s = 0.0
 
     def close(self) -> None:
-        """End scans. One that hangs keeps its descriptor."""
+        """Prevent further scans and close the descriptor, unless a scan hangs."""
         if self._turn.acquire(timeout=SCAN_S):
             os.close(self._fd)
             self._fd = -1
@@ -178,7 +182,7 @@ class ModelNames:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """The links that lead out of the directory, or nowhere."""
+        """Links that lead out of the directory."""
         return self._view.outside
 
     @property
@@ -192,15 +196,15 @@ class ModelNames:
         return path, *view.paths.get(path, ()), *view.names.get(path, ())
 
     def shown(self, path: str) -> str:
-        """Return the name of a file to be shown: a short one where its own says nothing, else its path without a slash."""
+        """Return the name of a file to display: a short model name if it has one, else its path without the first slash."""
         return self._view.shown.get(path) or path.lstrip("/")
 
     def links_to(self, path: str) -> tuple[str, ...]:
-        """Return the paths of the links to a file, those in the directory that was changed last first."""
+        """Return the paths of the links to a file, most recently changed directory first."""
         return self._view.paths.get(path, ())
 
     def shards(self, path: str) -> Iterator[tuple[str, ...]]:
-        """Yield the real paths of all shards of each model of which a file is one, in their order. They need not exist."""
+        """Yield, for each model of which a file is a shard, the real paths of all its shards in order. They may not exist."""
         view = self._view
         for name in (path, *view.paths.get(path, ())):
             shard = shard_name(name)
@@ -214,7 +218,7 @@ class ModelNames:
     # Scans
 
     def refresh(self, wait_s: float = WAIT_S, *, at_once: bool = False) -> None:
-        """Have a scan made if one is due (`at_once`: in any case), and wait until it ends or has taken `wait_s`."""
+        """Start a scan if one is due (`at_once`: in any case); wait for it, at most until `wait_s` after its start."""
         with self._lock:
             is_busy = self._scan is not None and self._scan.is_alive()
             if not is_busy and (at_once or time.monotonic() >= self._due_s):
@@ -229,7 +233,7 @@ class ModelNames:
             scan.join(max(0.0, left_s))
 
     def scan(self) -> None:
-        """Scan the directory."""
+        """Scan the directory and replace the view if anything has changed."""
         with self._turn:
             if self._fd < 0:
                 return
@@ -244,7 +248,7 @@ class ModelNames:
             self._due_s = now + max(LEAST_REST_S, SCAN_REST * (now - began))
 
     def _visit(self, end_s: float) -> bool:
-        """Visit directories until a time, those of one level after those above; returns True if something has changed."""
+        """Visit directories breadth-first until `end_s`; return True if anything has changed."""
         found: dict[str, _Directory] = {}
         pending, links = deque([""]), 0
         while pending and time.monotonic() < end_s and len(found) < DIRECTORIES_MAX and links < NAMES_MAX:
@@ -255,7 +259,7 @@ class ModelNames:
             except OSError as error:
                 if known is None or error.errno in NOT_THERE:
                     continue
-                directory = known  # too many open files, an error of storage
+                directory = known  # a transient error, such as too many open files
             found[path] = directory
             links += len(directory.links)
             pending += [f"{path}/{name}" for name in directory.directories]
@@ -300,7 +304,7 @@ class ModelNames:
         return os.stat(path.lstrip("/") or ".", dir_fd=self._fd, follow_symlinks=False)
 
     def _read_documents(self) -> bool:
-        """Read the documents that have changed; returns True if there are some, or some have gone."""
+        """Read the documents that have changed; return True if any changed, appeared or disappeared."""
         found: dict[str, _Document] = {}
         layers = 0
         for path, real, limit, parse in self._wanted():
@@ -320,7 +324,7 @@ class ModelNames:
         return changed
 
     def _wanted(self) -> Iterator[tuple[str, str, int, Callable[[bytes], tuple[Layer, ...] | tuple[str, ...]]]]:
-        """Yield (path, real path, greatest size, parser) of each document that says something that no name says."""
+        """Yield (path, real path, largest size, parser) of each manifest and index that adds to the names of files."""
         for path, directory in self._directories.items():
             place = _MANIFESTS.fullmatch(path)
             if place is not None and self._resolved(f"{place['store']}/blobs") in self._directories:
@@ -329,7 +333,7 @@ class ModelNames:
                 )
             names = [*directory.files, *(name for name, _ in directory.links)]
             if sum(name.endswith(SUFFIX) and shard_name(name) is None for name in names) < 2:
-                continue  # shards have numbers, as a rule: an index, of up to megabytes, says no more
+                continue  # shards usually have numbers in their names: then an index, of up to megabytes, adds nothing
             for name in names:
                 real = self._resolved(f"{path}/{name}") if name.endswith(INDEX_SUFFIX) else None
                 if real is not None:
@@ -349,8 +353,9 @@ class ModelNames:
                 if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
                     raise DataError("too large, or not a regular file")
                 content = parse(_whole(fd, limit))
-            except DataError as error:  # its text may quote the file
-                level = logging.WARNING if _settled(status) else logging.DEBUG  # it may be being written
+            except DataError as error:
+                level = logging.WARNING if _settled(status) else logging.DEBUG  # a recent file may be incomplete
+                # Only the text before the colon: the rest may quote the untrusted file.
                 log.log(level, "inode %d is ignored for names: %s", status.st_ino, error.message.partition(":")[0])
             return _Document(_stamp(status), _settled(status), content)
         finally:
@@ -359,7 +364,7 @@ class ModelNames:
     # The view
 
     def _resolved(self, path: str) -> str | None:
-        """Return the real path of a path, by the texts of the links in it; None if it leads out of the directory."""
+        """Return the real path of `path`, resolved from the texts of links; None if it leads out of the directory."""
         rest, count = _steps(path)[::-1], 0
         done: list[str] = []
         while rest:
@@ -405,7 +410,7 @@ class ModelNames:
         )
 
     def _candidates(self, paths: Mapping[str, Iterable[str]]) -> _Candidates:
-        """Return the names of all files, by manifests and by links to them."""
+        """Return the possible names of all files, from manifests and links."""
         found = _Candidates()
         for path, document in self._documents.items():
             for blob, names in _layer_names(path, [layer for layer in document.content if isinstance(layer, Layer)]):
@@ -434,7 +439,10 @@ class ModelNames:
 
 
 class _Candidates:
-    """The names that each file may be shown under: (rank, is a "latest", variants from the shortest to the most exact)."""
+    """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact).
+
+    The lowest rank is displayed.
+    """
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[int, bool, tuple[str, ...]]]] = {}
@@ -444,14 +452,14 @@ class _Candidates:
         """Add one name of a file."""
         self.of.setdefault(real, []).append((rank, is_latest, variants))
         for variant in variants:
-            self._owners.setdefault(variant, set()).add(real.replace("/sha256:", "/sha256-"))  # one file, old and new name
+            self._owners.setdefault(variant, set()).add(real.replace("/sha256:", "/sha256-"))  # old and new name of one file
 
     def names(self, real: str) -> tuple[str, ...]:
         """Return all names of a file."""
         return tuple(dict.fromkeys(variant for *_, variants in self.of[real] for variant in variants))
 
     def shown(self) -> dict[str, str]:
-        """Return the name of each file that is shown: the shortest variant of the best name that no other file has."""
+        """Return the display name of each file: the shortest variant of its best name that no other file has."""
         found = {}
         for real, each in self.of.items():
             _, _, variants = min(each)
@@ -472,13 +480,14 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
         end += f"-{count}" if count > 1 else ""
         variants = (f"{name}{end}", f"{store}/{name}{end}".lstrip("/"))
         yield f"{store}/blobs/{blob}", variants
-        yield f"{store}/blobs/{blob.replace('-', ':')}", variants  # as old versions name it
+        yield f"{store}/blobs/{blob.replace('-', ':')}", variants  # the file name in old versions of Ollama
 
 
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
-    """Return the names of a file of a snapshot in a hub cache; `path` begins with the directory itself, `below` is below it.
+    """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
 
-    A second revision with the same file has names of its own, and so has the same model in a second cache.
+    `path` begins with the name of the scanned directory; `below` is relative to it. The longer names tell apart two
+    revisions with the same file, and the same model in two caches.
     """
     found = _SNAPSHOT.fullmatch(path)
     if found is None:
@@ -490,7 +499,7 @@ def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
 
 
 def _says_less(path: str, link: str) -> bool:
-    """Return True if the name of a file says less than that of a link to it."""
+    """Return True if a file's name is a checksum, or lacks the extension that the link has."""
     name = os.path.basename(path)
     return _CHECKSUM.fullmatch(name) is not None or ("." not in name and "." in os.path.basename(link))
 
@@ -508,7 +517,7 @@ def _settled(status: os.stat_result) -> bool:
 
 
 def _whole(fd: int, limit: int) -> bytes:
-    """Return what a file contains. DataError if it is longer than `limit`."""
+    """Return the content of a file; DataError if it is longer than `limit` bytes."""
     parts: list[bytes] = []
     while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
         parts.append(part)

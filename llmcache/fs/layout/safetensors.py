@@ -1,5 +1,6 @@
-"""The header of a safetensors file: its length in 8 bytes, then a JSON object of name, dtype, shape and offsets; the index.
+"""Parser of safetensors headers and indexes.
 
+A header is its length in 8 bytes, then a JSON object with the dtype, shape and offsets of each tensor.
 Source: the format section of the safetensors README.
 """
 
@@ -34,14 +35,14 @@ _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
-# What PyTorch allows. The product of many more large numbers takes hours.
+# PyTorch's limit. The product of many more large numbers would take hours to compute.
 _MOST_DIMENSIONS = 64
 # The reference implementation allows 100 MB; real headers have a few MB.
 _LONGEST_JSON = 32 * 2**20
 _LEAST_BYTES = 8 + len("{}")  # of a file
 _METADATA = "__metadata__"
 _MOST_METADATA = 2**13
-_LONGEST_ENTRY = 2**14  # bytes of a name with escapes, or of what describes a tensor
+_LONGEST_ENTRY = 2**14  # bytes of a name with escapes, or of the description of a tensor
 _LONGEST_DTYPE = 16
 _PIECE = 2**16
 
@@ -51,7 +52,7 @@ _ENTRY = re.compile(rb"[^}]*+\}")
 
 
 def begins_safetensors(read: ReadAt, file_bytes: int) -> bool:
-    """Return True if the first bytes may be those of a safetensors file: the length of a header, and its brace."""
+    """Return True if the file begins with a plausible header length and an opening brace."""
     if file_bytes <= _LEAST_BYTES or len(first := read(0, 9)) < 9:
         return False
     length = int.from_bytes(first[:8], "little")
@@ -59,13 +60,13 @@ def begins_safetensors(read: ReadAt, file_bytes: int) -> bool:
 
 
 def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
-    """The layout of a safetensors file of `file_bytes` bytes called `name`; DataError when the header is damaged."""
+    """Return the layout of the safetensors file `name` of `file_bytes` bytes; DataError if the header is damaged."""
     cursor = HeaderCursor(read, file_bytes)
     length = cursor.u64()
     if length > _LONGEST_JSON:
         raise DataError(f"not a safetensors file: it declares a header of {length} bytes")
     header_bytes = 8 + length
-    cursor.skip(length)  # all of it is there
+    cursor.skip(length)  # raises DataError if the file is shorter
     tensors = bounded(_tensors(_Text(read, 8, header_bytes), header_bytes))
     shard = shard_name(name)
     return ModelLayout(
@@ -77,9 +78,9 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
 
 
 class _Text:
-    """JSON, read in pieces: what is made of it at a time is one name, or what describes one tensor.
+    """Streaming reader of the JSON header: it decodes one name or one tensor description at a time.
 
-    `json.loads` makes objects of a header first that take twenty times its bytes, and asks afterwards.
+    `json.loads` of a whole header would create objects of twenty times its size before any check.
     """
 
     def __init__(self, read: ReadAt, start: int, end: int) -> None:
@@ -87,10 +88,10 @@ class _Text:
         self._piece, self._place = b"", 0
 
     def token(self) -> bytes:
-        """The next byte that is no space, empty at the end."""
+        """Return the next byte that is not white space; empty at the end."""
         while True:
             found = _SPACE.match(self._piece, self._place)
-            assert found is not None  # of no space, too
+            assert found is not None  # the pattern matches the empty string, too
             self._place = found.end() + 1
             if self._place <= len(self._piece):
                 return self._piece[self._place - 1 : self._place]
@@ -99,12 +100,15 @@ class _Text:
                 return b""
 
     def expect(self, wanted: bytes) -> None:
-        """Moves on behind the byte `wanted`; DataError if another comes."""
+        """Advance past the byte `wanted`; DataError if the next byte is another one."""
         if (found := self.token()) != wanted:
             raise self.wrong(f"{found!r} instead of {wanted!r}")
 
     def members(self) -> Iterator[None]:
-        """Yields at each member of the object that has begun, within the quotes of its name; who takes it reads it all."""
+        """Iterate over the members of the object whose brace was read.
+
+        Each step stops after the opening quote of a member's name; the caller must then read the name and the value.
+        """
         token = self.token()
         while token != b"}":
             if token != b'"':
@@ -120,7 +124,7 @@ class _Text:
                 raise self.wrong("a comma before the end")
 
     def string(self) -> str:
-        """The rest of the string that has begun."""
+        """Return the string whose opening quote was read."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _STRING_BODY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -132,7 +136,7 @@ class _Text:
         return text
 
     def skip_string(self) -> None:
-        """Moves on behind the string that has begun, of any length."""
+        """Skip the string whose opening quote was read, of any length."""
         while True:
             found = _STRING_BODY.match(self._piece, self._place)
             assert found is not None
@@ -144,7 +148,7 @@ class _Text:
                 raise self.wrong("a string without an end")
 
     def entry(self) -> dict[str, Any]:
-        """The rest of the object that has begun, which has no other in it."""
+        """Return the object whose brace was read; it must not contain another object."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _ENTRY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -165,7 +169,7 @@ class _Text:
             raise DataError(f"not a safetensors file: its header is not valid JSON: {error}") from error
 
     def _more(self) -> bool:
-        """Reads on, behind what is left of the piece; False at the end of the header."""
+        """Append the next piece of the header to the unread rest; return False at its end."""
         piece = self._read(self._next, min(_PIECE, self._end - self._next)) if self._next < self._end else b""
         self._next += len(piece)
         self._piece, self._place = self._piece[self._place :] + piece, 0
@@ -173,7 +177,7 @@ class _Text:
 
 
 def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
-    """Yields the tensors, in the order of the header."""
+    """Yield the tensors, in the order of the header."""
     if text.token() != b"{":
         raise DataError("not a safetensors file: its header is not a JSON object")
     for _ in text.members():
@@ -190,7 +194,7 @@ def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
 
 
 def _skip_metadata(text: _Text) -> None:
-    """Skips an object of strings: tools that train models write MB of them."""
+    """Skip an object of strings: training tools write megabytes of them."""
     text.expect(b"{")
     for number, _ in enumerate(text.members()):
         if number >= _MOST_METADATA:
@@ -220,23 +224,24 @@ def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)}: its name or dtype {quoted(dtype)} is not text (half a surrogate pair)")
     begin, end = offsets
     size_bytes = end - begin
-    # An unknown dtype is no obstacle: the offsets say where the tensor is.
+    # An unknown dtype is accepted: the offsets locate the tensor.
     if size_bytes < 0 or (dtype in _BITS and math.prod(shape) * _BITS[dtype] != size_bytes * 8):
-        what = f"{quoted(dtype)} of shape {shape}"
-        raise DataError(f"tensor {quoted(name)}: {what} does not fill the bytes {begin} to {end}")
-    experts = shape[0] if len(shape) > 2 and is_expert(name) else 1  # the first dimension counts them, in a fused one
-    whole = experts > 0 and size_bytes % experts == 0
-    return Tensor(name, header_bytes + begin, size_bytes, sys.intern(dtype), experts if whole else 1)
+        described = f"{quoted(dtype)} of shape {shape}"
+        raise DataError(f"tensor {quoted(name)}: {described} does not fill the bytes {begin} to {end}")
+    experts = shape[0] if len(shape) > 2 and is_expert(name) else 1  # the first dimension of a fused tensor
+    is_divisible = experts > 0 and size_bytes % experts == 0
+    return Tensor(name, header_bytes + begin, size_bytes, sys.intern(dtype), experts if is_divisible else 1)
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
-    """Whether `values` is a list of numbers that can be sizes; bool is an int to Python, but not here."""
+    """Return True if `values` is a list of valid sizes; bool, a subclass of int, is rejected."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def index_shards(text: bytes) -> tuple[str, ...]:
-    """File names of all shards in a `model.safetensors.index.json`, sorted; DataError when it is not one, or names files
-    that do not lie beside or below it.
+    """Return the sorted file names of all shards in a `model.safetensors.index.json`.
+
+    DataError: `text` is not an index, or a name leads out of the directory of the index.
     """
     try:
         weight_map = json.loads(text)["weight_map"]

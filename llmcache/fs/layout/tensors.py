@@ -1,15 +1,14 @@
-"""What a model file holds: tensors, the order in which a decoder uses them, and which bytes belong to which layer.
+"""Content of a model file: its tensors, the order in which a decoder uses them, their layers and their experts.
 
-The order is told from names (GGUF and Hugging Face conventions). It is a first guess: the order of the accesses really
-observed overrules it.
+The order is derived from tensor names (GGUF and Hugging Face conventions). It is a first guess; the observed order of
+accesses replaces it.
 
-A *slice* is one expert's part of one tensor of a mixture: GGUF stacks the experts of a layer in one tensor (`*_exps`, last
-dimension), safetensors too (fused), or has a tensor for each. The slices of one expert (gate, up and down) are used
-together: a token uses a few experts of each layer, each whole.
+A *slice* is the part of one tensor that belongs to one expert of an MoE model. GGUF stacks the experts of a layer in one
+tensor (`*_exps`, last dimension). Safetensors do so too (fused), or have one tensor per expert. The slices of one expert
+(gate, up and down) are used together: a token uses a few experts of each layer, each whole.
 
-Layers (`Anatomy`) are kept for every file that is open, and so are small: the header is the first
-one; a file of more than LAYERS_MAX of them (names of no known convention) has its later ones, in the order of computation,
-under one name; so has one of more than RUNS_MAX runs of tensors of one layer those behind.
+`Anatomy` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, in the
+order of computation, and runs of tensors beyond RUNS_MAX share the name OTHERS.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _EMBEDDING = re.compile(
 _OUTPUT = re.compile(r"(?:^|\.)(?:output|lm_head|embed_out)\.(?:weight|qweight|bias|scales|qzeros|g_idx)$")
 _EXPERT = re.compile(r"_(?:exps|chexps)\.|(?:^|\.)experts\.")
 
-# Inside a layer, first to last. A name takes the place of the first pattern found in it, so the special ones of each
-# step (norms of q and k, shared experts) stand before the general one. Unknown names go between attention and
-# feed-forward, which is where architectures put their own inventions.
+# Steps within a layer, first to last. The first pattern that matches a name determines its step, so specific patterns
+# precede general ones. Unknown names go between attention and feed-forward, where architectures add their own tensors.
 _IN_LAYER = tuple(
     re.compile(pattern)
     for pattern in (
@@ -47,7 +45,7 @@ _IN_LAYER = tuple(
         r"\.attn_q_norm|\.q_norm",
         r"\.attn_kv_a|\.kv_a_",
         r"\.attn_kv_b|\.kv_b_|\.attn_k_b|\.attn_v_b",
-        r"\.attn_v\.",  # llama.cpp's graph has q, v, k (as its scheduler's log shows); PyTorch models q, k, v
+        r"\.attn_v\.",  # llama.cpp computes q, v, k (see its scheduler's log); PyTorch models q, k, v
         r"\.attn_k\.|\.k_proj|\.wk\b",
         r"\.attn_k_norm|\.k_norm",
         r"\.v_proj|\.wv\b",
@@ -71,24 +69,24 @@ OrderKey = tuple[int, int, int, float]
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a token reads only some rows of the tensor called `name`."""
+    """Return True if `name` is an embedding, of which a token reads only some rows."""
     return _EMBEDDING.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_output(name: str) -> bool:
-    """Whether the tensor called `name` is the projection onto the vocabulary."""
+    """Return True if `name` is the projection onto the vocabulary."""
     return _OUTPUT.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_expert(name: str) -> bool:
-    """Whether the tensor called `name` belongs to experts, of which a token uses a few."""
+    """Return True if the tensor `name` belongs to experts."""
     return _EXPERT.search(name) is not None
 
 
 def compute_key(name: str, tied: bool = False) -> OrderKey:
-    """Sort key of the tensor called `name`: (part of the model, stage, layer, step in the layer).
+    """Return the sort key of the tensor `name`: (part of the model, stage, layer, step in the layer).
 
-    With `tied` the token embedding stands last, where it serves as the output projection.
+    With `tied`, the token embedding comes last, because it serves as the output projection.
     """
     part = 0 if re.match(r"(?:enc|v|a|mm|vision_tower|audio_tower|encoder|model\.visual)\.", name) else 1
     layer = _LAYER.search(name)
@@ -103,9 +101,9 @@ def compute_key(name: str, tied: bool = False) -> OrderKey:
 
 
 Role = Literal["hot", "loop", "rows"]
-LONGEST_NAME = 1024  # bytes of a tensor's name or a key: ggml allows 64, and modules of Python are not nested so deep
-MOST_TENSORS = 2**16  # of one file: a mixture of experts in four bits, unsharded, has 55 000
-_NAMES_BYTES = 8 * 2**20  # of all names as Python keeps them
+LONGEST_NAME = 1024  # bytes of a tensor's name or a key: ggml allows 64, and names of PyTorch modules are shorter, too
+MOST_TENSORS = 2**16  # of one file: a 4-bit MoE model in one file has 55,000
+_NAMES_BYTES = 8 * 2**20  # of all names, as Python strings
 _LONGEST_SHOWN = 120
 
 
@@ -113,7 +111,7 @@ _LONGEST_SHOWN = 120
 class Tensor:
     """One tensor of a file: `size_bytes` bytes at `offset` (from the start of the file).
 
-    `experts`: of a mixture, whose slices of equal size lie in it one behind the other; 1 otherwise.
+    `experts`: the number of experts whose slices, of equal size, the tensor consists of; 1 for all other tensors.
     """
 
     name: str
@@ -124,21 +122,21 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """The first byte behind the tensor."""
+        """The first byte after the tensor."""
         return self.offset + self.size_bytes
 
     @property
     def layer(self) -> str:
-        """The layer that it is part of, "blk.3" or "model.layers.3"; its own name if it is in none."""
+        """Its layer, such as "blk.3" or "model.layers.3"; its own name if it is not part of a layer."""
         layer = _LAYER.search(self.name)
         return self.name if layer is None else self.name[: layer.end() - 1]
 
     def order(self, tied: bool) -> tuple[OrderKey, int]:
-        """Sort key in the order a decoder computes; what the names leave open goes by place in the file."""
+        """Return the sort key for the order in which a decoder computes; ties are resolved by offset."""
         return compute_key(self.name, tied), self.offset
 
     def region(self, tied: bool) -> Region:
-        """The region that it occupies."""
+        """Return the region that the tensor occupies."""
         role: Role = "rows" if is_embedding(self.name) and not tied else "loop"
         return Region(self.offset, self.size_bytes, role, self.name, sparse=is_expert(self.name))
 
@@ -147,8 +145,8 @@ class Tensor:
 class Region:
     """A range of a file and how a decoder reads it.
 
-    hot: often and early (the header) · loop: once per token, in this order · rows: a few rows per token (embedding).
-    `sparse` marks tensors of which a token needs only a part (experts of a mixture).
+    Roles: hot (often and early: the header), loop (once per token, in this order), rows (a few rows per token: embedding).
+    `sparse` marks tensors of which a token needs only a part (the experts of an MoE model).
     """
 
     first_byte: int
@@ -159,7 +157,7 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The first byte behind the region."""
+        """The first byte after the region."""
         return self.first_byte + self.size_bytes
 
 
@@ -169,14 +167,14 @@ _SHARD = re.compile(r".*-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?:\.ggu
 
 @dataclass(frozen=True)
 class ShardName:
-    """What the name of a shard says: which of how many; `number` counts from 0."""
+    """Shard number (from 0) and number of shards, from a file name."""
 
     number: int
     count: int
 
 
 def shard_name(name: str) -> ShardName | None:
-    """The shard that the file called `name` (with or without directories) is; None for a file on its own."""
+    """Return the shard number and count in the path `name`; None if it is not the name of a shard."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -187,7 +185,7 @@ def shard_name(name: str) -> ShardName | None:
 
 
 def shard_names(name: str) -> tuple[str, ...]:
-    """Return the names of all shards of the model of which `name` is one, in their order; `name` of a file on its own."""
+    """Return the names of all shards of the model of which `name` is a shard, in order; only `name` if it is not one."""
     shard = shard_name(name)
     if shard is None:
         return (name,)
@@ -197,15 +195,15 @@ def shard_names(name: str) -> tuple[str, ...]:
 
 
 REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
-"""Types of GGUF tensors that llama.cpp copies into its own memory, rearranged, with its default settings (repacking)."""
+"""GGUF tensor types that llama.cpp, with default settings, repacks: it copies them, rearranged, into its own memory."""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
     """The header of a model file: its length, and the tensors in file order.
 
-    `shard` is (number from 0, count) where the file is one shard of several. Padding between tensors is part of none.
-    `experts_used`: of each layer's, by a token, where the header says it.
+    `shard` is (number from 0, count) if the file is one shard of several. Padding between tensors belongs to no tensor.
+    `experts_used`: the experts of each layer that a token uses, if the header states it.
     """
 
     kind: Literal["gguf", "safetensors"]
@@ -216,20 +214,21 @@ class ModelLayout:
 
     @property
     def repacked_bytes(self) -> int:
-        """Return the bytes of tensors that llama.cpp copies, rearranged, with its default settings; rows are looked up."""
+        """Bytes of the tensors that llama.cpp repacks with default settings. It does not repack embeddings."""
         tensors = self.tensors if self.kind == "gguf" else ()
         return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
     @property
     def has_output(self) -> bool:
-        """Whether this file holds an output projection of its own."""
+        """Whether this file contains an output projection."""
         return any(is_output(tensor.name) for tensor in self.tensors)
 
     def regions(self, tied: bool | None = None) -> tuple[Region, ...]:
-        """Header and tensors in the order a decoder computes.
+        """Return the header and the tensors, in the order a decoder computes.
 
-        `tied`: the token embedding is the output projection too, hence read whole for each token. By default it is
-        when a file that is a model of its own has no output; a lone shard cannot tell and counts as not tied.
+        `tied`: the token embedding is also the output projection, hence read whole for each token. Default: True if the
+        file is a whole model without an output projection. A single shard counts as not tied, because the output
+        projection may be in another shard.
         """
         if tied is None:
             tied = self.shard is None and not self.has_output
@@ -238,9 +237,9 @@ class ModelLayout:
 
 
 def order_shards(shards: Sequence[ModelLayout]) -> tuple[tuple[int, Region], ...]:
-    """Regions of all `shards` of one model (given in order), each with the index of its shard.
+    """Return (index of the shard, region) for all regions of one model; `shards` are in order.
 
-    Headers first, then tensors in the order a decoder computes across the whole model.
+    Headers come first, then the tensors in the order a decoder computes across the whole model.
     """
     tied = not any(shard.has_output for shard in shards)
     headers = [(index, Region(0, shard.header_bytes, "hot", "header")) for index, shard in enumerate(shards)]
@@ -250,17 +249,17 @@ def order_shards(shards: Sequence[ModelLayout]) -> tuple[tuple[int, Region], ...
 
 
 def quoted(name: str) -> str:
-    """`name` as messages show it: damaged headers have names of any length, and of characters that cannot be printed."""
+    """Return `name` quoted and shortened for messages: damaged headers have long and unprintable names."""
     return repr(name) if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]!r}…"
 
 
 def is_text(text: str) -> bool:
-    """Whether `text` can be printed: JSON may escape a surrogate that stands alone."""
+    """Return True if `text` can be encoded: JSON may contain escapes of unpaired surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def bounded(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields `tensors`; DataError once there are more of them, or longer names, than the memory of a mount has room for."""
+    """Yield `tensors`; DataError if their number or the size of their names exceeds the limits, which bound memory."""
     names = 0
     for number, tensor in enumerate(tensors):
         names += sys.getsizeof(tensor.name)
@@ -270,7 +269,7 @@ def bounded(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int) -> tuple[Tensor, ...]:
-    """`tensors` in file order; DataError when one lies outside the data, overlaps another or has its name."""
+    """Return `tensors` in file order; DataError if two overlap or have the same name, or one is outside the data."""
     in_order = tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)))
     names: set[str] = set()
     end, previous = header_bytes, "the header"
@@ -291,13 +290,13 @@ def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int)
     return in_order
 
 
-MOST_SLICES = 1 << 16  # of one file: DeepSeek V3 has 44 544
+MOST_SLICES = 1 << 16  # of one file: DeepSeek V3 has 44,544
 _NUMBERED = re.compile(r"\.experts\.([0-9]{1,5})\.")
 
 
 @dataclass(frozen=True)
 class SliceRun:
-    """Slices of one size that lie side by side: `count` of them from `first_byte` on, the first is number `first`."""
+    """`count` adjacent slices of equal size, from `first_byte` on; the first has the number `first`."""
 
     first_byte: int
     slice_bytes: int
@@ -306,11 +305,11 @@ class SliceRun:
 
 
 class Experts:
-    """The experts of a file, numbered layer by layer, and their slices, numbered as they lie.
+    """The experts of a file, numbered layer by layer, and their slices, numbered in file order.
 
-    `layers`: (name, first expert, how many), in the order of computation. `used`: of a layer's, by a token; None where the
-    header does not say it. `slices`: the numbers of each expert's. `too_many`: the file has more than MOST_SLICES, and
-    none of them is numbered.
+    `layers`: (name, first expert, number of experts), in the order of computation. `used`: the experts of a layer that a
+    token uses; None if the header does not state it. `slices`: the slice numbers of each expert. `too_many`: the file has
+    more than MOST_SLICES slices, and no experts are listed.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -344,24 +343,24 @@ class Experts:
 
     @property
     def token_uses(self) -> int:
-        """How many experts a token uses, of all layers; 0 where the header does not say it."""
+        """Number of experts that a token uses in all layers together; 0 if the header does not state it."""
         return len(self.layers) * (self.used or 0)
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of the slices of an expert, as they lie."""
+        """Return (offset, size in bytes) of the slices of an expert, in file order."""
         return [(self.starts[number], self.sizes[number]) for number in self.slices[expert]]
 
     def layer_of(self, expert: int) -> tuple[str, int, int]:
-        """The layer that an expert is in."""
+        """Return the layer of an expert, as in `layers`."""
         return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1]
 
     def bytes_of(self, expert: int) -> int:
-        """Bytes of all slices of an expert."""
+        """Return the size of all slices of an expert."""
         return sum(self.sizes[number] for number in self.slices[expert])
 
 
 def _slices(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, str, int]]:
-    """Yield (first byte, bytes, layer, expert of that) of all slices."""
+    """Yield (first byte, size in bytes, layer, expert within the layer) of all slices."""
     for tensor in tensors:
         if numbered := _NUMBERED.search(tensor.name):
             yield tensor.offset, tensor.size_bytes, tensor.layer, int(numbered[1])
@@ -385,7 +384,7 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Part:
-    """One layer: its tensors' number, and their bytes as stretches (first, end) of the file."""
+    """One layer: the number of its tensors, and the ranges (first byte, end) of the file that they occupy."""
 
     name: str
     tensors: int
@@ -393,7 +392,7 @@ class Part:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all stretches."""
+        """Size of all ranges."""
         return sum(end - first for first, end in self.stretches)
 
 
@@ -407,7 +406,7 @@ class Anatomy:
         others = len(self._names) - 1
         numbers = {layer: min(1 + place, others) for place, layer in enumerate(layers)}
         self._tensors = array("L", [0] * len(self._names))
-        # Runs of tensors of one layer: its number, first byte, end; three numbers a run.
+        # Three numbers for each run of adjacent tensors of one layer: layer, first byte, end.
         self._runs = array("L", (0, 0, layout.header_bytes))
         for tensor in layout.tensors:
             number = numbers[tensor.layer] if len(self._runs) < 3 * RUNS_MAX else others
@@ -418,7 +417,7 @@ class Anatomy:
                 self._runs.extend((number, tensor.offset, tensor.end))
 
     def parts(self) -> Iterator[Part]:
-        """Yields the layers; padding within a stretch belongs to it."""
+        """Yield the layers. A range includes the padding between its tensors."""
         stretches: list[list[tuple[int, int]]] = [[] for _ in self._names]
         for at in range(0, len(self._runs), 3):
             number, first, end = self._runs[at : at + 3]
