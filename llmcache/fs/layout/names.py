@@ -96,7 +96,7 @@ def manifest_layers(text: bytes) -> tuple[Layer, ...]:
 
 
 def manifest_place(path: str) -> tuple[str, str] | None:
-    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`; None if `path` is not one of a manifest."""
+    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`; None if `path` is not a manifest's."""
     directory, _, tag = path.rpartition("/")
     found = _MANIFESTS.fullmatch(directory)
     if found is None:
@@ -204,7 +204,7 @@ class ModelNames:
         return self._view.paths.get(path, ())
 
     def shards(self, path: str) -> Iterator[tuple[str, ...]]:
-        """Yield, for each model of which a file is a shard, the real paths of all its shards in order. They may not exist."""
+        """Yield the real paths of all shards, in order, of each model of which a file is a shard. Some may not exist."""
         view = self._view
         for name in (path, *view.paths.get(path, ())):
             shard = shard_name(name)

@@ -159,7 +159,7 @@ class _Text:
         return entry
 
     def wrong(self, what: str) -> DataError:
-        """The error that tells that `what` was found."""
+        """Return the error for invalid JSON; `what` was found."""
         return DataError(f"not a safetensors file: its header is not valid JSON: {what}")
 
     def _loaded(self, text: bytes) -> Any:

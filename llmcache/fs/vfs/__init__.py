@@ -1,1 +1,1 @@
-"""The face of a FUSE mount: a file system over SOURCE, from libfuse's callbacks to open files."""
+"""The file system of a FUSE mount over SOURCE: libfuse's callbacks, operations and open files."""

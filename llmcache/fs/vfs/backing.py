@@ -1,17 +1,16 @@
-"""Open files of SOURCE: one Backing for each path (so for each kernel inode of the mount) with a generation.
+"""Open files of SOURCE: one Backing, with a generation, for each open path (so for each kernel inode of the mount).
 
-The mount's inodes belong to paths, not to inodes of SOURCE. A file that is replaced behind the mount therefore keeps its
-kernel inode; once an open has noticed, the same Backing continues with the new file's descriptors and a higher
-generation, and every handle of that path reads the new file, as if it had been rewritten in place. Nothing stale can
-then be fetched again, at the price that an old handle does not go on reading the replaced file. If one of its holders
-may not read the new file, nobody can open that (EBUSY) before they have closed the old one: the kernel's pages are the
-same for all.
+The mount's inodes belong to paths, not to inodes of SOURCE, so a file that is replaced behind the mount keeps its kernel
+inode. The next open detects the replacement: the Backing switches to the descriptors of the new file and increments its
+generation, and every handle of the path reads the new file, as if it had been rewritten in place. An old handle cannot
+continue to read the replaced file. Because the kernel's pages are shared by all handles, an open fails with EBUSY while
+the owner of another handle of the path may not read the new file.
 
-Locks: BackingTable's lock guards the two maps and the references; it is held for computing only, so that a file whose
-storage is slow keeps nobody from opening another one. Backing.lock serialises changes of one file made through the mount,
-and the exchange of its descriptors, with the bookkeeping of its identity; it is held during such a change, but not while
-the file is synced, and nobody waits for it who holds another lock. Reads take neither: descriptors are exchanged by dup2,
-which is atomic for a pread that runs meanwhile.
+Locks: BackingTable's lock protects the two maps and the references. No I/O is done under it, so a file on slow storage
+does not delay opens of other files. Backing.lock serializes changes of one file made through the mount, the exchange of
+its descriptors and the updates of its identity. It is held during such a change, but not during fsync, and no thread
+waits for it while it holds another lock. Reads take neither lock: dup2 exchanges descriptors atomically with respect to a
+concurrent pread.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from llmcache.units import BLOCK_BYTES
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536
-# Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
+# Kernels before 6.13 take timestamps from the last timer tick: ctime does not show a second change within one tick.
 _TICK_NS = 50_000_000
-_TRIES = 100  # to open what is at a path while others keep replacing it
+_TRIES = 100  # attempts to open a path while other processes keep replacing its file
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells one content of a file from another without reading it."""
+    """Attributes that distinguish two contents of a file without reading it."""
 
     dev: int
     ino: int
@@ -50,11 +49,11 @@ class Identity:
 
     @staticmethod
     def of(status: os.stat_result) -> Identity:
-        """The identity that a stat result shows."""
+        """Return the identity in a stat result."""
         return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def settled(self) -> bool:
-        """True if the last change is old enough that another one would show."""
+        """Return True if the last change is old enough that a further change would alter ctime."""
         return time.time_ns() - self.ctime_ns > _TICK_NS
 
 
@@ -69,17 +68,17 @@ class Backing:
         self.direct_fd = open_again(fd, os.O_RDONLY | os.O_DIRECT)
         self.writable = writable
         self.generation = 0
-        self.dropped = 0  # the kernel has no pages of an earlier generation than this
+        self.dropped = 0  # the kernel has no pages of generations before this one
         self.references = 0
         self.identity = Identity.of(status)
         self.lock = threading.RLock()
         self.links = status.st_nlink
         self.hidden = False  # deleted through the mount while open
-        self.deleted = False  # behind the mount; until another file takes its path
-        self.kept = False  # never closed: a read of it has not ended
+        self.deleted = False  # behind the mount; reset when another file is at the path
+        self.kept = False  # never closed, because a read of it has not ended
         self._changed_behind = False
-        self._changes = 0  # counted when one begins, and when it ends
-        self._synced = 0  # changes that are on storage
+        self._changes = 0  # incremented at the start and at the end of each change
+        self._synced = 0  # value of `_changes` up to which changes are on storage
         no_read_ahead(fd)
 
     @property
@@ -103,16 +102,16 @@ class Backing:
 
     @property
     def size(self) -> int:
-        """Size in bytes when it was last looked at."""
+        """Size in bytes when last checked."""
         return self.identity.size
 
     @property
     def mtime_ns(self) -> int:
-        """Modification time when it was last looked at."""
+        """Modification time when last checked."""
         return self.identity.mtime_ns
 
     def read_into(self, address: int, size: int, offset: int) -> int:
-        """Fill memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
+        """Read into memory at `address`; return the number of bytes, short only at the end of the file. Raises OSError."""
         done = 0
         direct = self.direct_fd
         if direct is not None and not self._dirty and (address | size | offset) % BLOCK_BYTES == 0:
@@ -122,13 +121,13 @@ class Backing:
         return done
 
     def _read_direct(self, fd: int, address: int, size: int, offset: int) -> int:
-        """Bytes read without the page cache of SOURCE; stops at the first short read that ends between blocks."""
+        """Read without the page cache of SOURCE, until a short read that ends within a block; return the bytes read."""
         done = 0
         while done < size:
             try:
                 count = syscalls.pread(fd, address + done, size - done, offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL:  # a device with larger blocks: the buffered descriptor reads it
+                if error.errno == errno.EINVAL:  # the device has larger blocks: the caller reads it buffered
                     return done
                 raise
             done += count
@@ -146,12 +145,15 @@ class Backing:
         if done and not self._dirty:
             start = offset // BLOCK_BYTES * BLOCK_BYTES
             length = (offset + done + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES - start
-            with contextlib.suppress(OSError):  # advice only: some file systems know none
+            with contextlib.suppress(OSError):  # only advice, which some file systems do not support
                 os.posix_fadvise(self.fd, start, length, os.POSIX_FADV_DONTNEED)
         return done
 
     def write_from(self, address: int, size: int, offset: int) -> int:
-        """Write memory at `address` through to SOURCE; returns the bytes written (all, or OSError)."""
+        """Write memory at `address` through to SOURCE; return the bytes written, fewer than `size` only after an error.
+
+        Raises OSError if no byte was written.
+        """
         done = 0
         with self.own_change():
             while done < size:
@@ -160,12 +162,12 @@ class Backing:
                 except OSError:
                     if done == 0:
                         raise
-                    break  # a partial write is reported as such; the next one meets the error
+                    break  # report the partial write; the next write meets the error
         return done
 
     @contextlib.contextmanager
     def own_change(self) -> Iterator[None]:
-        """Around a change made through the mount: it is not taken for one made behind it."""
+        """Context manager around a change made through the mount, so that it does not count as one made behind it."""
         with self.lock:
             if Identity.of(os.fstat(self.fd)) != self.identity:
                 self._changed_behind = True
@@ -177,14 +179,14 @@ class Backing:
                 self.record()
 
     def record(self) -> None:
-        """Take the file's present state as known."""
+        """Record the file's present attributes as known."""
         with self.lock:
             status = os.fstat(self.fd)
             self.identity = Identity.of(status)
             self.links = status.st_nlink
 
     def outdate(self) -> int:
-        """The content changed through another name: pages the kernel holds for this one are wrong. Its new generation."""
+        """Return a new generation, because the content changed through another hard link: the kernel's pages are stale."""
         with self.lock:
             self.record()
             self.generation += 1
@@ -192,14 +194,14 @@ class Backing:
 
     def sync(self, data_only: bool) -> None:
         """fsync or fdatasync of SOURCE's file."""
-        changes = self._changes  # a write that is under way counts once more when it ends
+        changes = self._changes  # a write in progress increments it again at its end
         (os.fdatasync if data_only else os.fsync)(self.fd)
         self._synced = max(self._synced, changes)
 
     def notice(self, fd: int) -> bool:
-        """At an open that brought `fd`: continue with the file now at this path; True if the content changed."""
+        """Switch to the file of `fd`, which was just opened at this path; return True if the content changed."""
         with self.lock:
-            status = os.fstat(fd)  # under the lock: a write through the mount and its record() come before or after
+            status = os.fstat(fd)  # under the lock: not between a write through the mount and its record()
             identity = Identity.of(status)
             if identity == self.identity and not self._changed_behind:
                 return False
@@ -211,29 +213,29 @@ class Backing:
             return True
 
     def settle(self, known: Identity | None, empty: bool) -> int | None:
-        """At the first open: the generation whose pages have to be dropped, if the kernel may have some of another content.
+        """At the first open, return the generation whose pages must be dropped; None if the kernel has no stale pages.
 
-        It has none if it is `empty`, and those of the content `known`, where that is known.
+        `empty`: the kernel has no pages of this path. `known`: the content that its pages have, None if unknown.
         """
         with self.lock:
-            self.record()  # a change through another name either shows here or has met this Backing in the table
+            self.record()  # a change through another hard link shows here, or it found this Backing in the table
             if not self.generation and (empty or known == self.identity):
                 self.dropped = 0
             return self.generation if self.unsettled else None
 
     def is_other(self, status: os.stat_result) -> bool:
-        """True if `status` is of another file than this one, whatever its path."""
+        """Return True if `status` is that of another file."""
         return (status.st_dev, status.st_ino) != (self.dev, self.ino)
 
     def make_writable(self, fd: int) -> None:
-        """Replace a read-only descriptor by a writable one of the same file."""
+        """Replace the read-only descriptor by a writable one, `fd`, of the same file."""
         with self.lock:
             os.dup2(fd, self.fd, inheritable=False)
             no_read_ahead(self.fd)
             self.writable = True
 
     def _exchange(self, fd: int) -> None:
-        writable = open_again(fd, os.O_RDWR) if self.writable else None  # those who write go on writing
+        writable = open_again(fd, os.O_RDWR) if self.writable else None  # open handles may write
         self.writable = writable is not None
         os.dup2(fd if writable is None else writable, self.fd, inheritable=False)
         if writable is not None:
@@ -245,18 +247,18 @@ class Backing:
             os.dup2(fresh, self.direct_fd, inheritable=False)
             os.close(fresh)
         else:
-            # The number may not be closed while a read uses it: point it at the new file, buffered, and forget it.
+            # A read may be using the descriptor, so it cannot be closed: redirect it to the new file, buffered.
             if self.direct_fd is not None:
                 os.dup2(fd, self.direct_fd, inheritable=False)
             self.direct_fd = fresh
 
     def keep_open(self, reason: str) -> None:
-        """Never close the descriptors: a read that is still under way would read the file that got their numbers."""
+        """Never close the descriptors: a read in progress would read another file if their numbers were reused."""
         log.error("inode %d stays open: %s", self.identity.ino, reason)
         self.kept = True
 
     def close(self) -> None:
-        """Close the descriptors; the Backing is not used after this."""
+        """Close the descriptors. The Backing must not be used afterwards."""
         if self.kept:
             return
         os.close(self.fd)
@@ -270,15 +272,15 @@ class Opened:
     """Result of BackingTable.open."""
 
     backing: Backing
-    changed: bool  # the content is not the one known before
-    drop: int | None  # the generation whose pages the kernel has to drop, if it may have others'
+    changed: bool  # the content differs from the one known before
+    drop: int | None  # the generation before which the kernel must drop pages; None: it has no stale pages
 
 
 class BackingTable:
     """All open Backings by path, and the identities of recently closed ones.
 
-    A closed path may have left pages in the kernel; identity None says that it is not known of which content. A path
-    without an entry was never open, so there are none, unless entries had to be given up.
+    The kernel may have pages of a closed path. `_closed` has the identity of their content, or None if it is unknown. The
+    kernel has no pages of a path without an entry, unless entries were dropped (`_complete` is False).
     """
 
     def __init__(self) -> None:
@@ -298,17 +300,17 @@ class BackingTable:
         caller: Caller = NOBODY_ELSE,
         may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
     ) -> Opened:
-        """Open `name` in `dir_fd`, known as `path`; O_CREAT and O_EXCL are honoured, O_APPEND and O_TRUNC are not.
+        """Open `name` in `dir_fd`, which is the mount's `path`. O_CREAT and O_EXCL are honored, O_APPEND and O_TRUNC not.
 
-        PermissionError if `caller` may not open it. EBUSY if another file is at `path` now and `may_replace(backing, fd)`
-        is false: those who have the one before open would read it.
+        Raises PermissionError if `caller` may not open the file, and EBUSY if another file is at `path` now and
+        `may_replace(backing, fd)` is false, because the existing handles of the path would read it.
         """
         for _ in range(_TRIES):
             fd = open_for(caller, dir_fd, name, flags, mode)
             try:
                 backing = self._new(path, fd, flags)
                 if backing is not None:
-                    fd = -1  # it is the Backing's
+                    fd = -1  # now owned by the Backing
                     return self._begin(backing)
                 backing = self.acquire(path)
                 opened = None if backing is None else self._join(backing, dir_fd, name, fd, flags, may_replace)
@@ -317,11 +319,11 @@ class BackingTable:
                     os.close(fd)
             if opened is not None:
                 return opened
-            flags &= ~os.O_EXCL  # it was made
+            flags &= ~os.O_EXCL  # the first attempt created the file
         raise _busy()
 
     def _new(self, path: str, fd: int, flags: int) -> Backing | None:
-        """A Backing of `fd` for a path that has none, with a reference; None if it has one."""
+        """Return a new Backing of `fd` with one reference; None if the path already has one."""
         with self._lock:
             if path in self._open:
                 return None
@@ -330,12 +332,12 @@ class BackingTable:
         with self._lock:
             if self._open.setdefault(path, backing) is backing:
                 return backing
-        if backing.direct_fd is not None:  # another open was faster
+        if backing.direct_fd is not None:  # a concurrent open was faster
             os.close(backing.direct_fd)
         return None
 
     def _begin(self, backing: Backing) -> Opened:
-        """The first open of a path since its last close; until it is known what the kernel has, nobody may keep that."""
+        """Complete the first open of a path. Until then `unsettled` is True, so that no other open sets `keep_cache`."""
         try:
             with self._lock:
                 empty = self._complete and backing.path not in self._closed
@@ -349,12 +351,12 @@ class BackingTable:
     def _join(
         self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
     ) -> Opened | None:
-        """One more open of a Backing, with a reference already; None if `fd` is not what is at its path any more."""
+        """Open a Backing once more (the caller holds a reference); None if another file replaced that of `fd` again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             with backing.lock:
                 if backing.is_other(os.fstat(fd)):
-                    if not is_at(dir_fd, name, fd):  # another open may have brought what is newer
+                    if not is_at(dir_fd, name, fd):  # the Backing may already have the newer file
                         self.release(backing)
                         return None
                     if not may_replace(backing, fd):
@@ -368,7 +370,7 @@ class BackingTable:
             raise
 
     def acquire(self, path: str) -> Backing | None:
-        """The open Backing of a path with another reference, or None."""
+        """Return the open Backing of a path with another reference, or None."""
         with self._lock:
             backing = self._open.get(path)
             if backing is not None:
@@ -376,7 +378,7 @@ class BackingTable:
             return backing
 
     def release(self, backing: Backing) -> bool:
-        """Give one reference back; True if it was the last one (the Backing is closed then)."""
+        """Drop one reference; if it was the last, close the Backing and return True."""
         with self._lock:
             backing.references -= 1
             if backing.references:
@@ -390,7 +392,7 @@ class BackingTable:
         return True
 
     def is_last(self, backing: Backing) -> bool:
-        """True if there is one reference left."""
+        """Return True if one reference is left."""
         with self._lock:
             return backing.references == 1
 
@@ -402,7 +404,7 @@ class BackingTable:
 
     @contextlib.contextmanager
     def using(self, path: str) -> Iterator[Backing | None]:
-        """A with block in which the open Backing of a path, if there is one, stays open whoever closes it meanwhile."""
+        """Context manager: keep the Backing of a path open, even if its last handle is closed; None if it is not open."""
         backing = self.acquire(path)
         try:
             yield backing
@@ -411,14 +413,14 @@ class BackingTable:
                 self.release(backing)
 
     def find_deleted(self) -> list[Backing]:
-        """Return the open Backings whose file has lost its last name behind the mount, each with another reference."""
+        """Return the open Backings whose file was deleted behind the mount, each with another reference."""
         with self._lock:
             paths = [path for path, backing in self._open.items() if not (backing.hidden or backing.deleted)]
         found = []
         for path in paths:
             if (backing := self.acquire(path)) is None:
                 continue
-            # Some file systems report no links at all; where SOURCE fails, the next look finds out.
+            # `links` is 0 on file systems that do not count links. If fstat fails, the next call tries again.
             with backing.lock, contextlib.suppress(OSError):
                 backing.deleted = backing.links > 0 and not os.fstat(backing.fd).st_nlink and not backing.hidden
             if backing.deleted:
@@ -428,7 +430,7 @@ class BackingTable:
         return found
 
     def others(self, backing: Backing) -> list[Backing]:
-        """Open Backings of the same file under other names (hard links), each with another reference."""
+        """Return the open Backings of other hard links to the same file, each with another reference."""
         with self._lock:
             same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
             for other in same:
@@ -436,16 +438,16 @@ class BackingTable:
             return same
 
     def moved(self, old: str, new: str, *, exchanged: bool = False) -> None:
-        """A path, or a directory with all below it, was renamed through the mount; `new` no longer names what it did."""
+        """Update the paths after a rename of a file or directory through the mount; `new` replaces any previous file."""
         ways = [(old, new), (new, old)] if exchanged else [(old, new)]
         with self._lock:
             found = [
-                (path, there + path[len(here) :], self._open.pop(path, None), self._closed.pop(path, path) is not path)
-                for here, there in ways
-                for path in [p for p in [*self._open, *self._closed] if p == here or p.startswith(here + "/")]
+                (path, target + path[len(origin) :], self._open.pop(path, None), self._closed.pop(path, path) is not path)
+                for origin, target in ways
+                for path in [p for p in [*self._open, *self._closed] if p == origin or p.startswith(origin + "/")]
             ]
             for path, target, backing, was_closed in found:
-                if was_closed:  # its kernel inode goes along, pages and all; the change time moves
+                if was_closed:  # the kernel inode keeps its pages; the rename changes ctime, so the identity is unknown
                     self._remember(target, None)
                 if backing is not None:
                     backing.old_path, backing.path = path, target
@@ -453,7 +455,7 @@ class BackingTable:
                     self._open[target] = backing
 
     def forget(self, path: str) -> None:
-        """A path was deleted through the mount."""
+        """Remove the entry of a path that was deleted through the mount."""
         with self._lock:
             self._closed.pop(path, None)
 

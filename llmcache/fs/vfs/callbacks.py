@@ -1,7 +1,7 @@
-"""libfuse's callbacks, from C arguments to calls of LlmcacheOperations and back to errno.
+"""libfuse's callbacks: they convert C arguments to calls of LlmcacheOperations, and exceptions to errno.
 
-Data of reads and writes is passed on as a memory address: no bytes object, no copy. With nullpath_ok libfuse gives no
-path (None here) to calls on an open file, so everything on an open file goes by its handle.
+Reads and writes pass memory addresses, so no data is copied. With `nullpath_ok`, libfuse passes no path (None) to calls on
+an open file, so these use the handle.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmcache.fs")
 
-# Results of interrupted or mis-raised system calls that an application could not make sense of.
+# Errors of the daemon's own system calls, which an application could not interpret.
 _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 
 _HIDDEN = b"/.fuse_hidden"
 
-# What changes or lists directories, or changes attributes: done with the rights of who asks (see `source.py`).
+# Operations that change or list directories, or change attributes, run with the caller's rights (see `source.py`).
 _WITH_RIGHTS = {
     *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
     *("chown", "utimens", "setxattr", "removexattr", "listxattr"),
@@ -42,11 +42,11 @@ Pointed = TypeVar("Pointed", covariant=True)
 
 
 class Pointer(Protocol[Pointed]):
-    """A pointer to a structure, as ctypes gives it; false for NULL."""
+    """A ctypes pointer to a structure; false for NULL."""
 
     @property
     def contents(self) -> Pointed:
-        """What it points to."""
+        """The structure."""
 
     def __bool__(self) -> bool: ...
 
@@ -60,7 +60,7 @@ class OpenInfo(Protocol):
 
 
 class RequestContext(Protocol):
-    """struct fuse_context: who asks."""
+    """struct fuse_context: the client of a request."""
 
     uid: int
     gid: int
@@ -69,17 +69,17 @@ class RequestContext(Protocol):
 
 
 class DirectoryFiller(Protocol):
-    """fuse_fill_dir_t: takes one entry, unless the buffer is full (not 0)."""
+    """fuse_fill_dir_t: add one entry to a directory buffer."""
 
     argtypes: Sequence[type[Struct]]
 
     def __call__(self, buffer: int, name: bytes, status: object, offset: int, flags: int, /) -> int:
-        """0 if it was taken; `offset` is where the next entry begins."""
+        """Return 0 if the entry was added, not 0 if the buffer is full; `offset` is that of the next entry."""
         ...
 
 
 def reply_errno(error: OSError) -> int:
-    """The positive errno an application may see for an OSError of the daemon."""
+    """Return the positive errno to report to the application for an OSError of the daemon."""
     number = error.errno
     if not number or number < 0 or number in _NEVER_LEAK:
         return errno.EIO
@@ -94,33 +94,33 @@ def _handle(info: Pointer[OpenInfo]) -> int | None:
     return info.contents.fh if info else None
 
 
-# Has a function called when the thread ends, like a destructor of C++: before thread-specific keys are cleared, such as
-# Python's. Its last argument is an address in the library that the function belongs to.
+# Registers a function to call when the thread ends, as for a C++ destructor: before thread-specific keys, such as Python's,
+# are cleared. The last argument is an address in the library that contains the function.
 _at_thread_end = getattr(ctypes.CDLL(None), "__cxa_thread_atexit_impl", None)  # glibc
 
 
 def _release_thread(_nothing: int | None) -> None:
-    """Release the state of this thread, kept by `_keep_thread`. ctypes holds it once more for this very call."""
-    ctypes.pythonapi.PyGILState_Release(0)  # PyGILState_LOCKED: the GIL stays with ctypes
+    """Release the thread state that `_keep_thread` acquired. ctypes acquired it once more for this call."""
+    ctypes.pythonapi.PyGILState_Release(0)  # PyGILState_LOCKED: ctypes keeps the GIL
 
 
 _RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
 
 
 class Callbacks:
-    """One method, `_op_` and its name, for each member of struct fuse_operations."""
+    """Callbacks for struct fuse_operations: the method `_op_<name>` serves the member `<name>`."""
 
     def __init__(
         self, operations: LlmcacheOperations, context: Callable[[], Pointer[RequestContext]], request: Callable[[], int]
     ) -> None:
-        """`context()`: libfuse's fuse_context of this thread; `request()`: a number that no other request has."""
+        """`context()` returns libfuse's fuse_context of this thread, `request()` the unique number of its request."""
         self._ops = operations
         self._context = context
         self._request = request
-        self._thread = threading.local()  # `looked`: the request that has looked at a hidden name last
+        self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
 
     def guarded(self, name: str) -> Callable[..., int] | None:
-        """The callback of that name with errors turned into -errno; an unexpected exception becomes EIO and a log entry."""
+        """Return the callback for `name`. It returns OSErrors as -errno, and logs other exceptions and returns -EIO."""
         method = getattr(self, "_op_" + name, None)
         if method is None:
             return None
@@ -136,17 +136,17 @@ class Callbacks:
                     return method(*arguments) or 0
             except OSError as error:
                 return -reply_errno(error)
-            except BaseException:  # nothing may unwind into C
+            except BaseException:  # no exception may reach C
                 log.exception("unexpected error in FUSE operation %s", name)
                 return -errno.EIO
 
         return call
 
     def _keep_thread(self) -> None:
-        """Keep Python's state of this thread, which libfuse made, until the thread ends.
+        """Keep the Python state of this libfuse thread until the thread ends.
 
-        Otherwise Python makes a new state for each call, which costs as much as a small request and loses thread-local data.
-        Before libfuse 3.12 workers beyond the idle ones end after a burst of requests.
+        Otherwise Python creates a new state for each call, which takes as long as a small request and loses thread-local
+        data. The release at the end matters because libfuse before 3.12 ends surplus workers after a burst of requests.
         """
         if not hasattr(self._thread, "looked"):
             self._thread.looked = None
@@ -182,7 +182,7 @@ class Callbacks:
         self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
     def _op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
-        """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel does the others."""
+        """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel handles the others."""
         return self._ops.lseek(info.contents.fh, offset, whence)
 
     # Attributes
@@ -208,12 +208,12 @@ class Callbacks:
         self._ops.chmod(_name(path), _handle(info), mode, self._caller())
 
     def _op_chown(self, path: bytes | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the owner; -1 leaves one as it is."""
+        """FUSE_SETATTR of the owner; -1 keeps a value."""
         none = 2**32 - 1
         self._ops.chown(_name(path), _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
 
     def _op_utimens(self, path: bytes | None, times: Struct, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT stay in the nanoseconds."""
+        """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT are passed on as nanoseconds."""
         pairs = None
         if times:
             both = times.contents
@@ -224,13 +224,13 @@ class Callbacks:
         self._ops.setxattr(os.fsdecode(path), os.fsdecode(name), ctypes.string_at(value, size), flags)
 
     def _op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
-        """FUSE_GETXATTR; size 0 asks for the length."""
-        # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
+        """FUSE_GETXATTR; size 0 requests the length."""
+        # The kernel itself requests system and security attributes (access lists, capabilities at writes): not secret.
         with self._rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
             return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
 
     def _op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
-        """FUSE_LISTXATTR; size 0 asks for the length."""
+        """FUSE_LISTXATTR; size 0 requests the length."""
         names = self._ops.listxattr(os.fsdecode(path))
         return _put(b"".join(os.fsencode(name) + b"\0" for name in names), buffer, size)
 
@@ -259,7 +259,7 @@ class Callbacks:
         self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
 
     def _op_rename(self, old: bytes, new: bytes, flags: int) -> None:
-        """FUSE_RENAME2, and what libfuse makes of FUSE_UNLINK of an open file: it looks first if the hidden name is free."""
+        """FUSE_RENAME2, and FUSE_UNLINK of an open file, for which libfuse looks up a free hidden name and renames to it."""
         looked, self._thread.looked = self._thread.looked, None
         if _HIDDEN in new and looked == (self._request(), new):
             self._ops.hide(os.fsdecode(old), os.fsdecode(new))
@@ -277,7 +277,7 @@ class Callbacks:
     def _op_readdir(
         self, _path: bytes | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
     ) -> None:
-        """FUSE_READDIR: as many entries as the kernel's buffer takes, from where the last call ended."""
+        """FUSE_READDIR: fill the kernel's buffer with entries from `offset` on."""
         status = fill.argtypes[2]._type_()
         reference = ctypes.byref(status)
         listing = self._ops.listing(info.contents.fh)
@@ -310,7 +310,7 @@ class Callbacks:
 
 
 def _put(value: bytes, buffer: Buffer, size: int) -> int:
-    """Length of an attribute's value, copied out where the caller brought room."""
+    """Return the length of an attribute's value, and copy the value if the caller passed a buffer; -ERANGE: too small."""
     if size and buffer:
         if len(value) > size:
             return -errno.ERANGE
