@@ -182,7 +182,7 @@ class ModelNames:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Links that lead out of the directory."""
+        """Links that lead out of the directory, or in a circle."""
         return self._view.outside
 
     @property

@@ -1,14 +1,14 @@
-"""libfuse 3 through mfusepy's ctypes declarations: finding it, mounting, the serving loop, and kernel notifications.
+"""libfuse 3 through mfusepy's ctypes declarations: loading it, mounting, the serving loop and kernel notifications.
 
-The only file that imports mfusepy. Its FUSE class is not used: that one goes through fuse_main_real, which in libfuse
-3.14 ignores `max_threads` (10 threads, fewer than one 8-threaded reader's requests), handles signals itself and prints
-where it should return. Here the steps are taken one by one, with the same structures.
+This is the only file that imports mfusepy. It does not use mfusepy's FUSE class, which calls fuse_main_real: in libfuse
+3.14 that function ignores `max_threads` (it starts 10, too few for one reader with 8 threads), handles signals itself, and
+prints errors instead of returning them.
 
 ABI: fields of fuse_config after `auto_cache` moved between libfuse versions. Only `nullpath_ok` is set there; it has
-mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info
-only flags, direct_io, keep_cache and fh are used: fields that never moved. The nodeid of a path is its st_ino seen
-through the mount, because use_ino stays unset. Behind the fuse_context of a thread libfuse has a pointer to the request,
-which begins with the session and the request's number: so in every release from 2.6 on, though no header says so.
+mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info,
+only flags, direct_io, keep_cache and fh are used, which never moved. The nodeid of a path is its st_ino in the mount,
+because use_ino is unset. In every release since 2.6, a pointer to the request follows the fuse_context of a thread, and the
+request begins with the session and its number; this is not documented.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 APT_HINT = "install FUSE 3: sudo apt install fuse3"
 WAKE_SIGNAL = signal.SIGUSR2
 _ASYNC_READ = 1 << 0
-_DONT_MASK = 1 << 6  # a umask counts only where a directory has no default access list: see Caller.new_mode
-_POSIX_ACL = 1 << 19  # the mode of a file with access lists says more than its lists allow: the kernel must see both
+_DONT_MASK = 1 << 6  # the umask applies only in directories without a default access list: see Caller.new_mode
+_POSIX_ACL = 1 << 19  # the mode alone can allow more than a file's access lists: the kernel must check both
 _UNWANTED = (
-    (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies come from memory, a pipe would only add system calls
-    | 1 << 12  # AUTO_INVAL_DATA: a changed file is noticed at open, pages are dropped by the daemon
+    (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies are in memory, so a pipe would only add system calls
+    | 1 << 12  # AUTO_INVAL_DATA: the daemon detects changed files at open and drops their pages
     | 1 << 13
-    | 1 << 14  # READDIRPLUS: it would create an inode for every name of a large directory
-    | 1 << 20  # HANDLE_KILLPRIV: the daemon may be root, whose writes do not clear set-id bits; the kernel does it
+    | 1 << 14  # READDIRPLUS (and 1 << 13): it would create an inode for every name in a large directory
+    | 1 << 20  # HANDLE_KILLPRIV: a daemon that is root does not clear set-id bits with its writes; the kernel does
 )
 
 
 @functools.cache
 def binding() -> ModuleType:
-    """The mfusepy module, loaded on libfuse 3 (left alone it may pick libfuse 2); EnvironmentProblem where there is none."""
+    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). EnvironmentProblem: libfuse 3 is not installed."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
     failure = ""
@@ -58,7 +58,7 @@ def binding() -> ModuleType:
             failure = str(error)
             continue
         os.environ["FUSE_LIBRARY_PATH"] = name
-        import mfusepy  # loads the library named in FUSE_LIBRARY_PATH, once and for all
+        import mfusepy  # loads the library named in FUSE_LIBRARY_PATH
 
         if mfusepy.fuse_version_major != 3:
             raise EnvironmentProblem(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
@@ -74,7 +74,7 @@ def binding() -> ModuleType:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The libfuse handle with argument types set. A CDLL: every call releases the GIL."""
+    """Return libfuse with argument types set. It is a CDLL, so every call releases the GIL."""
     lib: ctypes.CDLL = binding()._libfuse
     pointer, number, offset = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
     new = _new(lib)
@@ -97,7 +97,7 @@ def _new(lib: ctypes.CDLL) -> CFuncPtr:
 
 
 def version() -> str:
-    """Version of the libfuse that a mount uses, "3.14.0"; EnvironmentProblem where there is none."""
+    """Return the version of the libfuse that mounts use, such as "3.14.0". EnvironmentProblem: it is not installed."""
     lib = library()
     lib.fuse_pkgversion.restype = ctypes.c_char_p
     return str(lib.fuse_pkgversion().decode())
@@ -123,19 +123,20 @@ class _Arguments(ctypes.Structure):
 
 
 class _OldLoopConfig(ctypes.Structure):
-    """struct fuse_loop_config of libfuse before 3.12: there is no limit of threads, only of idle ones."""
+    """struct fuse_loop_config of libfuse before 3.12, which limits only the number of idle threads."""
 
     _fields_ = [("clone_fd", ctypes.c_int), ("max_idle_threads", ctypes.c_uint)]
 
 
 class Notifier:
-    """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply, and
-    nobody who owes one waits for such a thread without end (`state.py` argues that). They return 0 or a negative errno
-    (-ENOENT: the kernel does not know the inode, so it holds nothing; -ENOTCONN: after `close`).
+    """Notifications from the daemon to the kernel. They return 0 or a negative errno.
 
-    A page is locked from the moment its READ is queued. A call that waits for one while nobody takes requests any more
-    would wait for ever, and with it whoever reads: it keeps the connection open that its process has closed. So no call
-    is under way when the serving loop is told to end.
+    -ENOENT: the kernel has no such inode, hence no pages of it. -ENOTCONN: the notifier is closed.
+
+    Calls wait for locked pages. A thread with a pending request must not make them, and must not wait without a limit for
+    a thread that does (see `state.py`). A page is locked as soon as its READ is queued. If the serving loop has ended, a
+    call that waits for such a page, and the readers of the page, would wait forever, because the call keeps the FUSE
+    connection open. So `close` waits for all calls before the loop ends.
     """
 
     def __init__(self, fuse: int) -> None:
@@ -147,12 +148,12 @@ class Notifier:
         self._closed = False
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Put memory at `address` into the page cache of an inode."""
+        """Copy memory at `address` into the page cache of an inode."""
         vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
         return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drop pages of an inode, mapped or not; length 0 is to the end; offset -1 drops only its attributes."""
+        """Drop pages of an inode, mapped or not. Length 0: to the end of the file; offset -1: only the attributes."""
         return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
 
     def invalidate_path(self, path: str) -> int:
@@ -172,14 +173,14 @@ class Notifier:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Tell the kernel nothing more; returns when no call is under way, for which requests must still be served."""
+        """Refuse further calls and wait for those in progress, during which requests must still be served."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
 
 
 class Session:
-    """One mount from fuse_new to fuse_destroy. `run` blocks; `stop` may come from any other thread."""
+    """One mount, from fuse_new to fuse_destroy. `run` blocks; any other thread may call `stop`."""
 
     def __init__(self, operations: LlmcacheOperations, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
         self._lib = library()
@@ -191,14 +192,14 @@ class Session:
         self._notifier: Notifier | None = None
         self._thread = 0
         self._over = threading.Event()
-        self._alive, self._turn = True, threading.Lock()  # nobody uses `_fuse` once it is destroyed
+        self._alive, self._turn = True, threading.Lock()  # `_turn` prevents the use of `_fuse` after fuse_destroy
         self._table = self._callbacks()
         given = [word.partition("=")[2] for option in options for word in option.split(",") if word.startswith("max_read=")]
         self._max_read = int(given[-1]) if given and given[-1].isdecimal() else 0
         self._fuse = self._create(options)
 
     def _callbacks(self) -> ctypes.Structure:
-        """The filled struct fuse_operations (it holds references to the callbacks)."""
+        """Return struct fuse_operations, which keeps references to the callbacks."""
         self._lib.fuse_get_context.restype = ctypes.POINTER(self._binding.fuse_context)
         self._calls = Callbacks(self._operations, self._lib.fuse_get_context, self._request)
         table: ctypes.Structure = self._binding.fuse_operations()
@@ -210,9 +211,9 @@ class Session:
         return table
 
     def _request(self) -> int:
-        """The number of the request that this thread is answering, which no other has; 0 if it cannot be told."""
-        behind = ctypes.addressof(self._lib.fuse_get_context().contents) + ctypes.sizeof(self._binding.fuse_context)
-        request = ctypes.c_void_p.from_address(behind).value
+        """Return the unique number of the request that this thread is processing; 0 if unknown."""
+        context_end = ctypes.addressof(self._lib.fuse_get_context().contents) + ctypes.sizeof(self._binding.fuse_context)
+        request = ctypes.c_void_p.from_address(context_end).value
         if not request:
             return 0
         session, number = (ctypes.c_uint64 * 2).from_address(request)
@@ -230,12 +231,12 @@ class Session:
         return int(fuse)
 
     def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
-        """FUSE_INIT: settings, then the operations' own start. A failure ends the loop and is raised by run()."""
+        """FUSE_INIT: configure the session and start the operations. A failure ends the loop, and `run` raises it."""
         try:
             self._configure(conn.contents, config.contents)
             self._notifier = Notifier(self._fuse)
             self._operations.init(self._notifier)
-        except BaseException as error:  # noqa: BLE001 - carried to run(); libfuse itself cannot be told
+        except BaseException as error:  # noqa: BLE001 - run() raises it; libfuse has no way to report it
             self._failure = error
             self._lib.fuse_exit(self._fuse)
 
@@ -243,10 +244,10 @@ class Session:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
         conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
         conn.max_background, conn.congestion_threshold = 64, 48
-        conn.max_read = self._max_read  # libfuse wants it here and as an option, or ends the session
+        conn.max_read = self._max_read  # libfuse ends the session unless it is set both here and as an option
         config.entry_timeout = 1.0
-        # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that
-        # was changed behind the mount is never opened with the old size. Reads and page faults do not ask.
+        # The kernel requests size and times at every open and stat (default_permissions checks refresh them), so a file
+        # that was changed behind the mount is never opened with the old size. Reads and page faults do not request them.
         config.attr_timeout = 0.0
         config.negative_timeout = 0.0
         config.readdir_ino = 1
@@ -256,7 +257,7 @@ class Session:
         self._operations.destroy()
 
     def run(self) -> None:
-        """Mount, serve until unmounted or stopped, unmount. Raises MountProblem where the mount cannot be made."""
+        """Mount, serve until unmounted or stopped, unmount. Raises MountProblem if the mount fails."""
         try:
             if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
                 hint = "MOUNT must be a directory of your own, and /dev/fuse must be open to you"
@@ -293,9 +294,11 @@ class Session:
             lib.fuse_loop_cfg_destroy(loop)
 
     def stop(self) -> None:
-        """End run(): requests in progress are answered, then the mount is detached. Returns when the loop is over.
+        """End `run` after the requests in progress, and detach the mount. Returns when the loop has ended.
 
-        libfuse's loop waits on a semaphore that only a signal interrupts; one sent before it waits is lost, so again."""
+        libfuse's loop waits on a semaphore that only a signal interrupts. A signal sent before the wait is lost, hence the
+        repetition.
+        """
         if self._notifier is not None:
             self._notifier.close()
         with self._turn:
@@ -308,5 +311,5 @@ class Session:
 
 
 def prepare_process() -> None:
-    """Signal handling that Session.stop needs; from the main thread, before run()."""
+    """Install the signal handler that `Session.stop` needs. Call it in the main thread, before `run`."""
     signal.signal(WAKE_SIGNAL, lambda _number, _frame: None)  # without SA_RESTART: interrupts the semaphore

@@ -1,19 +1,18 @@
-"""What the mount does with files, directories and names; the cache is in `engine.py`.
+"""Operations of the mount on files, directories and names. The cache itself is in `engine.py`.
 
-A file changed behind the mount is noticed here, at open: its Backing moves to the new content and the engine forgets
-what it had before the open is answered. The kernel drops the pages of a file whose open says so, and until a background
-thread has dropped them too, every open says so: a second opener could otherwise read an old page that the first one's
-open is about to drop. The size needs no care: attributes expire at once (see libfuse.py), so the kernel has just asked.
+Changes behind the mount are detected at open: the Backing switches to the new content and the engine drops the old before
+the open returns. The kernel drops a file's pages if the open clears `keep_cache`. Every open clears it until the
+maintenance thread has dropped the pages as well; otherwise a second open could read a stale page before the first one
+drops it. The size is never stale: attributes expire at once (see libfuse.py), so the kernel requests them at each open.
 
-A file written through one name is changed for its other names (hard links) in the same way: whoever opens one of them
-after the write reads what was written; who has it open does so once its pages are dropped. The write does not wait for
-that (see `state.py`: who may wait for whom).
+A write through one hard link is a change for the other links. An open of another link after the write reads the new data;
+existing handles do so once the pages are dropped. The write does not wait for that (`state.py` lists which thread may wait
+for which).
 
-Deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits in its directory and deletes it when it
-is closed. Here that rename (`hide`, and not a user's `rename` to such a name) deletes the file at once; its open Backing
-goes on under the hidden name, which lives only in `_hidden`. The directory can then be removed, and nothing is left behind
-if the daemon is killed. With libfuse's `hard_remove` there would be no hidden name, but such a file could neither be
-given another mode nor be opened by its descriptor (ESTALE).
+Files deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits and deletes it after the last close.
+Here that rename (`hide`; a user's `rename` to such a name is an ordinary one) deletes the file at once, and its Backing
+continues under the hidden name, which exists only in `hidden`. So the directory can be removed, and no file remains if the
+daemon is killed. libfuse's `hard_remove` needs no hidden name, but then chmod and open of /proc/PID/fd fail (ESTALE).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmcache.fs")
 
-LOOK_S = 0.5  # from one look for files that were deleted behind the mount to the next
+LOOK_S = 0.5  # interval of the checks for files that were deleted behind the mount
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class FileHandle:
     rights: Caller | None = None  # of another user
 
     def writer(self, caller: Caller) -> Caller:
-        """Whose rights a write has: the caller's, or of who opened the file, where the kernel writes what was mapped.
+        """Return the rights for a write: the caller's, or the opener's if the kernel writes mapped pages (pid 0).
 
-        Without a look at the caller's groups: those of who opened the file count, if that is the same user.
+        The caller's groups are not looked up: the opener's are used if it is the same user, else none.
         """
         opener = self.rights or NOBODY_ELSE
         if not caller.is_other:
@@ -66,10 +65,10 @@ class FileHandle:
 
 
 class Listing:
-    """An open directory, read in the order of SOURCE with no copy of its entries: memory does not grow with its size.
+    """An open directory. Its entries are streamed in the order of SOURCE, so memory does not grow with its size.
 
-    Offsets are counts of entries. The kernel normally goes on where it stopped; another offset (rewinddir, seekdir)
-    reads the directory from its start again.
+    Offsets are counts of entries. The kernel normally continues where it stopped; for another offset (rewinddir, seekdir),
+    the directory is read again from its start.
     """
 
     def __init__(self, fd: int) -> None:
@@ -81,7 +80,7 @@ class Listing:
         self._started = False
 
     def entries(self, offset: int) -> Iterator[tuple[int, str, int]]:
-        """(offset after it, name, mode bits of its type) from `offset` on; `taken` confirms each."""
+        """Yield (offset after the entry, name, file type bits) from `offset` on; the caller confirms each with `taken`."""
         if not self._started or offset != self._position or offset == 0:
             self._restart(offset)
         while True:
@@ -92,7 +91,7 @@ class Listing:
             yield (self._position + 1, *self._pending)
 
     def taken(self, position: int) -> None:
-        """The entry that ends at `position` went into the kernel's buffer."""
+        """Record that the entry that ends at `position` is in the kernel's buffer."""
         self._position = position
         self._pending = None
 
@@ -118,7 +117,7 @@ def _scan(fd: int) -> Iterator[tuple[str, int]]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Type bits of an entry; no stat for files, directories and links where the file system tells the type."""
+    """Return the file type bits of an entry, without stat if the file system reports a common type."""
     if entry.is_symlink():
         return stat.S_IFLNK
     if entry.is_dir(follow_symlinks=False):
@@ -132,7 +131,10 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _chmod(file: int | str, bits: int, caller: Caller) -> None:
-    """With the caller's rights, but for set-id bits: the kernel takes them away when somebody writes, who may not own it."""
+    """Change the mode with the caller's rights.
+
+    Clearing only set-id bits uses the daemon's rights: the kernel does so at a write, and the writer may not be the owner.
+    """
     before = stat.S_IMODE(os.stat(file).st_mode)
     less = before & ~bits
     by_kernel = less and before ^ less == bits and not less & ~(stat.S_ISUID | stat.S_ISGID)
@@ -141,20 +143,20 @@ def _chmod(file: int | str, bits: int, caller: Caller) -> None:
 
 
 class LlmcacheOperations:
-    """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
+    """The file system of one mount. libfuse's threads call the methods concurrently; the methods raise OSError."""
 
     def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
         self._tree, self.table, self._policy = tree, BackingTable(), policy
         self._engine, self._reader = engine, reader
-        # The small numbers that libfuse keeps for us. Dicts and a counter: atomic under the GIL.
+        # libfuse stores these numbers as handles. Operations on dicts and the counter are atomic under the GIL.
         self._numbers = itertools.count(1)
         self._files: dict[int, FileHandle] = {}
         self._listings: dict[int, Listing] = {}
         self.hidden: dict[str, Backing] = {}  # each with a reference
         self.vanished: set[str] = set()  # hidden names of files that were closed when libfuse hid them
-        self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
+        self._in_progress: list[tuple[str, int, Caller]] = []  # (path, flags, rights) of opens without a handle yet
         self._notifier: Notifier | None = None
-        self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
+        self._to_drop: dict[Backing, int] = {}  # Backing: generation; at most one entry for each
         self._drops = threading.Condition()
         self._ended = False
         self._dropper = engine.state.services.thread("maintenance", self._maintain)
@@ -163,27 +165,27 @@ class LlmcacheOperations:
     # Life of the mount
 
     def init(self, notifier: Notifier) -> None:
-        """The kernel has connected; returns when requests may be served."""
+        """Start the threads after the kernel has connected; requests are served once this returns."""
         self._notifier = notifier
         self._dropper.start()
         self.on_init(notifier)
 
     def destroy(self) -> None:
-        """The mount is gone and no request is in progress."""
+        """Stop the threads and the engine after the unmount; no request is in progress."""
         with self._drops:
             self._ended = True
             self._drops.notify_all()
         self._dropper.join(timeout=5)
         self._engine.stop()
 
-    def _drop_later(self, backing: Backing, generation: int) -> None:
-        """Have the pages of what was before `generation` dropped, now that nothing of it is stored any more."""
+    def _queue_drop(self, backing: Backing, generation: int) -> None:
+        """Queue the pages from before `generation` for dropping. The engine must have dropped that content already."""
         with self._drops:
             self._to_drop[backing] = max(generation, self._to_drop.get(backing, 0))
             self._drops.notify_all()
 
     def _maintain(self) -> None:
-        """Maintenance thread: drop the pages of changed paths, then let opens keep pages again; release deleted files."""
+        """Maintenance thread: drop the pages of changed paths, so that opens may set `keep_cache`; release deleted files."""
         next_look = 0.0
         while True:
             if time.monotonic() >= next_look:
@@ -202,16 +204,16 @@ class LlmcacheOperations:
                 backing.dropped = max(generation, backing.dropped)
 
     def _release_deleted(self) -> None:
-        """Have the engine forget files that were deleted behind the mount: its pin helper closes them then."""
+        """Remove files that were deleted behind the mount from the engine, so that its pin helper closes them."""
         for backing in self.table.find_deleted():
             self._engine.removed(backing.path)
-            self._give_back(backing)
+            self._release(backing)
 
     def _drop(self, backing: Backing) -> bool:
-        """Drop all pages of a path; False at the end. Waits for those that are being read: from a thread that owes no reply.
+        """Drop all pages of a path; return False if the mount has ended.
 
-        libfuse learns of a rename when its call has returned: until then it has the inode under the old name, and under
-        the new one none, or another.
+        It waits for pages that are being read, so only a thread without a pending request may call it. libfuse updates its
+        names after the rename callback has returned. Until then it knows the inode by the old name, so both are used.
         """
         assert self._notifier is not None
         renames = -1
@@ -225,7 +227,7 @@ class LlmcacheOperations:
     # Open and close
 
     def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """(handle, whether the kernel may keep its pages) of an existing regular file."""
+        """Open an existing regular file; return (handle, `keep_cache`)."""
         if path in self.hidden:
             return self._reopen_hidden(path, flags, caller)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
@@ -241,7 +243,7 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _opening(self, path: str, flags: int, rights: Caller | None) -> Iterator[None]:
-        """While it lasts, these rights count for `path`: there is no handle yet that would tell."""
+        """Context manager: register an open that has no handle yet, so that `_may_replace` considers its rights."""
         if rights is None:
             yield
             return
@@ -253,7 +255,7 @@ class LlmcacheOperations:
             self._in_progress.remove(entry)
 
     def _may_replace(self, backing: Backing, fd: int) -> bool:
-        """True if all who have a file open may so open what has taken its place: they will have it, see `backing.py`."""
+        """Return True if the openers of all handles may open the new file of `fd`, which these will read (`backing.py`)."""
         known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
         if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
             again = open_again(fd, os.O_RDWR)
@@ -264,7 +266,7 @@ class LlmcacheOperations:
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
     def _may_open(self, path: str, fd: int, flags: int, caller: Caller) -> bool:
-        """True if `path` leads that user to the file behind `fd`, and they may open it."""
+        """Return True if `path` leads `caller` to the file of `fd`, and `caller` may open it with `flags`."""
         try:
             with self._tree.parent(path, caller) as (dir_fd, name):
                 found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -274,12 +276,12 @@ class LlmcacheOperations:
         return os.path.samestat(found, os.fstat(fd))
 
     def create(self, path: str, flags: int, mode: int, caller: Caller) -> tuple[int, bool]:
-        """(handle, keep) of a file that did not exist a moment ago."""
+        """Create a file; return (handle, `keep_cache`). Another process may have created it first."""
         self._policy.check(path)
         return self._open(path, flags | os.O_CREAT, mode, caller)
 
     def _register(self, opened: Opened, path: str, flags: int, pid: int, rights: Caller | None) -> tuple[int, bool]:
-        """The handle of an open, after everything it noticed has been passed on."""
+        """Pass the changes that an open detected to the engine; return (handle, `keep_cache`)."""
         backing = opened.backing
         try:
             if opened.changed:
@@ -289,7 +291,7 @@ class LlmcacheOperations:
                 self._resize(backing, 0, rights or NOBODY_ELSE)
             may_keep = self._engine.opened(backing, path, pid)
             if opened.drop is not None:
-                self._drop_later(backing, opened.drop)
+                self._queue_drop(backing, opened.drop)
             number = next(self._numbers)
             self._files[number] = FileHandle(backing, flags, pid, rights)
             return number, bool(may_keep and not backing.unsettled)
@@ -298,7 +300,7 @@ class LlmcacheOperations:
             raise
 
     def _reopen_hidden(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """A deleted file opened again through /proc/PID/fd (it may be written: it could be deleted)."""
+        """Reopen a deleted file through /proc/PID/fd. Writing is allowed, because deleting it was."""
         backing = self.table.acquire(path)
         if backing is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -314,14 +316,14 @@ class LlmcacheOperations:
         return self._register(Opened(backing, False, None), path, flags, caller.pid, caller.remembered())
 
     def release(self, number: int) -> None:
-        """The last descriptor of one open was closed."""
+        """Close a handle, after its last descriptor was closed."""
         handle = self._files.pop(number)
         self._engine.closed(handle.backing, handle.pid)
-        if not self._give_back(handle.backing):
-            self._let_go(handle.backing)
+        if not self._release(handle.backing):
+            self._release_hidden(handle.backing)
 
-    def _give_back(self, backing: Backing) -> bool:
-        """Give a reference back; True if it was the last. Pages of a closed file are dropped once it is opened again."""
+    def _release(self, backing: Backing) -> bool:
+        """Drop a reference; return True if it was the last. A closed file's stale pages are dropped at its next open."""
         if not self.table.release(backing):
             return False
         with self._drops:
@@ -331,14 +333,14 @@ class LlmcacheOperations:
     # Data
 
     def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
-        """Bytes put at `address`; short only at the end of the file."""
+        """Read into memory at `address`; return the number of bytes, short only at the end of the file."""
         handle = self._files[number]
-        if handle.flags & os.O_DIRECT:  # does not enter the page cache of the mount
+        if handle.flags & os.O_DIRECT:  # bypasses the page cache of the mount
             return self._reader.uncached(handle.backing, address, size, offset)
         return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
-        """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""
+        """Write through to SOURCE; return the number of bytes. For O_APPEND, the kernel has computed the offset."""
         handle = self._files[number]
         backing = handle.backing
         with handle.writer(caller).rights():
@@ -347,23 +349,23 @@ class LlmcacheOperations:
         return done
 
     def truncate(self, path: str | None, number: int | None, length: int, caller: Caller) -> None:
-        """Set the size, of an open file by its handle or of a path."""
+        """Set the size of an open file (by handle) or of a path."""
         backing = self._backing_of(path, number)
         if backing is not None:
             self._resize(backing, length, caller)
             return
         assert path is not None
         self._policy.check(path)
-        with self._opening(path, os.O_WRONLY, caller.remembered()):  # nothing else takes its place before it is cut
+        with self._opening(path, os.O_WRONLY, caller.remembered()):  # prevents a replacement before the resize
             with self._tree.parent(path, caller) as (dir_fd, name):
                 opened = self.table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
             try:
                 self._resize(opened.backing, length, caller)
                 self._engine.settle(opened.backing, owes_reply=True)
                 if opened.drop is not None:
-                    self._drop_later(opened.backing, opened.drop)
+                    self._queue_drop(opened.backing, opened.drop)
             finally:
-                self._give_back(opened.backing)
+                self._release(opened.backing)
 
     def _resize(self, backing: Backing, length: int, caller: Caller) -> None:
         with caller.rights(), backing.own_change():
@@ -372,7 +374,7 @@ class LlmcacheOperations:
         self._note_change(backing, min(before, length), -1)
 
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
-        """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
+        """Pass a change to the engine. The kernel's pages of this path are current; those of other hard links are stale."""
         self._engine.changed(backing, offset, length)
         deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self.hidden.values()))
         if backing.links + deleted < 2:
@@ -380,39 +382,39 @@ class LlmcacheOperations:
         with contextlib.ExitStack() as in_use:
             others = self.table.others(backing)
             for other in others:
-                in_use.callback(self._give_back, other)
+                in_use.callback(self._release, other)
             for other in others:
                 generation = other.outdate()
                 self._engine.changed(other, 0, -1)
-                self._drop_later(other, generation)
+                self._queue_drop(other, generation)
 
     def fsync(self, number: int, data_only: bool) -> None:
         """Force written data to SOURCE's storage."""
         self._files[number].backing.sync(data_only)
 
     def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
-        """Allocate, punch, collapse, … as SOURCE's file system can."""
+        """Allocate, punch or collapse ranges, as far as SOURCE's file system supports it."""
         backing = self._files[number].backing
         with caller.rights(), backing.own_change():
             syscalls.fallocate(backing.fd, mode, offset, length)
         self._note_change(backing, offset, -1)
 
     def lseek(self, number: int, offset: int, whence: int) -> int:
-        """Next data or hole at or after `offset`."""
-        # Moves the descriptor's own position, which nothing uses: all I/O is pread and pwrite.
+        """Return the next data or hole at or after `offset`."""
+        # This moves the descriptor's position, which is unused: all I/O is pread and pwrite.
         return os.lseek(self._files[number].backing.fd, offset, whence)
 
     # Attributes
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
-        """The Backing a call is about: that of its handle, or of a deleted file's path; None for any other path."""
+        """Return the Backing of a handle, or of a deleted file's hidden path; None for any other path."""
         if number is not None:
             return self._files[number].backing
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
     def _change(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
-        """What system calls take for the file of which attributes are changed: a descriptor, or a name in /proc. EROFS."""
+        """Context manager: a descriptor, or a name in /proc, of a file whose attributes are to be changed. Raises EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
             if not backing.hidden:
@@ -427,8 +429,8 @@ class LlmcacheOperations:
         self._touched(path)
 
     @contextlib.contextmanager
-    def _looking_at(self, path: str) -> Iterator[int | str]:
-        """The same for what changes nothing."""
+    def _lookup(self, path: str) -> Iterator[int | str]:
+        """Context manager: the same as `_change`, for reading attributes."""
         backing = self.hidden.get(path)
         if backing is not None:
             yield backing.fd
@@ -437,7 +439,7 @@ class LlmcacheOperations:
             yield item
 
     def getattr(self, path: str | None, number: int | None) -> os.stat_result:
-        """lstat of a path, fstat of an open file."""
+        """Return the attributes of an open file (fstat) or of a path (lstat)."""
         backing = self._backing_of(path, number)
         if backing is not None:
             return os.fstat(backing.fd)
@@ -445,7 +447,7 @@ class LlmcacheOperations:
         return self._tree.stat(path)
 
     def readlink(self, path: str) -> str:
-        """A link as it is: the kernel resolves it, in the mount or outside of it."""
+        """Return the text of a link; the kernel resolves it, in the mount or outside of it."""
         with self._tree.parent(path) as (dir_fd, name):
             return os.readlink(name, dir_fd=dir_fd)
 
@@ -455,27 +457,27 @@ class LlmcacheOperations:
             _chmod(file, stat.S_IMODE(mode), caller)
 
     def chown(self, path: str | None, number: int | None, uid: int, gid: int) -> None:
-        """Change owner or group; -1 keeps one."""
+        """Change the owner or the group; -1 keeps a value."""
         with self._change(path, number) as file:
             os.chown(file, uid, gid)
 
     def utimens(self, path: str | None, number: int | None, times: Sequence[tuple[int, int]] | None) -> None:
-        """Change times, in (seconds, nanoseconds) with UTIME_NOW and UTIME_OMIT."""
+        """Change access and modification time: (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT."""
         with self._change(path, number) as file:
             syscalls.utimens(file, times)
 
     def getxattr(self, path: str, name: str) -> bytes:
-        """Value of an extended attribute."""
-        with self._looking_at(path) as file:
+        """Return the value of an extended attribute."""
+        with self._lookup(path) as file:
             return os.getxattr(file, name)
 
     def listxattr(self, path: str) -> list[str]:
-        """Names of the extended attributes."""
-        with self._looking_at(path) as file:
+        """Return the names of the extended attributes."""
+        with self._lookup(path) as file:
             return os.listxattr(file)
 
     def setxattr(self, path: str, name: str, value: bytes, flags: int) -> None:
-        """Set an extended attribute; XATTR_CREATE and XATTR_REPLACE are honoured."""
+        """Set an extended attribute; XATTR_CREATE and XATTR_REPLACE are honored."""
         with self._change(path) as file:
             os.setxattr(file, name, value, flags)
 
@@ -489,7 +491,7 @@ class LlmcacheOperations:
     def unlink(self, path: str) -> None:
         """Delete a name."""
         backing = self.hidden.pop(path, None)
-        if backing is not None:  # deleted when it was hidden
+        if backing is not None:  # `hide` has deleted the file
             self.table.release(backing)
             return
         if path in self.vanished and not self._exists(path):
@@ -515,9 +517,10 @@ class LlmcacheOperations:
         self._moved(old, new, exchanged=bool(flags & files.RENAME_EXCHANGE))
 
     def hide(self, old: str, new: str) -> None:
-        """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
+        """Delete the open file `old`, which libfuse renames to `new`, and keep its Backing under that hidden name.
 
-        libfuse counts a file as open until the release has returned, so it may have no Backing any more."""
+        libfuse counts a file as open until `release` has returned, so the Backing may already be closed.
+        """
         backing = self.table.acquire(old)
         try:
             self._check_file(old)
@@ -536,14 +539,13 @@ class LlmcacheOperations:
         self.hidden[new] = backing
         self.table.moved(old, new)
         backing.record()
-        backing.hidden = True  # from here on it may be let go by who closes it
-        self._let_go(backing)
+        backing.hidden = True  # from here on, a concurrent `release` may release it
+        self._release_hidden(backing)
 
-    def _let_go(self, backing: Backing) -> None:
-        """Gives a deleted file up, and its space free, once nobody has it open any more.
+    def _release_hidden(self, backing: Backing) -> None:
+        """Release a deleted file, and so its space, after its last close.
 
-        libfuse says so with an unlink of the hidden name, but not if the last release came while it hid the file: the pin
-        helper closes what is deleted at once.
+        Usually libfuse then unlinks the hidden name, but not if the last release ran while libfuse hid the file.
         """
         if backing.hidden and self.table.is_last(backing) and self.hidden.pop(backing.path, None) is not None:
             self.vanished.add(backing.path)
@@ -598,13 +600,13 @@ class LlmcacheOperations:
     # Directories
 
     def opendir(self, path: str) -> int:
-        """A handle of a directory."""
+        """Open a directory; return its handle."""
         number = next(self._numbers)
         self._listings[number] = Listing(self._tree.open_directory(path))
         return number
 
     def listing(self, number: int) -> Listing:
-        """The open directory of a handle."""
+        """Return the open directory of a handle."""
         return self._listings[number]
 
     def releasedir(self, number: int) -> None:
@@ -616,13 +618,13 @@ class LlmcacheOperations:
         os.fsync(self._listings[number].fd)
 
     def statfs(self) -> os.statvfs_result:
-        """Space on SOURCE's file system."""
+        """Return the space on SOURCE's file system."""
         return os.fstatvfs(self._tree.fd)
 
     # Shared
 
     def _check_file(self, path: str) -> None:
-        """EROFS unless what is at `path` may be changed; without --rw that is only a regular file that matches."""
+        """Raise EROFS unless `path` may be changed; without --rw, only regular files that match `--spill` may be."""
         if self._policy.everything:
             return
         self._policy.check(path)
@@ -637,7 +639,7 @@ class LlmcacheOperations:
         return True
 
     def _touched(self, path: str) -> None:
-        """The change time moved by our own doing: not a change of content."""
+        """Record the new ctime after a change of attributes or names, so that it does not count as a change of content."""
         with self.table.using(path) as backing:
             if backing is not None:
                 backing.record()

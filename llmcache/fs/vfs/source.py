@@ -1,20 +1,16 @@
-"""SOURCE, as each user may have it: paths below it, the rights of who asks, and descriptors of its files.
+"""Access to SOURCE: paths below it, the rights of callers, and descriptors of its files.
 
-Paths of the mount resolved below SOURCE, one component at a time, without ever following a symbolic link.
+Paths of the mount are resolved below SOURCE one component at a time, without following symbolic links. The kernel follows
+links itself (with readlink, through the mount), so a path in a request has none. A component that is a link was created
+since, and is refused: no race leads out of SOURCE. `WritePolicy` defines which files may be changed through the mount.
 
-The kernel follows links itself (it asks readlink and walks the mount), so a path that reaches the daemon has none. A
-component that is one was put there in between, and is refused: nothing outside SOURCE can be reached through a race.
+With default_permissions, the kernel checks rights before it sends a request, against the attributes it received last. This
+is not enough for a daemon that runs as root and serves other users (allow_other): the file at a path may have been replaced
+behind the mount by one that the user may not access. So the daemon changes and lists directories with the caller's rights,
+and opens a file only if the caller may open the very file of the descriptor. It also writes and allocates with the caller's
+rights, because root is not subject to quotas and reserved blocks.
 
-`WritePolicy` says which of them may be changed through it.
-
-With default_permissions the kernel checks rights before it asks, by the attributes that it was told last. A daemon that is
-root and serves others (allow_other) must not rely on that alone: what is at a path may have been exchanged since, behind
-the mount, for something that this user may not have. So what changes or lists a directory is done with the user's own
-rights, and an opened file is shown to them only if they may open that very file. What takes space is done with their
-rights as well: root may take the blocks that a file system reserves, and is held by no quota.
-
-Rights are a thread's: the raw system calls change this thread alone (glibc's setgroups would change all), so threads that
-serve others meanwhile are not concerned.
+Rights belong to a thread: the raw system calls change only the calling thread (glibc's setgroups would change all).
 """
 
 from __future__ import annotations
@@ -34,44 +30,44 @@ from llmcache.fs.layout.names import ModelNames, open_below
 from llmcache.procfs import status_of
 
 _DEFAULT_LIST = "system.posix_acl_default"
-_EXEC = 0x20  # __FMODE_EXEC: the file is opened to be run, which needs no right to read it
+_EXEC = 0x20  # __FMODE_EXEC: an open for execution, which does not need the right to read
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: user, group, thread and umask, as the kernel tells them with each request."""
+    """The client of a request: its user, group, thread and umask, as the kernel passes them."""
 
     uid: int
     gid: int
     pid: int
     umask: int = 0
-    known_groups: tuple[int, ...] | None = None  # for later, when the thread may have ended
+    known_groups: tuple[int, ...] | None = None  # saved, because the thread may have ended later
 
     @property
     def is_other(self) -> bool:
-        """True if the daemon may more than they may. An ordinary user's daemon has no other's rights to take on."""
+        """True if the daemon must take on the caller's rights: it is root, and the caller is not."""
         return (self.uid, self.gid) != (0, 0) and os.geteuid() == 0
 
     def groups(self) -> tuple[int, ...]:
-        """Their supplementary groups; none once the thread has ended, or where it cannot be seen (another pid namespace)."""
+        """Return the supplementary groups; none if the thread has ended or is in a pid namespace that hides it."""
         if self.known_groups is not None:
             return self.known_groups
         try:
             fields = status_of(self.pid)
             ids = int(fields["Uid"].split()[3]), int(fields["Gid"].split()[3])
-            if ids == (self.uid, self.gid):  # not one that has its number by now
+            if ids == (self.uid, self.gid):  # else another thread has the number by now
                 return tuple(map(int, fields["Groups"].split()))
         except (OSError, KeyError):
             pass
         return ()
 
     def remembered(self) -> Caller | None:
-        """The same with the groups of now; None for one who may whatever the daemon may."""
+        """Return the caller with its current groups; None if the daemon need not take on its rights."""
         return replace(self, known_groups=self.groups()) if self.is_other else None
 
     @contextlib.contextmanager
     def rights(self) -> Iterator[None]:
-        """While it lasts, this thread may do on file systems what they may, and makes files that are theirs."""
+        """Context manager: this thread has the caller's rights on file systems, and creates files that the caller owns."""
         if not self.is_other:
             yield
             return
@@ -82,30 +78,30 @@ class Caller:
             syscalls.set_thread_user(self.uid)
             yield
         finally:
-            syscalls.set_thread_user(0)  # first: the others need its capabilities
+            syscalls.set_thread_user(0)  # first: the others need the capabilities of root
             syscalls.set_thread_group(group)
             syscalls.set_thread_groups(groups)
 
     def check(self, fd: int, flags: int) -> None:
-        """PermissionError unless they may open the file behind `fd` with `flags`."""
+        """Raise PermissionError unless the caller may open the file of `fd` with `flags`."""
         if self.is_other:
-            both = os.R_OK | os.W_OK  # also for O_ACCMODE itself, which opens a file for ioctl alone
+            both = os.R_OK | os.W_OK  # also for access mode 3, which opens a file only for ioctl
             access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK}.get(flags & os.O_ACCMODE, both)
             wanted = os.X_OK if flags & _EXEC else access | (os.W_OK if flags & os.O_TRUNC else 0)
             with self.rights():
                 syscalls.check_access(fd, wanted)
 
     def check_search(self, fd: int) -> None:
-        """PermissionError unless they may search the directory behind `fd`."""
+        """Raise PermissionError unless the caller may search the directory of `fd`."""
         self.check(fd, _EXEC)
 
     def new_mode(self, dir_fd: int, mode: int) -> int:
-        """The mode of what they make with `mode` in a directory: less their umask, unless it has a default access list."""
+        """Return `mode` for a new file: without the bits of the umask, unless the directory has a default access list."""
         if not mode & self.umask:
             return mode
         try:
             os.getxattr(f"/proc/self/fd/{dir_fd}", _DEFAULT_LIST)
-        except OSError:  # none, or not known on that file system
+        except OSError:  # no list, or the file system does not support them
             return mode & ~self.umask
         return mode
 
@@ -115,11 +111,11 @@ NOBODY_ELSE = Caller(0, 0, 0)
 
 
 def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """A descriptor of a regular file that `caller` may open so. What is made is made by them, and so is theirs."""
+    """Open a regular file if `caller` may; return its descriptor. A file that is created belongs to `caller`."""
     if flags & os.O_CREAT:
         with caller.rights():
             return _open_regular(dir_fd, name, flags, caller.new_mode(dir_fd, mode))
-    fd = _open_regular(dir_fd, name, flags, mode)  # readable for the cache, also for one who may only write
+    fd = _open_regular(dir_fd, name, flags, mode)  # readable for the cache, even if the caller may only write
     try:
         caller.check(fd, flags)
     except BaseException:
@@ -129,7 +125,7 @@ def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> i
 
 
 def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """A descriptor of a regular file; links are not followed and nothing else is opened (a FIFO would block)."""
+    """Open a regular file without following links; refuse other kinds of files (a FIFO would block)."""
     wanted = flags & (os.O_CREAT | os.O_EXCL)
     writable = flags & os.O_ACCMODE != os.O_RDONLY
     common = wanted | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -138,7 +134,7 @@ def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
     except PermissionError:
         if not writable:
             raise
-        # Write permission only: as much as the application may have itself.
+        # The daemon, like the application, has only write permission.
         fd = os.open(name, common | os.O_WRONLY, mode, dir_fd=dir_fd)
     kind = os.fstat(fd).st_mode
     if stat.S_ISREG(kind):
@@ -149,7 +145,7 @@ def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
 
 
 def open_again(fd: int, flags: int) -> int | None:
-    """Another descriptor of the same file, or None where the file system, or the daemon's rights, refuse `flags`."""
+    """Return another descriptor of the same file; None if the file system or the daemon's rights do not allow `flags`."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     except OSError:
@@ -157,13 +153,13 @@ def open_again(fd: int, flags: int) -> int | None:
 
 
 def no_read_ahead(fd: int) -> None:
-    """Let SOURCE's file system read no more than it is asked for."""
+    """Disable the readahead of SOURCE's file system for a descriptor."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def is_at(dir_fd: int, name: str, fd: int) -> bool:
-    """True unless another file than the one behind `fd` is at `name` in `dir_fd` now."""
+    """Return False if another file than that of `fd` is at `name` in `dir_fd`."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -172,12 +168,12 @@ def is_at(dir_fd: int, name: str, fd: int) -> bool:
 
 
 def relative(path: str) -> str:
-    """`a/b` for the mount's `/a/b`, and `.` for its root."""
+    """Return the path relative to the root: `a/b` for `/a/b`, and `.` for the root."""
     return path.lstrip("/") or "."
 
 
 class LinkTarget(NamedTuple):
-    """The regular file that a symbolic link leads to: its real path, which holds no link, and its device and inode."""
+    """The file that a symbolic link leads to: its real path (without links), device and inode."""
 
     path: str
     dev: int
@@ -185,10 +181,10 @@ class LinkTarget(NamedTuple):
 
 
 class SourceTree:
-    """SOURCE by a directory descriptor opened before the mount may cover it.
+    """SOURCE, by a directory descriptor that is opened before the mount may cover the path.
 
-    `targets`: by path, the symbolic links that stand for files outside SOURCE. Over FUSE there are none.
-    `names`: the names of the files, by links to them and what else names them.
+    `targets`: path of each symbolic link that stands for a file outside SOURCE, with that file; empty with FUSE.
+    `names`: all names of the files.
     """
 
     def __init__(self, directory: str) -> None:
@@ -198,12 +194,12 @@ class SourceTree:
         self.names = ModelNames(directory, self.fd)
 
     def matches(self, path: str, globs: Iterable[str]) -> bool:
-        """Return True if a name of a file matches one of `globs`, whole or by its base name."""
+        """Return True if a name of a file, or its base name, matches one of `globs`."""
         return any(matches(name, globs) for name in self.names.all_of(path))
 
     @contextlib.contextmanager
     def parent(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[tuple[int, str]]:
-        """(descriptor of the parent directory, last component) of a path that `caller` may walk."""
+        """Context manager: (descriptor of the parent directory, last component) of a path that `caller` may walk."""
         *above, name = relative(path).split("/")
         if not above:
             yield self.fd, name
@@ -218,7 +214,7 @@ class SourceTree:
 
     @contextlib.contextmanager
     def item(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[str]:
-        """A name in /proc that stands for exactly the file, directory or link at `path` (for calls without dir_fd)."""
+        """Context manager: a name in /proc of the file, directory or link at `path`, for calls without `dir_fd`."""
         with self.parent(path, caller) as (dir_fd, name):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
@@ -227,17 +223,17 @@ class SourceTree:
             os.close(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        """lstat of a path; of a link in `targets` that of the target."""
+        """Return the lstat result of a path, or that of the target for a link in `targets`."""
         with self.parent(path) as (dir_fd, name):
             status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         target = self.targets.get(path) if stat.S_ISLNK(status.st_mode) else None
         return status if target is None else os.lstat(target.path)
 
     def find_target(self, dir_fd: int, name: str) -> tuple[LinkTarget, os.stat_result]:
-        """Return the file that the link `name` in a directory leads to, and its status. OSError.
+        """Return the file that the link `name` in a directory leads to, and its status. Raises OSError.
 
-        PermissionError if the link's owner may not read the file: a link must not lead the daemon to what its maker may
-        not have.
+        PermissionError: the link's owner may not read the file. A link must not give the daemon access to a file that
+        its owner may not read.
         """
         link = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         fd = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -249,7 +245,7 @@ class SourceTree:
             os.close(fd)
 
     def open_directory(self, path: str) -> int:
-        """A readable descriptor of a directory."""
+        """Open a directory for reading; return its descriptor."""
         with self.parent(path) as (dir_fd, name):
             return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
@@ -260,7 +256,7 @@ class SourceTree:
 
 
 def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
-    """Return the supplementary groups of a user; none of one that the system does not know."""
+    """Return the supplementary groups of a user; none if the user is unknown."""
     try:
         return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     except KeyError:
@@ -270,8 +266,9 @@ def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
 def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
     """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
 
-    Over FUSE: those that lead out of MOUNT, where they are resolved. In place, where links to files are followed: those to
-    files on other file systems, and to directories outside SOURCE. Looks for SCAN_S at most.
+    With FUSE, these are links that lead out of MOUNT, where the kernel resolves them. In place, links to files are
+    followed, so these are links to files on other file systems and to directories outside SOURCE. The scan ends after
+    SCAN_S.
     """
     fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     names = ModelNames(source if in_place else mount, fd, links_only=True)
@@ -286,7 +283,7 @@ def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
 
 
 def _is_followed(path: str, device: int) -> bool:
-    """Return True for a link to a file on a file system, or to none."""
+    """Return True if an in-place mount follows the link: to a file on `device`; also for a dangling or special link."""
     try:
         status = os.stat(path)
     except OSError:
@@ -298,7 +295,7 @@ DEFAULT_SPILL = ("*.kv",)
 
 
 def matches(path: str, globs: Iterable[str]) -> bool:
-    """True if the relative path or the base name of a mount's `path` (`/a/b`) matches one of `globs`."""
+    """Return True if the relative path or the base name of a mount's `path` (`/a/b`) matches one of `globs`."""
     short = relative(path)
     base = os.path.basename(short)
     return any(fnmatchcase(short, glob) or fnmatchcase(base, glob) for glob in globs)
@@ -306,27 +303,27 @@ def matches(path: str, globs: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """`everything` is --rw; else only regular files whose relative path or base name matches one of `spill`."""
+    """What may be changed: with `everything` (--rw), all; else regular files whose path or base name matches `spill`."""
 
     everything: bool = False
     spill: tuple[str, ...] = DEFAULT_SPILL
 
     def allows(self, path: str) -> bool:
-        """True if a regular file at `path` may be changed."""
+        """Return True if a regular file at `path` may be changed."""
         return self.everything or matches(path, self.spill)
 
     def check(self, *paths: str) -> None:
-        """EROFS unless every path may be changed."""
+        """Raise EROFS unless every path may be changed."""
         for path in paths:
             if not self.allows(path):
                 raise read_only()
 
     def check_tree(self) -> None:
-        """EROFS unless directories, links and the like may be changed."""
+        """Raise EROFS unless directories, links and special files may be changed."""
         if not self.everything:
             raise read_only()
 
 
 def read_only() -> OSError:
-    """The error of every change that a mount does not allow."""
+    """Return the error for a change that the mount does not allow."""
     return OSError(errno.EROFS, os.strerror(errno.EROFS))
