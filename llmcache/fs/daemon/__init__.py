@@ -1,1 +1,1 @@
-"""The process that serves a mount: its life, its log, and what it answers."""
+"""The process that serves a mount: its start and end, its logs, control requests and metrics."""

@@ -1,8 +1,8 @@
-"""`--access-log`: rows and events on their way from the daemon to the process that writes the trace.
+"""`--access-log`: passes rows and events from the daemon to the process that writes the trace.
 
-The daemon must not load what writes Parquet, so a child does (`logwriter.py`). Nobody who appends waits: appending is
-putting a few bytes into a bounded queue, one thread feeds the child, and what finds the queue full is counted as lost.
-The child ends when its pipe is closed, by `close` or by the daemon's death, and then completes the file.
+A child process writes the file (`logwriter.py`), because the daemon must not load the Parquet library. Appending never
+waits: it adds a few bytes to a bounded queue, which one thread sends to the child. Entries that find the queue full are
+counted as lost. When its pipe is closed, by `close` or by the daemon's death, the child completes the file and ends.
 
 Stream: frames of (kind u8, length u32) and a payload: ROWS (packed `ROW`s) or MESSAGE (JSON).
 """
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 ROW = struct.Struct("<QIQIBBI")  # t_ns, file, first, count, op, miss, pid
 FRAME = struct.Struct("<BI")
 ROWS, MESSAGE = 0, 1
-QUEUE_MAX = 1 << 15  # entries; some 3 MB
+QUEUE_MAX = 1 << 15  # entries; about 3 MB
 PAUSE_S = 0.1
 BATCH_ROWS = 4096
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 25.0  # twice: less than what `llmcache umount` waits for
+END_TIMEOUT_S = 25.0  # applied twice, which is less than the timeout of `llmcache umount`
 
 
 def check_path(path: str, point: str) -> str:
-    """Returns `path` absolute; UsageError for one that cannot be a log of a mount on `point`."""
+    """Return the absolute path of the log; UsageError if a mount on `point` cannot write its log to `path`."""
     found = os.path.realpath(path)
     if not found.endswith(".parquet"):
         raise UsageError(
@@ -55,7 +55,7 @@ def check_path(path: str, point: str) -> str:
 
 
 class AccessLog:
-    """The daemon's end of one log. `about` is the provenance (see `logwriter`). Raises what keeps it from being written."""
+    """The daemon's end of one log; `about` is the provenance (see `logwriter`). LlmcacheError: the file cannot be made."""
 
     def __init__(self, path: str, about: dict[str, Any]) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class AccessLog:
         self._wake = threading.Event()
         self._closing = False
         self._broken = False
-        self._lost_told = 0
+        self._lost_sent = 0
         self._child = start_writer(path)
         assert self._child.stdin is not None
         self._pipe = self._child.stdin
@@ -73,10 +73,10 @@ class AccessLog:
         self._thread = threading.Thread(target=self._feed, name="access-log", daemon=True)
         self._thread.start()
 
-    # Never wait; called with the engine's lock held
+    # These methods never wait: they are called with the engine's lock held.
 
     def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
-        """Appends one reference, now."""
+        """Append one reference with the current time."""
         if len(self._queue) >= QUEUE_MAX or self._broken:
             self.lost += 1
             return
@@ -84,16 +84,16 @@ class AccessLog:
         self._queue.append((ROWS, ROW.pack(time.monotonic_ns(), file, first, count, op, miss, pid)))
 
     def event(self, event: Sequence[Any]) -> None:
-        """Appends an event (see `llmcache.cache.steering`), which happened before the next row."""
+        """Append an event (see `llmcache.cache.steering`) that happened before the next row."""
         self._message({"event": list(event)})
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
-        """Appends an entry of the file table."""
+        """Append an entry of the file table."""
         names = ("id", "path", "dev", "inode", "generation", "size_bytes")
         self._message({"file": dict(zip(names, (number, path, dev, inode, generation, size_bytes), strict=True))})
 
     def _message(self, message: dict[str, Any]) -> None:
-        if len(self._queue) >= 2 * QUEUE_MAX or self._broken:  # events are few: they fill what rows leave them
+        if len(self._queue) >= 2 * QUEUE_MAX or self._broken:  # messages, which are few, have the other half
             self.lost += 1
             return
         self._queue.append((MESSAGE, json.dumps(message).encode()))
@@ -113,14 +113,14 @@ class AccessLog:
             log.error("cannot continue the access log: %s", error.strerror)
 
     def _feed_batch(self) -> None:
-        if self.lost != self._lost_told:
-            self._lost_told = self.lost
-            self._send(MESSAGE, json.dumps({"lost_rows": self._lost_told}).encode())
+        if self.lost != self._lost_sent:
+            self._lost_sent = self.lost
+            self._send(MESSAGE, json.dumps({"lost_rows": self._lost_sent}).encode())
         rows: list[bytes] = []
         while self._queue and len(rows) < BATCH_ROWS:
             kind, payload = self._queue[0]
             if kind == MESSAGE and rows:
-                break  # in its place
+                break  # keep the order: send the rows before it first
             self._queue.popleft()
             if kind == MESSAGE:
                 self._send(kind, payload)
@@ -138,7 +138,7 @@ class AccessLog:
         self._pipe.flush()
 
     def close(self, keep: bool = True) -> None:
-        """Waits until the file is complete, or without `keep` gone."""
+        """Wait until the child has completed the file, or, without `keep`, removed it."""
         self._message({"end": "keep" if keep else "discard"})
         self._closing = True
         self._wake.set()
@@ -156,8 +156,8 @@ class AccessLog:
 
 
 def start_writer(path: str) -> subprocess.Popen[bytes]:
-    """Starts the child and waits until it can write."""
-    # By module, because it imports the package: found where this one was, also when the package is not installed.
+    """Start the child and wait until it is ready."""
+    # The child must import this very package, even if it is not installed.
     places = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.Popen(
         [sys.executable, "-m", "llmcache.fs.daemon.logwriter", path],
@@ -165,7 +165,7 @@ def start_writer(path: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         cwd="/",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-        start_new_session=True,  # Ctrl-C is for the daemon: it closes the log in order
+        start_new_session=True,  # only the daemon receives Ctrl-C, and then closes the log
     )
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""The daemon's end of the control socket and of its lock: requests of its user and of root, each in a thread of its own.
+"""Server of the control socket, and the locks of the daemon. Each request, of its user or of root, has its own thread.
 
-No client is trusted: lines, the time to send one and the number of connections are limited, and whatever is no request
-is refused as such. An operation gets `tell`, which sends the client progress, and may be called or not; it raises when the
-client has gone.
+Clients are not trusted: the length of lines, the time to send one and the number of connections are limited, and invalid
+requests are refused. An operation may call `tell` to send progress to the client; it raises ClientGone if the client has
+disconnected.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.control")
 _LONGEST_REQUEST = 1 << 20
 _MOST_CONNECTIONS = 32
-REQUEST_S = 10.0  # for a client to send its line
-_REPLY_S = 10.0  # for a client to take what it is told
+REQUEST_S = 10.0  # time for a client to send its line
+_REPLY_S = 10.0  # time for a client to receive the reply
 RETRY_S = 0.1
 _CHUNK = 1 << 16
 ENDING_S = 30.0
@@ -44,10 +44,10 @@ SOURCE_ENDING_S = 2.0
 
 
 def take_lock(found: ControlFiles, point: str) -> int:
-    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
+    """Lock the lock file for the life of this process; return its descriptor. MountProblem: another daemon has the lock.
 
-    One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
-    itself is removed: a new one is not taken for it. EnvironmentProblem where no lock file of this user can be made.
+    If the other daemon has no mount any more (mount right after umount), wait for its end. The info file of a previous
+    daemon is removed, so that it is not mistaken for that of this one. EnvironmentProblem: the file cannot be created.
     """
     end = time.monotonic() + ENDING_S
     while True:
@@ -73,15 +73,15 @@ def take_lock(found: ControlFiles, point: str) -> int:
                 with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
                     os.unlink(found.info)
                 return fd
-        os.close(fd)  # the last owner removed the file between our open and our lock
+        os.close(fd)  # the previous owner removed the file between open and lock
 
 
 def lock_source(source: str) -> list[int]:
-    """Return descriptors of locks that keep other daemons from steering files of SOURCE in place; MountProblem if one does.
+    """Lock SOURCE against other daemons that steer in place; return the locks. MountProblem: another daemon has it locked.
 
-    Two daemons over the same files take each other's reads for a client's, and go on for ever. The lock of a directory is
-    found by its device and inode: exclusive for SOURCE, shared for the directories above it, so that nested ones
-    exclude each other as well. A daemon that is about to end is waited for.
+    Two daemons with the same files would mistake each other's reads for a client's, in an endless loop. The lock file of a
+    directory is named after its device and inode. The lock is exclusive for SOURCE and shared for the directories above
+    it, so nested directories exclude each other, too. If another daemon is about to end, this function waits for it.
     """
     locks: list[int] = []
     end = time.monotonic() + SOURCE_ENDING_S
@@ -96,7 +96,7 @@ def lock_source(source: str) -> list[int]:
 
 
 def unlock_source(locks: list[int]) -> None:
-    """Release the locks of `lock_source`, and remove the files of those that no other daemon holds."""
+    """Release the locks of `lock_source`, and remove the lock files that no other daemon has locked."""
     for fd in locks:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ def unlock_source(locks: list[int]) -> None:
 
 
 def _lock_directory(directory: Path, how: int) -> int | None:
-    """Return a descriptor of a directory's lock file, locked; None if another daemon has it locked otherwise."""
+    """Lock the lock file of a directory; return its descriptor, or None if another daemon has a conflicting lock."""
     status = directory.stat()
     path = os.path.join(control.directory(os.geteuid()), f"source-{status.st_dev:x}-{status.st_ino:x}.lock")
     while True:
@@ -120,7 +120,7 @@ def _lock_directory(directory: Path, how: int) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
-        os.close(fd)  # its last owner removed it meanwhile
+        os.close(fd)  # the previous owner removed the file between open and lock
 
 
 def _overlap(source: str) -> MountProblem:
@@ -137,13 +137,14 @@ def _overlap(source: str) -> MountProblem:
 
 
 class ClientGone(Exception):
-    """Raised in an operation that tells progress: nobody waits for it any more (Ctrl-C)."""
+    """The client of an operation has disconnected (Ctrl-C); raised when the operation sends progress."""
 
 
 class ControlServer:
-    """Answers requests in threads of their own until closed.
+    """Serves each request in a thread of its own until closed.
 
-    `answer(request, tell)` may raise; its message is the reply then. `tell` sends progress, or raises ClientGone.
+    `answer(request, tell)` returns the reply; if it raises, the error is the reply. `tell` sends progress or raises
+    ClientGone.
     """
 
     def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
@@ -159,21 +160,21 @@ class ControlServer:
             os.umask(old)
         self._socket.listen(16)
         self._closed = False
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         threading.Thread(target=self._accept, name="control", daemon=True).start()
 
     def _accept(self) -> None:
         while not self._closed:
-            # The others wait in the queue of the socket: their clients' patience is their limit.
-            self._places.acquire()
+            # Further connections wait in the queue of the socket, until their clients' timeout.
+            self._slots.acquire()
             connection = None
             try:
                 connection, _ = self._socket.accept()
                 threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or no descriptor or thread is left for now
+            except (OSError, RuntimeError):  # closed, or no descriptor or thread is available
                 if connection is not None:
                     connection.close()
-                self._places.release()
+                self._slots.release()
                 time.sleep(0 if self._closed else RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -192,7 +193,7 @@ class ControlServer:
                 if line:
                     connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
         finally:
-            self._places.release()
+            self._slots.release()
 
     def _reply(self, line: bytes, tell: Tell) -> dict[str, Any]:
         try:
@@ -227,7 +228,7 @@ def _request_line(connection: socket.socket) -> bytes:
 
 
 def _request(line: bytes) -> dict[str, Any]:
-    """What a client asks for. UsageError if it is no request."""
+    """Parse the line of a client; UsageError if it is not a request."""
     hint = 'a request is one line of JSON: {"op": "stats"}'
     if len(line) > _LONGEST_REQUEST:
         raise UsageError(f"request: longer than {_LONGEST_REQUEST} bytes", hint)
@@ -267,7 +268,7 @@ class Requests:
         }
 
     def answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """The reply to `request`. UsageError: an unknown operation, or a field that is missing or wrong."""
+        """Return the reply to `request`. UsageError: unknown operation, or a field is missing or invalid."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
             raise UsageError(
@@ -276,7 +277,7 @@ class Requests:
         return self._known[name](request, tell)
 
     def _resize(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """{"cache_bytes": N}; with "wait", the reply comes when the cache has shrunk to that (or cannot for a while)."""
+        """{"cache_bytes": N}; with "wait", return when the cache has shrunk to that size, or after SHRINK_S."""
         state, before = self.engine.state, self.engine.state.budget_bytes
         size = request.get("cache_bytes")
         if type(size) is not int or not 0 <= size < _MOST_BYTES:
@@ -292,17 +293,17 @@ class Requests:
         return {"schema": RESIZE_SCHEMA, "before_bytes": before, "budget_bytes": size, "resident_bytes": used}
 
     def _warm(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """{"globs": […], "check": whether to look only}."""
+        """{"globs": […], "check": true to report only}."""
         return self.warmer.warm(_globs(request), tell, fetch=not switch(request, "check"))
 
     def _evict(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """{"globs": […]}: gives up what is kept of the files that match, all without globs, but for what --pin names."""
+        """{"globs": […]}: evict the files that match (without globs, all files), except those of --pin."""
         globs, state, names = _globs(request), self.engine.state, self.engine.tree.names
         names.refresh(NAMES_S, at_once=True)
         files: list[tuple[int, int]] = []  # node and size
         rows = []
         with state.lock:
-            # Shards of one model are kept, and given up, together.
+            # Shards of one model are evicted together.
             chosen = [
                 group
                 for group in state.groups.values()
@@ -315,7 +316,7 @@ class Requests:
                 rows += [{"paths": paths, "names": [*map(names.shown, paths)], "evicted_bytes": size}]
                 files += self.engine.forget(group)
         if globs and not chosen:
-            self.warmer.named(globs, tell)  # files of which nothing is kept, or a slip
+            self.warmer.named(globs, tell)  # raises UsageError unless the globs match files (that are not cached)
         self.engine.pins.settle(UNLOCK_S)
         self._drop(files, tell)
         evicted = sum(int(str(row["evicted_bytes"])) for row in rows)
@@ -328,7 +329,7 @@ class Requests:
         }
 
     def _drop(self, files: list[tuple[int, int]], tell: Tell) -> None:
-        """Drops the pages of whole files. Waits for those that are being read; this thread owes no reply to a READ."""
+        """Drop the pages of whole files. It may wait for pages being read, because this thread has no pending READ."""
         done, total = 0, sum(size for _, size in files)
         for node, size in files:
             for offset in range(0, max(size, 1), DROP_BYTES):
@@ -340,14 +341,14 @@ class Requests:
 
 def _globs(request: dict[str, Any]) -> list[str]:
     found = request.get("globs", [])
-    with contextlib.suppress(TypeError, UnicodeEncodeError):  # what matches the name of a file, which may be any bytes
+    with contextlib.suppress(TypeError, UnicodeEncodeError):  # a glob must be encodable as a file name, which may be any bytes
         if isinstance(found, list) and all(len(os.fsencode(glob)) > 0 and len(glob) <= _LONGEST_GLOB for glob in found):
             return found
     raise UsageError(f"globs: {reprlib.repr(found)} is not a list of globs")
 
 
 def switch(request: dict[str, Any], name: str) -> bool:
-    """What the field `name` says, which may be missing: False. UsageError if it is not true or false."""
+    """Return the boolean field `name`, False if it is missing. UsageError if it is not true or false."""
     found = request.get(name, False)
     if not isinstance(found, bool):
         raise UsageError(f"{name}: {reprlib.repr(found)} is neither true nor false")

@@ -1,10 +1,10 @@
-"""Where a daemon's log goes: a file that rotates, the journal of systemd, or (in the foreground) stderr.
+"""Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr (in the foreground).
 
-Rotation on SIGHUP: a file that logrotate has moved away is opened anew under its name; one that is still there is moved
-to `FILE.1` first. What libfuse and helpers print follows, where their stdout and stderr are the log.
+SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first. The output
+of libfuse and of helpers follows if their stdout and stderr are the log.
 
-A log names no file of a model and nothing of its content: other people get to read logs. Files go by the number of their
-inode in SOURCE (`find SOURCE -inum N`), and of exceptions the places in our code and the kind are written, not the text.
+Logs are often passed to other people, so they contain no names of model files and no content. Files are identified by
+their inode in SOURCE (`find SOURCE -inum N`). Exceptions are logged with their type and traceback, but without their text.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ JOURNAL = "journal"
 JOURNAL_SOCKET = "/run/systemd/journal/socket"
 IDENTIFIER = "llmcachefs"
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# of syslog
+# Syslog priorities.
 _PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file (0600); `streams`: this process' stdout and stderr go there as well. `most_bytes` 0: as long as it gets."""
+    """A log file (0600) of at most `most_bytes`, 0: unlimited. `streams`: it also receives this process' stdout and stderr."""
 
     def __init__(self, path: str, most_bytes: int, streams: bool) -> None:
         super().__init__(path, maxBytes=most_bytes, backupCount=1, encoding="utf-8", errors="backslashreplace")
@@ -43,7 +43,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._redirect()
 
     def renew(self) -> None:
-        """Begins a new file; where that is not possible, the log goes on in the old one."""
+        """Begin a new file; if that fails, continue with the old one."""
         self.acquire()
         fd = os.dup(self._descriptor)
         try:
@@ -53,7 +53,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
                 self.close()
                 self.stream = self._open()
                 self._redirect()
-        except OSError as error:  # no right to rename, no space, no such directory any more: the mount goes on
+        except OSError as error:  # no right to rename, no space, or the directory was removed
             if self.stream is None:
                 self.stream = self._open(os.dup(fd))
             log.warning("cannot rotate the log: %s", error.strerror)
@@ -67,7 +67,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
     @property
     def _descriptor(self) -> int:
-        assert self.stream is not None  # closed only between two files, with the handler's lock held
+        assert self.stream is not None  # it is None only between two files, under the handler's lock
         return self.stream.fileno()
 
     def _is_in_place(self) -> bool:
@@ -77,7 +77,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             return False
 
     def doRollover(self) -> None:
-        """Moves the file to `FILE.1` and begins a new one, also when it has grown to `most_bytes`."""
+        """Move the file to `FILE.1` and begin a new one; also called when the file reaches `most_bytes`."""
         super().doRollover()
         self._redirect()
 
@@ -91,7 +91,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def open_own(path: str) -> int:
-    """A descriptor to append to a file of this user, new (0600) or not; OSError for a link, and what is another user's."""
+    """Open a file of this user for appending, create it (0600) if needed. OSError: a link, or a file of another user."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     status = os.fstat(fd)
@@ -102,42 +102,42 @@ def open_own(path: str) -> int:
 
 
 def problem(path: str, error: OSError) -> EnvironmentProblem:
-    """The error to raise where there can be no log at `path`."""
+    """Return the error for a log that cannot be written."""
     return EnvironmentProblem(f"log: cannot write '{path}': {error.strerror}", "choose another file with --log")
 
 
 class PrivateFormatter(logging.Formatter):
-    """Writes of an exception what `without_text` leaves of it."""
+    """Formatter that logs exceptions without their text."""
 
     def formatException(
         self,
         ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
     ) -> str:
-        """Text of an exception."""
+        """Format an exception with `without_text`."""
         return without_text(ei[1]) if ei[1] is not None else ""
 
 
 def without_text(error: BaseException) -> str:
-    """Where an exception came from, and of which kind it and those behind it are; its own text may name files."""
+    """Return the tracebacks and types of an exception and its causes, without their texts, which may contain file names."""
     parts = []
-    behind: BaseException | None = error
-    while behind is not None:
-        said = f": {os.strerror(behind.errno)}" if isinstance(behind, OSError) and behind.errno else ""
-        parts += ["Traceback:\n", *traceback.format_tb(behind.__traceback__), f"{type(behind).__name__}{said}\n"]
-        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    current: BaseException | None = error
+    while current is not None:
+        reason = f": {os.strerror(current.errno)}" if isinstance(current, OSError) and current.errno else ""
+        parts += ["Traceback:\n", *traceback.format_tb(current.__traceback__), f"{type(current).__name__}{reason}\n"]
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return "".join(parts).rstrip()
 
 
 def catch_all() -> None:
-    """From now on exceptions that nobody handles, in threads and in callbacks of C, are logged without their text."""
+    """Log unhandled exceptions in threads and C callbacks, without their text, from now on."""
 
-    def said(error: BaseException | None) -> None:
+    def log_error(error: BaseException | None) -> None:
         if error is not None and not isinstance(error, SystemExit):
             log.error("unexpected error", exc_info=error)
 
-    logging.raiseExceptions = False  # a record that cannot be written would be shown whole on stderr, which is the log
-    threading.excepthook = lambda args: said(args.exc_value)
-    sys.unraisablehook = lambda args: said(args.exc_value)
+    logging.raiseExceptions = False  # otherwise logging prints a failed record, with its text, on stderr, which is the log
+    threading.excepthook = lambda args: log_error(args.exc_value)
+    sys.unraisablehook = lambda args: log_error(args.exc_value)
 
 
 class Journal(logging.Handler):
@@ -156,7 +156,7 @@ class Journal(logging.Handler):
             ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends one record; a message of several lines with its length, as the protocol wants."""
+        """Send one record. The message is sent with its length, because it may have several lines."""
         text = self.format(record).encode(errors="replace")
         priority = _PRIORITIES.get(record.levelno, 6)
         head = f"PRIORITY={priority}\nSYSLOG_IDENTIFIER={IDENTIFIER}\nLOGGER={record.name}\n".encode()
@@ -167,11 +167,11 @@ class Journal(logging.Handler):
 
 
 def check(target: str | None, point: str) -> str | None:
-    """`target` as a daemon can use it: None, JOURNAL or an absolute path. UsageError for a path that cannot be a log."""
+    """Return `target` for a daemon: None, JOURNAL or an absolute path. UsageError: the path cannot be a log."""
     if target is None or target == JOURNAL:
         return target
     above, name = os.path.split(os.path.abspath(target))
-    path = os.path.join(os.path.realpath(above), name)  # a link there may be another user's: it is not followed
+    path = os.path.join(os.path.realpath(above), name)  # does not follow a last link, which may be another user's
     if not os.path.isdir(os.path.dirname(path)):
         raise UsageError(f"log: '{os.path.dirname(path)}' is not a directory", "create it first")
     if os.path.islink(path):
@@ -184,7 +184,7 @@ def check(target: str | None, point: str) -> str | None:
 
 
 def handler(target: str | None) -> logging.Handler:
-    """The handler of a daemon in the foreground; without a target the journal, where systemd has made that its stderr."""
+    """Return the log handler of a daemon in the foreground. Default: the journal if stderr is the journal, else stderr."""
     if target is None:
         stderr = os.fstat(sys.stderr.fileno())
         if os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":
