@@ -341,7 +341,7 @@ class Requests:
 
 def _globs(request: dict[str, Any]) -> list[str]:
     found = request.get("globs", [])
-    with contextlib.suppress(TypeError, UnicodeEncodeError):  # a glob must be encodable as a file name, which may be any bytes
+    with contextlib.suppress(TypeError, UnicodeEncodeError):  # a glob must be encodable as a file name
         if isinstance(found, list) and all(len(os.fsencode(glob)) > 0 and len(glob) <= _LONGEST_GLOB for glob in found):
             return found
     raise UsageError(f"globs: {reprlib.repr(found)} is not a list of globs")

@@ -1,17 +1,17 @@
 """The process that serves a mount: from checked arguments to a clean end.
 
-Threads: the main thread starts and stops things and runs Python's signal handlers; libfuse's loop has a thread of its
-own (in the main thread it would keep handlers from running). The kernel may give a signal to any thread, where it is only
-noted: a thread that is told of each wakes the main one. FUSE_INIT is handed over to the main thread, so that what
-the engine starts belongs to a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the
-*thread* that made it, and libfuse's threads come and go.
+Threads: the main thread starts and stops all parts and runs Python's signal handlers. libfuse's loop has its own thread,
+because it would block the handlers in the main thread. The kernel may deliver a signal to any thread, so the thread
+`signals` wakes the main thread for each. FUSE_INIT is passed to the main thread, so that the engine starts its children
+from a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the *thread* that created it, and
+libfuse's threads are short-lived.
 
-A daemon is made late: the command waits until the mount serves, and all that goes wrong before that is its own error. The
-child reports over a pipe, one JSON line each: a note (a warning logged on the way, such as a reduced budget), an error, or
-ready. Its stdout and stderr are the log from the start, so no helper it starts keeps the caller's pipes open.
+In the background, the command waits until the mount serves, and reports every error before that as its own. The child
+sends JSON lines through a pipe: notes (logged warnings, such as a reduced budget), an error, or ready. Its stdout and
+stderr are the log from the start, so its helpers do not keep the caller's pipes open.
 
-Order at the end: the engine lets go (unpinned, its helper gone), what is being told to the kernel comes to its end,
-requests in progress are answered, the mount is detached, the sentinel ends, files beside the control socket are removed.
+Order at the end: the engine unpins and stops its helper, notifications to the kernel complete, requests in progress are
+answered, the mount is detached, the sentinel ends, and the files of the control socket are removed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
 PRIORITY = -10
-START_S = 120.0  # for a daemon to serve
+START_S = 120.0  # the longest time until a new daemon serves
 _LOG_BYTES = 1 << 20
 
 
@@ -79,18 +79,18 @@ class MountRequest:
     pinned: tuple[str, ...] = ()
     log: str | None = None
     metrics: str | None = None  # ADDRESS:PORT of the metrics endpoint
-    metrics_files: bool = False  # with the names of files
-    cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
-    not_in_place: str | None = None  # why `auto` has not come to that
-    read_ahead_bytes: int | None = None  # on the storage of `source`, in place
-    lifetime_pids: tuple[int, ...] = ()  # the mount ends when all of these processes have
+    metrics_files: bool = False  # include the names of files
+    cache_origin: str = "default"  # the source of cache_bytes: --cache, a variable or a settings file
+    not_in_place: str | None = None  # why `auto` did not choose mode inplace
+    read_ahead_bytes: int | None = None  # for the storage of `source`, in mode inplace
+    lifetime_pids: tuple[int, ...] = ()  # the mount ends when all of these processes have ended
 
 
 class Daemon:
-    """One mount and its engine. `run` serves until the end; `ready` is called once requests are served."""
+    """One mount and its engine. `run` serves until the end, and calls `ready` as soon as requests are served."""
 
     def __init__(self, request: MountRequest, source: str, point: str, rotate: Callable[[], None] | None = None) -> None:
-        """`rotate` is what SIGHUP does; without it, it ends the mount like other signals."""
+        """`rotate`: the action of SIGHUP; without it, SIGHUP ends the mount."""
         self._request = request
         self._rotate = rotate
         self._point = point
@@ -138,7 +138,7 @@ class Daemon:
             self._warmer = Warmer(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._notifier: KernelNotifier | None = None
-        # What the main thread waits for: "init", "resume", "rotate", "stop", "over"; "signal": that a handler can run.
+        # Events for the main thread: "init", "resume", "rotate", "stop", "over", and "signal", which lets a handler run.
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -150,7 +150,7 @@ class Daemon:
             self._engine.state.references.log = self._log
 
     def run(self, ready: Callable[[], None]) -> None:
-        """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
+        """Serve until an unmount, a stop request or a signal. Raises the error if the mount cannot be made."""
         libfuse.prepare_process()
         self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
@@ -164,7 +164,7 @@ class Daemon:
                     if server is not None:
                         self._served = True
                         self._pin()
-                        gc.freeze()  # what is there now stays: it is not gone through again and again
+                        gc.freeze()  # present objects are permanent: exclude them from garbage collection
                         ready()
                 elif event == "resume":
                     self._engine.start(self._notifier, self._point)
@@ -175,7 +175,7 @@ class Daemon:
                 elif event == "stop":
                     notify("STOPPING=1")
                     self._end()
-        except BaseException:  # nobody would take events any more, signals and `llmcache umount` among them
+        except BaseException:  # no thread would process events, such as signals and `llmcache umount`
             self._end()
             raise
         finally:
@@ -197,25 +197,25 @@ class Daemon:
             raise self._failure
 
     def _end(self) -> None:
-        self._started.set()  # FUSE_INIT may be waiting
+        self._started.set()  # releases FUSE_INIT if it is waiting
         self._engine.stop()
         self._session.stop()
 
     def _hear_signals(self) -> None:
-        told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(told, True)
-        threading.Thread(target=self._wake, args=(told,), name="signals", daemon=True).start()
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(reading, True)
+        threading.Thread(target=self._wake, args=(reading,), name="signals", daemon=True).start()
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or self._rotate is not None or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._signalled)
 
-    def _wake(self, told: int) -> None:
-        while os.read(told, 64):
+    def _wake(self, reading: int) -> None:
+        while os.read(reading, 64):
             self._events.put("signal")
 
     def _end_with(self, pids: Sequence[int]) -> None:
-        """End the mount when all of some processes have ended; a process that waits to be reaped has."""
+        """End the mount when all of these processes have ended (zombies included)."""
         if not pids:
             return
         fds = []
@@ -241,9 +241,9 @@ class Daemon:
         self._events.put("over")
 
     def _hand_over(self, notifier: KernelNotifier | None = None) -> None:
-        """Has the main thread start what serves; returns when it does.
+        """Let the main thread start the engine and the control server, and wait for it.
 
-        FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns.
+        Over FUSE, this is FUSE_INIT on a thread of libfuse. The kernel sends no other request before it returns.
         """
         self._notifier = notifier
         self._events.put("init")
@@ -272,12 +272,12 @@ class Daemon:
             self._started.set()
 
     def _pin(self) -> None:
-        """Brings in what --pin names, while the mount serves already."""
+        """Prefetch the files of --pin in a thread, while the mount already serves."""
 
         def warm() -> None:
             try:
                 done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
-            except LlmcacheError as error:  # nothing matches yet, or the mount ends
+            except LlmcacheError as error:  # no file matches yet, or the mount ends
                 log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
                 return
             log.info("--pin: %d of %d bytes are cached", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
@@ -291,7 +291,7 @@ class Daemon:
         return self._requests.answer(request, tell)
 
     def _stop(self, force: bool) -> dict[str, Any]:
-        """`llmcache umount`: refused while others use the mount, unless forced."""
+        """Serve `llmcache umount`; refuse it while other processes use the mount, unless forced."""
         with self._stop_lock:
             if not force:
                 mount = mountpoint.find(self._point)
@@ -301,24 +301,25 @@ class Daemon:
                 try:
                     mountpoint.detach(self._point, lazy=False)
                 except LlmcacheError:
-                    self._events.put("resume")  # someone came in between: go on serving
+                    self._events.put("resume")  # a process has opened a file since the check: serve again
                     raise
-            if force or isinstance(self._session, BindMount):  # that may have nothing to unmount
+            if force or isinstance(self._session, BindMount):  # a BindMount may have nothing to unmount
                 self._events.put("stop")
             return {"stopped": True, "pid": os.getpid()}
 
 
 def _is_own(pid: int) -> bool:
-    """True for this process and its children (the engine's helper keeps files of the mount open)."""
+    """Return True for this process and its children (the engine's helper keeps files of the mount open)."""
     if pid == os.getpid():
         return True
     return int(status_of(pid)["PPid"]) == os.getpid()
 
 
 def tune_process() -> None:
-    """Small heap, quick hand-over of the GIL, many descriptors, no directory kept busy, and (root) a high priority.
+    """Set a small heap, a short GIL switch interval, many descriptors, the root directory and (for root) a high priority.
 
-    No umask: what applications make has their own taken off by the kernel; the daemon's own files say 0600 themselves.
+    The umask is 0, because the umask of each application is applied to its files. The daemon's own files are created with
+    0600.
     """
     os.umask(0)
     syscalls.keep_heap_small()
@@ -326,13 +327,14 @@ def tune_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.chdir("/")
-    with contextlib.suppress(PermissionError):  # every reader waits for this process, and it computes little
+    with contextlib.suppress(PermissionError):  # all readers wait for this process, which computes little
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
 
 
 def serve_foreground(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
-    """Serve in this process, with the log on stderr unless the request names another; tells systemd, and `served`, when
-    it serves.
+    """Serve in this process, with the log on stderr unless the request names another one.
+
+    As soon as the mount serves, notify systemd and call `served`.
     """
     handler = logs.handler(request.log)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -342,14 +344,14 @@ def serve_foreground(request: MountRequest, source: str, point: str, served: Cal
 
     def ready() -> None:
         log.info("serving a directory on %s", point)
-        notify(f"READY=1\nSTATUS=serving a directory on {point}")  # every user may ask systemd for it
+        notify(f"READY=1\nSTATUS=serving a directory on {point}")  # all users can read it, so it does not name SOURCE
         served()
 
     Daemon(request, source, point, _rotation(handler)).run(ready)
 
 
 def serve_background(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
-    """Starts a daemon and calls `served` when its mount serves. Raises what kept it from doing so."""
+    """Start a daemon and call `served` as soon as its mount serves. Raises the daemon's error otherwise."""
     control.make_directory()
     reading, writing = os.pipe()
     log_path = control.files(point).log if request.log in (None, logs.JOURNAL) else str(request.log)
@@ -361,7 +363,7 @@ def serve_background(request: MountRequest, source: str, point: str, served: Cal
     with os.fdopen(reading) as events:
         try:
             _wait_ready(events, child, log_path)
-        except KeyboardInterrupt:  # no mount, then; the daemon has a session of its own
+        except KeyboardInterrupt:  # the daemon has its own session, so Ctrl-C does not reach it
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
             os.waitpid(child, 0)
@@ -379,7 +381,7 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
     while True:
         ready, _, _ = select.select([events], [], [], max(0.0, end - time.monotonic()))
         if not ready:
-            os.kill(child, signal.SIGTERM)  # who was told that there is no mount does not find one later
+            os.kill(child, signal.SIGTERM)  # the mount must not appear after this error
             raise MountProblem(f"the daemon (pid {child}) does not serve after {START_S:.0f} s", f"see its log: {log_path}")
         line = events.readline()
         if not line:
@@ -399,29 +401,29 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
 
 
 class _Reporter(logging.Handler):
-    """Sends the child's events, and warnings logged before it is ready, to the parent, as long as that waits."""
+    """Sends the child's events, and warnings logged before it is ready, to the waiting parent."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(logging.WARNING)
         self._pipe = os.fdopen(fd, "w")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Passes a warning on as a note."""
+        """Send a warning as a note."""
         self.send(note=record.getMessage())
 
     def send(self, **event: Any) -> None:
-        """One line to the parent."""
-        self.acquire()  # another thread may come to the end
+        """Send one line to the parent."""
+        self.acquire()  # other threads may log
         try:
             self._pipe.write(json.dumps(event) + "\n")
             self._pipe.flush()
-        except (OSError, ValueError):  # the parent was killed, or has heard enough
+        except (OSError, ValueError):  # the parent has ended, or the pipe is closed
             pass
         finally:
             self.release()
 
     def finish(self) -> None:
-        """Tells that the mount serves: from now on warnings go to the log alone."""
+        """Report that the mount serves. Later warnings go only to the log."""
         self.send(ready=True)
         logging.getLogger().removeHandler(self)
         with contextlib.suppress(OSError):
@@ -429,7 +431,7 @@ class _Reporter(logging.Handler):
 
 
 def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, log_path: str) -> int:
-    """Life of the daemon process; its exit code."""
+    """Run the daemon in the child process; return its exit code."""
     root = logging.getLogger()
     try:
         os.setsid()
@@ -446,14 +448,13 @@ def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, 
         tune_process()
         Daemon(request, source, point, _rotation(handler)).run(reporter.finish)
     except LlmcacheError as error:
-        root.removeHandler(reporter)  # the error goes to the parent whole, not as a note
-        logging.getLogger("llmcache").error(
-            "the daemon ends with exit code %d", error.exit_code
-        )  # why is told to who made the mount
-        said = _libfuse_errors(log_path, begin) if isinstance(error, MountProblem) else ""
-        reporter.send(error=f"{error.message}{said}", hint=error.hint, exit_code=error.exit_code)
+        root.removeHandler(reporter)  # the parent receives the error itself, not a note
+        # Without the reason, which may name files: the parent shows it.
+        logging.getLogger("llmcache").error("the daemon ends with exit code %d", error.exit_code)
+        details = _libfuse_errors(log_path, begin) if isinstance(error, MountProblem) else ""
+        reporter.send(error=f"{error.message}{details}", hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
-    except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: log the traceback
         print(logs.without_text(error), file=sys.stderr, flush=True)
         reporter.send(
             error=f"{type(error).__name__}: {error}",
@@ -465,7 +466,7 @@ def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, 
 
 
 def _redirect(log_path: str, *, shorten: bool) -> int:
-    """Make the log this process' stdout and stderr; returns where it ends now."""
+    """Redirect stdout and stderr of this process to the log; return the present size of the log."""
     try:
         fd = logs.open_own(log_path)
     except OSError as error:
@@ -483,7 +484,7 @@ def _redirect(log_path: str, *, shorten: bool) -> int:
 
 
 def _libfuse_errors(log_path: str, begin: int) -> str:
-    """What libfuse and fusermount3 wrote about a failed mount."""
+    """Return the messages of libfuse and fusermount3 about a failed mount, from the log after `begin`."""
     with open(log_path, encoding="utf-8", errors="replace") as file:
         file.seek(begin)
         lines = [line.strip() for line in file if line.startswith(("fuse", "mount"))]
@@ -491,18 +492,18 @@ def _libfuse_errors(log_path: str, begin: int) -> str:
 
 
 def _rotation(handler: logging.Handler) -> Callable[[], None] | None:
-    """What SIGHUP does to a log; None where it is a terminal's, which sends it to end what it had started."""
+    """Return the action of SIGHUP for a log; None for stderr, because a terminal sends SIGHUP to end its processes."""
     if isinstance(handler, logs.LogFile):
         return handler.renew
     return (lambda: None) if isinstance(handler, logs.Journal) else None
 
 
 def notify(state: str) -> bool:
-    """Sends `state` ("READY=1\\nSTATUS=…") to the socket in $NOTIFY_SOCKET; False if there is none, or nobody listens."""
+    """Send `state` ("READY=1\\nSTATUS=…") to the socket $NOTIFY_SOCKET; return False if there is none, or no listener."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return False
-    if address.startswith("@"):  # a name without a file
+    if address.startswith("@"):  # an abstract socket
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
         try:

@@ -1,11 +1,11 @@
-"""The process that writes an access log: frames of `accesslog` on stdin, a Parquet trace at the end.
+"""The process that writes an access log: it reads the frames of `accesslog` from stdin and writes a Parquet trace.
 
-Run as `python -m llmcache.fs.daemon.logwriter PATH`; says {"ready": true} or {"error"} in one line on stdout. It outlives
-the daemon by as long as completing the file takes: the end of stdin, in order or by its death, is the end of the log.
-What it has read by then is in the file. One that there is no room for is removed.
+Run as `python -m llmcache.fs.daemon.logwriter PATH`. It prints {"ready": true} or {"error": …} as one line on stdout. The
+log ends with stdin, whether the daemon closed it or died. The process then completes the file with all it has read, and so
+outlives the daemon for a short time. If storage runs out, the file is removed.
 
-Provenance: `extra["mount"]` names this scheme, `extra["events"]` holds [row, event] pairs (the event happened before that
-row; see `llmcache.cache.steering` for events; "file" [id, space, member] says which member of a space a file is).
+Provenance: `extra["mount"]` names this scheme. `extra["events"]` has [row, event] pairs: the event happened before that
+row. `llmcache.cache.steering` lists the events; "file" [id, space, member] maps a file to a loop space and its number in it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
 SCHEME = "llmcache.mount/2"
 DTYPE = np.dtype([(name, dtype.newbyteorder("<")) for name, dtype in COLUMNS.items()])  # as accesslog.ROW
 EVENTS_MAX = 1 << 20
-THREADS_MAX = 4096  # remembered; thread ids are used again
+THREADS_MAX = 4096  # size of the cache of thread ids, which the kernel reuses
 NICE = 10
 
 
 class LogWriter:
-    """One log being written to `path`."""
+    """Writer of one log, to `path`."""
 
     def __init__(self, path: str) -> None:
         self._writer = TraceWriter(path, provenance=Provenance(tier="mount"))
@@ -45,7 +45,7 @@ class LogWriter:
         self._process_of: dict[int, int] = {}
 
     def take(self, kind: int, payload: bytes) -> None:
-        """Takes one frame."""
+        """Process one frame."""
         if kind == ROWS:
             rows = np.frombuffer(payload, DTYPE)
             columns = {name: np.ascontiguousarray(rows[name]) for name in COLUMNS}
@@ -65,7 +65,7 @@ class LogWriter:
             self._about = message.get("about", self._about)
 
     def _processes(self, threads: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Returns the process of each thread: the kernel tells the mount thread ids. One that has ended stays as it is."""
+        """Return the process of each thread id in requests; the id itself if the thread has ended."""
         ids, index = np.unique(threads, return_inverse=True)
         if len(self._process_of) > THREADS_MAX:
             self._process_of.clear()
@@ -75,7 +75,7 @@ class LogWriter:
         return np.array([self._process_of[thread] for thread in ids.tolist()], np.uint32)[index]
 
     def finish(self) -> None:
-        """Completes the file, or removes it if it is not to be kept."""
+        """Complete the file, or remove it if the daemon has discarded the log."""
         if self._end == "discard":
             self.discard()
             return
@@ -96,12 +96,12 @@ class LogWriter:
         self._writer.close()
 
     def discard(self) -> None:
-        """Removes the file."""
+        """Remove the file."""
         self._writer.discard()
 
 
 def process_of(thread: int) -> int:
-    """Returns the process that a thread belongs to; `thread` itself if there is no such thread (0: nobody's)."""
+    """Return the process of a thread; `thread` itself if there is no such thread (0: none)."""
     try:
         return int(status_of(thread)["Tgid"])
     except OSError:
@@ -109,7 +109,7 @@ def process_of(thread: int) -> int:
 
 
 def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields (kind, payload) until the stream ends; a frame that was cut off by a death is no frame."""
+    """Yield (kind, payload) until the stream ends; ignore an incomplete last frame."""
     while len(head := stream.read(FRAME.size)) == FRAME.size:
         kind, length = FRAME.unpack(head)
         payload = stream.read(length)
@@ -119,26 +119,26 @@ def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def main() -> int:
-    """Writes until stdin closes."""
+    """Write until stdin closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.umask(0o077)  # the log tells which files there are
-    with contextlib.suppress(OSError):  # the daemon may have given itself priority; this is not urgent
+    os.umask(0o077)  # the log contains file names
+    with contextlib.suppress(OSError):  # the process has inherited the daemon's priority and does not need it
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     try:
         writer = LogWriter(sys.argv[1])
     except LlmcacheError as error:
-        said = {"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(said), flush=True)
+        reply = {"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(reply), flush=True)
         return error.exit_code
     try:
         os.write(sys.stdout.fileno(), b'{"ready": true}\n')
         for kind, payload in frames(sys.stdin.buffer):
             writer.take(kind, payload)
         writer.finish()
-    except LlmcacheError as error:  # a full disk: without the end that it has no room for, the file is of no use
+    except LlmcacheError as error:  # a full disk: a Parquet file without its end cannot be read
         writer.discard()
-        report(error)  # into the daemon's log
+        report(error)  # stderr is the daemon's log
         return error.exit_code
     except BrokenPipeError:  # the daemon was killed before it served
         writer.discard()

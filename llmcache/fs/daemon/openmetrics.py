@@ -1,12 +1,12 @@
-"""What a mount tells in OpenMetrics (text, version 1.0), and the endpoint that serves it on this machine: GET /metrics.
+"""Metrics of a mount in OpenMetrics (text, version 1.0), and the local HTTP endpoint that serves them: GET /metrics.
 
-Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are told only
-where they are asked for: whoever can reach the endpoint can read it.
+Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are included
+only on request, because any local process can read the endpoint.
 
-One thread accepts; each connection has a thread of its own, at most CONNECTIONS at a time, DEADLINE_S long: more are
-answered 503 at once. The text is made before anything is sent, and no lock is held while a scraper is waited for, so
-one that hangs costs a thread that sleeps. A text is given to all who ask within FRESH_S: whatever asks, and however
-often, the engine is asked that seldom.
+One thread accepts connections. Each connection has its own thread; at most CONNECTIONS are served at a time, for at most
+DEADLINE_S each. Further ones receive 503 at once. The text is complete before any byte is sent and no lock is held while
+sending, so a scraper that hangs blocks only its own thread. A text is reused for FRESH_S, which limits the load on the
+engine.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ FRESH_S = 0.2
 REQUEST_BYTES = 8192
 RETRY_S = 0.1
 REFUSE_S = 0.05
-_END = b"\r\n\r\n"  # of a request's head, and an answer's
+_END = b"\r\n\r\n"  # end of the head of a request or a response
 _HINT = "for example 127.0.0.1:9464 or [::1]:9464; port 0 takes any free port"
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
-    """A label for each of `paths`, distinct ones for distinct paths.
-
-    A label has to be UTF-8, a path need not be: what is none is written as \\xNN.
-    """
+    """Return a distinct label for each of `paths`. Bytes that are not UTF-8, as labels must be, become \\xNN."""
     found: dict[str, None] = {}
     for path in paths:
         text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -55,7 +52,7 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 _CLASSES = ("loop", "hot", "sequential", "paged")
 
-# (name without llmcache_ and unit, key of the counters, what it is)
+# (name without llmcache_ and unit, key in the stats document, help text)
 _LEVELS = (
     ("budget", "budget_bytes", "Budget of the mount."),
     ("limit", "limit_bytes", "The limit in force: the budget, or less under memory pressure."),
@@ -80,8 +77,8 @@ _COUNTERS = (
 
 
 def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
-    """Returns the text for the counters of the mount on a path; `paths`: with the loops by name of their file."""
-    # Loads a whole HTTP server: only where it is asked for.
+    """Return the OpenMetrics text of a mount's counters; `paths`: with the loops, by file name."""
+    # Imported here, because it loads a whole HTTP server.
     from prometheus_client.openmetrics.exposition import generate_latest
 
     (label,) = labels_of([mount])
@@ -98,7 +95,7 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     yield info
     levels = [("uptime", "seconds", stats["uptime_s"], "Time since the mount began.")]
     levels += [(name, "bytes", stats[key], text) for name, key, text in _LEVELS]
-    if stats["hit_bytes"] or (stats["read_bytes"] and stats["mode"] == "arena"):  # elsewhere hits may not be observed
+    if stats["hit_bytes"] or (stats["read_bytes"] and stats["mode"] == "arena"):  # in other modes, hits may not be observed
         ratio = stats["hit_bytes"] / stats["read_bytes"]
         levels.append(("byte_hit", "ratio", ratio, "Share of the bytes read by clients that came from memory."))
     for name, unit, value, text in levels:
@@ -114,8 +111,8 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     text = "Errors of service threads; in mode inplace also lost touches, and refused advice on the memory of clients."
     faults = metrics.CounterMetricFamily("llmcache_faults", text, labels=["mount", "kind"])
     for kind in ("failures", "lost_touches", "refused_advice"):
-        if kind in (told := stats.get("services", {})):
-            faults.add_metric([mount, kind], told[kind])
+        if kind in (services := stats.get("services", {})):
+            faults.add_metric([mount, kind], services[kind])
     yield faults
     text = "Read by clients. In steer and inplace the resident part of a loop counts once in each observed pass."
     read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
@@ -128,9 +125,9 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     text = "Waits of client requests for extents that the daemon fetched; page faults served by the kernel are not included."
     waits = metrics.HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
-        told = stats["waits"][reason]
-        bounds = [*map(str, told["bounds_s"]), "+Inf"]
-        waits.add_metric([mount, reason], list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum_s"])
+        counted = stats["waits"][reason]
+        bounds = [*map(str, counted["bounds_s"]), "+Inf"]
+        waits.add_metric([mount, reason], list(zip(bounds, accumulate(counted["counts"]), strict=True)), counted["sum_s"])
     files = metrics.GaugeMetricFamily("llmcache_files", "Known files by class.", labels=["mount", "class"])
     classes = Counter(file["class"] for file in stats["files"])
     for name in _CLASSES:
@@ -138,7 +135,7 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     yield from (read, ahead, waits, files)
 
 
-# (name without llmcache_loop_ and unit, unit, key of a loop, what it is)
+# (name without llmcache_loop_ and unit, unit, key of a loop in the stats document, help text)
 _LOOP_LEVELS = (
     ("", "bytes", "bytes", "Bytes of the loop that clients use."),
     ("pinned", "bytes", "pinned_bytes", "Pinned bytes of the loop."),
@@ -161,9 +158,9 @@ _LOOP_LEVELS = (
 
 
 def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
-    """Return one value of each metric for each file that loops; the shards of a model count for its first file.
+    """Return the metrics of each loop. The shards of a model are one loop, listed with the first file.
 
-    A value that is not known yet is left out.
+    Unknown values are omitted.
     """
     from prometheus_client import metrics_core as metrics
 
@@ -189,7 +186,7 @@ def _label(path: str, name: str | None) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """(address, port) meant by "127.0.0.1:9464" or "[::1]:0". UsageError, naming the setting, for all but loopback."""
+    """Parse "127.0.0.1:9464" or "[::1]:0" to (address, port). UsageError: not a loopback address."""
     host, colon, port = text.rpartition(":")
     if not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UsageError(f"metrics: '{text}' is not ADDRESS:PORT", _HINT)
@@ -207,13 +204,13 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsEndpoint:
-    """Listens from the beginning, so that a port in use is told before there is a mount; serves from `start` on."""
+    """The HTTP endpoint. It listens at once, so that a port in use is an error before the mount, and serves after `start`."""
 
     def __init__(self, where: str) -> None:
-        """UsageError: no loopback address; MountProblem: the port cannot be had."""
+        """Listen on `where`, ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
         host, port = parse_address(where)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a mount follows the last one at once
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the end of the previous one
         try:
             self._socket.bind((host, port))
             self._socket.listen(16)
@@ -230,14 +227,14 @@ class MetricsEndpoint:
         self._text = b""
 
     def start(self, text: Callable[[], str]) -> None:
-        """Begins to answer with what `text` returns."""
+        """Serve the result of `text`."""
         log.info("metrics on http://%s/metrics", self.address)
         threading.Thread(target=self._accept, args=(text,), name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening; connections end by themselves."""
+        """Stop listening; open connections end by their deadline."""
         self._closing = True
-        with contextlib.suppress(OSError):  # not connected; but it wakes the thread in accept
+        with contextlib.suppress(OSError):  # it fails, because the socket is not connected, but wakes the accepting thread
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -247,7 +244,7 @@ class MetricsEndpoint:
                 connection, _ = self._socket.accept()
             except OSError:
                 if not self._closing:
-                    time.sleep(RETRY_S)  # the client has gone, or the process is out of descriptors
+                    time.sleep(RETRY_S)  # the client has disconnected, or the process is out of descriptors
                 continue
             if not self._free.acquire(blocking=False):
                 _refuse(connection)
@@ -288,13 +285,13 @@ class MetricsEndpoint:
                 if not self._text or time.monotonic() - self._made_s > FRESH_S:
                     self._text, self._made_s = text().encode(), time.monotonic()
                 return _response("200 OK", self._text, content_type=CONTENT_TYPE_LATEST)
-        except Exception:  # a bug, told to the log and to the scraper; the mount goes on
+        except Exception:  # a bug must not end the mount: report it to the log and to the scraper
             log.exception("cannot collect the metrics")
             return _response("500 Internal Server Error", b"see the log of the mount\n")
 
 
 def _read_head(connection: socket.socket, end: float) -> bytes | None:
-    """The request up to its empty line; None if it does not come in time, or is too long."""
+    """Return the request up to its empty line; None if it is late or too long."""
     head = b""
     while _END not in head:
         connection.settimeout(max(0.001, end - time.monotonic()))
@@ -306,7 +303,7 @@ def _read_head(connection: socket.socket, end: float) -> bytes | None:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Says that there is no place, once the request is there: closed with it unread, a connection loses the answer."""
+    """Respond with 503 after reading the request: closing a connection with unread data would discard the response."""
     with contextlib.suppress(OSError), connection:
         connection.settimeout(REFUSE_S)
         with contextlib.suppress(TimeoutError):
