@@ -1,1 +1,1 @@
-"""llmcachefs: the mount, its operations, and the policy that decides what the page cache keeps."""
+"""llmcachefs: mounts, their file system and daemon, and the engine that decides what stays in the page cache."""

@@ -1,9 +1,9 @@
-"""Engines that copy their weights: no file cache can help with weights that an engine reads once into private memory.
+"""Detection of inference engines that copy their weights into private memory, where a file cache does not help.
 
-llama.cpp rearranges ("repacks") tensors of some types into private memory; without a mapping it reads the whole file there;
-direct I/O bypasses the page cache; layers that a GPU computes are copied to its memory; mlock keeps the whole file resident.
-Each shows in /proc: in the private and the locked memory of the process, the mappings of the file, the flags of descriptors,
-and the devices that are open. Flags are those of llama.cpp b11434 (`common/arg.cpp`), and the older ones.
+llama.cpp rearranges ("repacks") tensors of some types into private memory. Without mmap, it reads the whole file into
+private memory. Direct I/O bypasses the page cache. Layers that a GPU computes are copied to its memory. mlock keeps the
+whole file resident. Each case is visible in /proc: private and locked memory of the process, mappings of the file, flags
+of descriptors, and open devices. The flags in the remedies are those of llama.cpp b11434 (`common/arg.cpp`) and older ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmcache.units import format_size
 
 Cause = Literal["repacking", "no-mmap", "direct-io", "mlock", "gpu"]
 WHOLE_SHARE = 0.9
-"""Of the bytes that would be copied: with so much private memory a process is taken to have copied them."""
+"""A process with private memory of more than this share of the weights counts as having copied them."""
 LEAST_BYTES = 64 << 20
 _GPU = re.compile(r"/dev/(nvidia[0-9]+|kfd|dri/renderD[0-9]+)")
 _REMEDIES: dict[Cause, str] = {
@@ -33,9 +33,10 @@ _REMEDIES: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """A process that has read a model: bytes of private memory (resident or swapped), bytes of the file that it has mapped.
+    """A process that has read a model.
 
-    `has_direct`: it has a file open with O_DIRECT; `has_gpu`: it uses the device of a GPU; `locked_bytes`: by mlock.
+    `private_bytes`: private memory, resident or swapped; `mapped_bytes`: mapped bytes of the model's files; `has_direct`:
+    it has a file open with O_DIRECT; `has_gpu`: it has a GPU device open; `locked_bytes`: memory locked with mlock.
     """
 
     pid: int
@@ -72,7 +73,7 @@ class Copied:
         return _REMEDIES[self.cause]
 
     def __str__(self) -> str:
-        """Return both."""
+        """Return the sentence with the remedy."""
         return f"{self.said()}; {self.remedy}"
 
     def facts(self) -> dict[str, Any]:
@@ -81,9 +82,9 @@ class Copied:
 
 
 def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copied | None:
-    """Return the copy of a model that a client has made; None if nothing shows one.
+    """Return the copy that a client has made of a model; None if there is no sign of one.
 
-    `size_bytes`: of all its files; `repacked_bytes`: of tensors that llama.cpp may repack.
+    `size_bytes`: size of all files of the model; `repacked_bytes`: size of the tensors that llama.cpp may repack.
     """
     private = client.private_bytes
     if client.has_direct and private > WHOLE_SHARE * size_bytes:
@@ -100,10 +101,10 @@ def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copi
 
 
 def client_facts(pid: int, files: set[tuple[int, int]]) -> ClientFacts:
-    """Return the facts of the process that `pid`, a process or thread, belongs to. OSError: it has ended.
+    """Return the facts of the process of `pid`, a process or thread id. OSError: it has ended.
 
-    `files`: device and inode of the model's files. Mappings and descriptors of another user's process are seen by root only;
-    a process whose mappings cannot be seen counts as having the file mapped.
+    `files`: (device, inode) of the model's files. Only root can read the mappings and descriptors of other users'
+    processes; a process whose mappings cannot be read counts as having the file mapped.
     """
     fields = status_of(pid)
     pid = int(fields["Tgid"])

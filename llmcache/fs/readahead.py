@@ -1,9 +1,9 @@
-"""The kernel's read-ahead of a block device (`read_ahead_kb`): where the setting is, and how mounts change and restore it.
+"""The kernel's readahead of a block device (`read_ahead_kb`): mounts change it and restore it.
 
-A setting belongs to a whole device, so all mounts on the partitions of a disk share one. The original value is kept in a
-note in the directory of the daemons' files, named after the device. Each mount that changes the setting holds a shared lock
-on the note; the last one restores the value. A daemon that was killed leaves a note without a lock: the next mount of any
-kind, and `llmcache umount --force`, restore the value from it.
+The setting belongs to a whole disk, so all mounts on its partitions share it. The original value is kept in a note in the
+directory of the daemons' files, named after the device. Each mount that changes the setting has a shared lock on the note;
+the last one restores the value. If a daemon was killed, its note remains without a lock, and the next mount of any kind, or
+`llmcache umount --force`, restores the value from it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from llmcache.fs.client import control
 log = logging.getLogger(__name__)
 
 SMALL_READ_AHEAD_KB = 128  # the kernel's default
-MIXTURE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # for smaller expert slices; for larger ones 128 (measured)
+MIXTURE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # 32 KiB for expert slices below 1 MiB, else 128 KiB (measured)
 _NOTES = "read-ahead-"
 _LONGEST_NOTE = 4096
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
 
 
 def read_ahead_advice() -> str:
-    """Return the option of a mount for MoE models."""
+    """Return the option of `llmcache mount` to recommend for MoE models."""
     large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has 1 MiB or more"
     return f"--read-ahead {MIXTURE_READ_AHEAD_KB}Ki ({large})"
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
-    """Return the sysfs file of the setting (KiB) for the storage of `directory`; None if that is no block device.
+    """Return the sysfs file of the setting (KiB) for the storage of `directory`; None if it is not a block device.
 
-    `root` is for tests. Partitions have no file of their own; the path is that of their disk.
+    For a partition, this is the file of its disk. `root` is for tests.
     """
     device = os.stat(directory).st_dev
     block = (root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
@@ -46,10 +46,10 @@ def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
 
 
 class ReadAhead:
-    """Another read-ahead for the storage of a directory, for files that are opened while it is set."""
+    """A changed readahead for the storage of a directory; it applies to files that are opened while it is set."""
 
     def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
-        """EnvironmentProblem: the storage has no such setting."""
+        """Find the setting. EnvironmentProblem: the storage has none."""
         path = read_ahead_file(directory, root)
         if path is None:
             raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
@@ -57,7 +57,7 @@ class ReadAhead:
         self._fd: int | None = None
 
     def set(self) -> None:
-        """Change the setting, unless this object has. EnvironmentProblem."""
+        """Change the setting, unless this object already has. Raises EnvironmentProblem."""
         if self._fd is not None:
             return
         note = Path(control.directory(os.geteuid())) / (_NOTES + self._path.parents[1].name)
@@ -76,7 +76,7 @@ class ReadAhead:
             ) from error
 
     def restore(self) -> None:
-        """Restore the original value, unless another mount still needs another one."""
+        """Restore the original value, unless another mount still uses the note."""
         if self._fd is None:
             return
         os.close(self._fd)
@@ -85,7 +85,7 @@ class ReadAhead:
 
 
 def restore_left() -> None:
-    """Restore every setting that no living process needs changed any more."""
+    """Restore every setting whose note no living process has locked."""
     directory = control.directory(os.geteuid())
     if not os.path.isdir(directory):
         return
@@ -99,7 +99,7 @@ def restore_left() -> None:
 
 
 def _restore(path: str) -> None:
-    """Write the value back, then remove the note. After OSError the note is still there, for another try."""
+    """Write the value back, then remove the note. After an OSError the note remains, for a later attempt."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,21 +111,21 @@ def _restore(path: str) -> None:
                 if error.errno not in _GONE:
                     raise
         os.unlink(path)
-    except BlockingIOError:  # a mount needs it
+    except BlockingIOError:  # another mount uses it
         pass
     finally:
         os.close(fd)
 
 
 def _read(fd: int) -> tuple[Path, int] | None:
-    """Return the setting and its original value from a note; None if the note is not complete."""
+    """Return the sysfs file and its original value from a note; None if the note is incomplete."""
     lines = os.pread(fd, _LONGEST_NOTE, 0).decode(errors="surrogateescape").split("\n")
     return (Path(lines[1]), int(lines[0])) if len(lines) == 3 and lines[0].isdecimal() else None
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Keep other processes from notes. OSError: the directory of the daemons' files is missing."""
+    """Context manager: lock the notes against other processes. OSError: the directory of the daemons' files is missing."""
     fd = os.open(control.directory(os.geteuid()), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

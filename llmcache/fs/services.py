@@ -1,7 +1,7 @@
-"""The threads that run for as long as a mount does.
+"""Service threads: they run as long as the mount.
 
-An unexpected exception must not silently end a service of a mount that still serves. So the exception is logged with its
-traceback and counted, and the service is run again. After FAILURES_MAX failures within WITHIN_S it is not run again, and
+An unexpected exception must not silently end a service of a mount that still serves. The exception is logged with its
+traceback and counted, and the service is restarted. After FAILURES_MAX failures within WITHIN_S it is not restarted, and
 `on_broken` decides about the mount.
 """
 
@@ -19,7 +19,7 @@ FAILURES_MAX, WITHIN_S, PAUSE_S = 5, 60.0, 0.2
 
 
 class Services:
-    """The service threads of one mount. `on_broken(name)` is called on the thread of a service that is not run again."""
+    """The service threads of one mount. A service that is not restarted calls `on_broken(name)` on its thread."""
 
     def __init__(self) -> None:
         self.on_broken: Callable[[str], None] = lambda _name: None
@@ -29,7 +29,7 @@ class Services:
         self._lock = threading.Lock()
 
     def thread(self, name: str, work: Callable[..., None], *arguments: object) -> threading.Thread:
-        """Return the thread of a service, to be started: it ends when `work` returns."""
+        """Return a new service thread for the caller to start. It ends when `work` returns."""
         thread = threading.Thread(target=self._run, args=(name, work, arguments), name=name, daemon=True)
         with self._lock:
             self._threads = [each for each in self._threads if each.is_alive() or each.ident is None] + [thread]
@@ -55,7 +55,7 @@ class Services:
             time.sleep(PAUSE_S)
 
     def facts(self) -> dict[str, Any]:
-        """Return what `llmcache stats` shows of the services: threads that run, failures, and names of those that ended."""
+        """Return the facts for `llmcache stats`: number of running threads, failures, and names of services that ended."""
         with self._lock:
             running = sum(thread.is_alive() for thread in self._threads)
             return {"running": running, "failures": self.failures, "ended": list(self.ended)}

@@ -1,6 +1,6 @@
-"""The few libc calls that Python's os module lacks, or offers only with a copy: raw-address I/O, utimensat, …
+"""System calls that Python's os module lacks, or offers only with a copy of the data (I/O to raw addresses).
 
-Those that can wait release the GIL (ctypes.CDLL). All raise OSError; EINTR is retried, it never reaches an application.
+Calls that can wait release the GIL (ctypes.CDLL). All raise OSError. EINTR is retried, so that applications never see it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_quick = ctypes.PyDLL(None, use_errno=True)  # for what never waits: to get the GIL back would take longer than the call
+_quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait: acquiring the GIL again would take longer than the call
 
 _OFF = ctypes.c_int64
 _libc.pread64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
@@ -78,7 +78,7 @@ def _failure() -> OSError:
 
 
 def pread(fd: int, address: int, size: int, offset: int) -> int:
-    """Bytes that one pread put at `address`; short at the end of the file."""
+    """Read into memory at `address` with one pread; return the number of bytes, short at the end of the file."""
     while True:
         done = int(_libc.pread64(fd, address, size, offset))
         if done >= 0:
@@ -88,7 +88,7 @@ def pread(fd: int, address: int, size: int, offset: int) -> int:
 
 
 def pwrite(fd: int, address: int, size: int, offset: int) -> int:
-    """Bytes that one pwrite took from `address`."""
+    """Write memory at `address` with one pwrite; return the number of bytes."""
     while True:
         done = int(_libc.pwrite64(fd, address, size, offset))
         if done >= 0:
@@ -98,14 +98,14 @@ def pwrite(fd: int, address: int, size: int, offset: int) -> int:
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """Linux fallocate with its mode bits (os.posix_fallocate has none)."""
+    """Call fallocate with its mode bits (os.posix_fallocate has none)."""
     while _libc.fallocate64(fd, mode, offset, length) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failure()
 
 
 def mmap(fd: int, size: int) -> int:
-    """Address of a shared mapping of a file's first `size` bytes, to be read."""
+    """Map the first `size` bytes of a file, shared and read-only; return the address."""
     address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         raise _failure()
@@ -119,17 +119,18 @@ def munmap(address: int, size: int) -> None:
 
 
 def madvise(address: int, size: int, advice: int) -> None:
-    """Advice on a part of this process' memory."""
+    """Give advice on a range of this process' memory."""
     if _libc.madvise(address, size, advice) != 0:
         raise _failure()
 
 
 def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -> int:
-    """Advice on parts, (address, bytes), of another process' memory, in their order; returns the bytes it was taken for,
-    until a part was refused, and of the first 1024 parts at most. OSError if the first is refused.
+    """Give advice on ranges, (address, bytes), of another process' memory, at most the first 1024; return the bytes advised.
+
+    The kernel processes the ranges in order and stops at the first one that it refuses. OSError: it refuses the first one.
     """
     count = min(len(parts), _IOV_MAX)
-    packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec; `array` makes them fast
+    packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec; `array` is the fastest way to fill it
     call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
     done = _libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(count), ctypes.c_int(advice), flags)
     if done < 0:
@@ -138,7 +139,7 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
 
 
 def cached_blocks(fd: int, offset: int, size: int) -> int:
-    """Return the blocks of 4 KiB of a part of a file that are in the page cache (cachestat, which counts pages)."""
+    """Return the number of 4 KiB blocks of a range of a file that are in the page cache (from cachestat, in pages)."""
     part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
     if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
         raise _failure()
@@ -147,9 +148,9 @@ def cached_blocks(fd: int, offset: int, size: int) -> int:
 
 
 def refusal() -> str | None:
-    """Return why steering in place cannot work here: the first system call that is refused, and its error; None if none is.
+    """Return why in-place steering is impossible here: the first system call that fails, and its error; None if all work.
 
-    A seccomp filter, as containers have it, refuses calls that the kernel knows.
+    In containers, a seccomp filter may refuse calls that the kernel supports.
     """
     call, page, own, file = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1, -1
     try:
@@ -172,7 +173,7 @@ def refusal() -> str | None:
 
 
 def huge_bytes(address: int, size: int) -> int:
-    """Bytes of a part of this process' memory that are mapped by huge pages (PAGEMAP_SCAN); of so many stretches at most."""
+    """Return the bytes of a range of this process' memory that huge pages map (PAGEMAP_SCAN), at most _REGIONS regions."""
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()
     span = (address, address + size, 0, ctypes.addressof(regions), _REGIONS, 0)
     scan = (ctypes.c_uint64 * 12)(96, 0, *span, 0, _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)  # struct pm_scan_arg
@@ -182,11 +183,11 @@ def huge_bytes(address: int, size: int) -> int:
 
 
 def bind(source: str, target: str, attributes: int = 0) -> int:
-    """Mount a directory also on `target`, with MOUNT_ATTR_ flags; returns the id of the mount (root only).
+    """Bind-mount a directory on `target`, with MOUNT_ATTR_ flags; return the id of the mount (root only).
 
-    The mount gets its attributes before it is attached, so the copies in other mount namespaces have them too. Mounts made
-    below either directory afterwards do not appear below the other. OSError names the call that the kernel refused: ENOSYS
-    before Linux 5.12 and under seccomp filters that do not know these calls.
+    The attributes are set before the mount is attached, so its copies in other mount namespaces have them, too. Later mounts
+    below one directory do not appear below the other. OSError names the call that failed: ENOSYS before Linux 5.12, and
+    with old seccomp filters.
     """
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     tree = _mount_call("open_tree", _OPEN_TREE, ctypes.c_int(AT_FDCWD), os.fsencode(source), flags)
@@ -212,7 +213,7 @@ def _mount_call(name: str, number: int, *arguments: Any) -> int:
 
 
 def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
-    """Set (atime, mtime) as (seconds, nanoseconds) of a descriptor or path; UTIME_NOW and UTIME_OMIT work."""
+    """Set (atime, mtime) of a descriptor or path, each (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT; None: now."""
     block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
     done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, os.fsencode(file), block, 0)
     if done != 0:
@@ -226,17 +227,17 @@ def umount2(target: str, flags: int) -> None:
 
 
 def set_thread_user(uid: int) -> None:
-    """The user that this thread alone acts for, on file systems and elsewhere; another than root has no capability."""
+    """Set the effective user of this thread only; a user other than root has no capabilities."""
     _set_thread("setresuid", ctypes.c_long(-1), ctypes.c_long(uid), ctypes.c_long(-1))
 
 
 def set_thread_group(gid: int) -> None:
-    """The group that this thread alone acts for."""
+    """Set the effective group of this thread only."""
     _set_thread("setresgid", ctypes.c_long(-1), ctypes.c_long(gid), ctypes.c_long(-1))
 
 
 def set_thread_groups(groups: Sequence[int]) -> None:
-    """The supplementary groups of this thread alone."""
+    """Set the supplementary groups of this thread only."""
     _set_thread("setgroups", ctypes.c_size_t(len(groups)), (ctypes.c_uint * max(1, len(groups)))(*groups))
 
 
@@ -248,15 +249,17 @@ def _set_thread(call: str, *arguments: Any) -> None:
 
 
 def check_access(fd: int, mode: int) -> None:
-    """OSError unless this thread, by its user for file systems, may access an open file with `mode` (os.R_OK, …)."""
+    """Raise OSError unless this thread's effective user may access an open file with `mode` (os.R_OK, …)."""
     flags = ctypes.c_int(_AT_EACCESS | _AT_EMPTY_PATH)
     if _libc.syscall(ctypes.c_long(_FACCESSAT2), ctypes.c_int(fd), b"", ctypes.c_int(mode), flags) != 0:
         raise _failure()
 
 
 def keep_heap_small() -> None:
-    """Two malloc arenas and mmap for large blocks: libfuse allocates each 1 MiB reply on whichever thread serves it,
-    and glibc would otherwise keep one such block per arena and thread for good."""
+    """Limit malloc to two arenas and use mmap for large blocks.
+
+    libfuse allocates each 1 MiB reply on the thread that serves it, and glibc would keep such a block per arena forever.
+    """
     _libc.mallopt(_M_ARENA_MAX, 2)
     _libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
     _libc.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)

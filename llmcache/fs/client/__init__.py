@@ -1,1 +1,1 @@
-"""What commands do with mounts: make, find, ask and end them, and show what they tell."""
+"""Client side of the mount commands: create, find, query and end mounts, and display the replies."""

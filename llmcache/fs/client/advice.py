@@ -1,9 +1,8 @@
-"""What `llmcache size` answers: formula (1) with a model's real bytes, real storage, and this mount's own needs.
+"""`llmcache size`: formula (1) for the bytes of a real model, measured storage, and the needs of a mount.
 
-The formula's S is what a mount must pin. `--cache` of llmcachefs also pays for the window that the rest streams through,
-for hot pages and for rows; `mount_cache_bytes` asks the mount's own arbitration how much that is.
-
-Of a mixture a mount pins the dense tensors, and what that leaves holds experts.
+The formula's S is the size that a mount must pin. `--cache` of llmcachefs also includes the window through which the rest
+is streamed, hot pages and rows; `mount_cache_bytes` computes it with the mount's own arbitration. For an MoE model, a mount
+pins the dense tensors and caches experts in the remaining budget.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ _LEAST_STEPS = -(-MIN_BUDGET_BYTES // _STEP_BYTES)
 
 @dataclass(frozen=True)
 class Means:
-    """How modes hold a loop: the least window, the bytes of an extent of a large file, and what they may hold beside the
-    budget.
-    """
+    """Parameters of modes: the smallest window, the extent size of large files, and the allowance beyond the budget (bytes)."""
 
     modes: str
     least_window: int
@@ -66,14 +63,15 @@ FUSE = Means("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT, WINDOW_ALLOWANCE_BY
 
 
 def in_place(bandwidth: int) -> Means:
-    """What keeps storage of `bandwidth` (bytes/s) at work is streamed through."""
+    """Return the parameters of mode inplace; its window must keep storage of `bandwidth` (bytes/s) busy."""
     return Means("inplace", least_window(bandwidth), HUGE_BYTES, INPLACE_ALLOWANCE_BYTES)
 
 
 def advise(question: Question) -> Answer:
-    """The answer to `question`. UsageError: a cache smaller than the hot set; DataError: a damaged model;
+    """Answer `question`.
 
-    EnvironmentProblem: storage that cannot be measured.
+    UsageError: a cache is smaller than the hot set; DataError: damaged model; EnvironmentProblem: the storage cannot be
+    measured.
     """
     model = None if question.model is None else model_bytes(question.model)
     loop = question.loop_bytes if model is None else model.loop
@@ -104,7 +102,7 @@ def advise(question: Question) -> Answer:
 
 
 def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:
-    """What each mode needs to have no stalls."""
+    """Return the cache that each mode needs to avoid stalls."""
     needed = need(loop, setting).loop_cache_bytes
 
     def mode(means: Means) -> ModeNeed:
@@ -117,10 +115,10 @@ def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:
 
 
 def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: SizingParameters) -> Ram:
-    """What that much memory (None: this machine's), with nothing else in it, gives: a mixture in place."""
+    """Return the result with `ram_bytes` of memory (None: this machine's) that nothing else uses; MoE models in place."""
     ram, source = (total_bytes(), "machine") if ram_bytes is None else (ram_bytes, "given")
     cache_bytes = budget_of(ram)
-    plain_bytes = cache_bytes + DAEMON_BYTES - setting.hot_bytes  # the same memory, without a daemon
+    plain_bytes = cache_bytes + DAEMON_BYTES - setting.hot_bytes  # the page cache alone has no daemon
     if isinstance(loop, MixtureBytes):
         kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes, in_place(setting.bandwidth))
         plain, needed_cache_bytes = loop.page_cache_kept_bytes(plain_bytes), modes[0].cache_bytes
@@ -140,22 +138,22 @@ def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], sett
 
 
 def mount_cache_bytes(loop: Weights, kept_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
-    """The smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of a lone loop that is being read.
+    """Return the smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of one active loop.
 
-    *Modelled* by the mount's own arbitration; never less than the least budget that a mount accepts.
+    *Modelled* with the mount's own arbitration; at least the smallest budget that a mount accepts.
     """
     steps = range(_LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64)
 
-    def kept(step: int) -> int:  # of a larger budget never less
+    def kept(step: int) -> int:  # monotonic
         return mount_keeps_bytes(loop, step * _STEP_BYTES, hot_bytes, means)
 
     return (_LEAST_STEPS + bisect_left(steps, kept_bytes, key=kept)) * _STEP_BYTES
 
 
 def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
-    """What llmcachefs keeps of a lone `loop` with `--cache` `cache_bytes`: pins, in whole extents, and a mixture's experts.
+    """Return the bytes that llmcachefs keeps of one `loop` with `--cache cache_bytes`: pinned extents, and experts.
 
-    Hot pages and rows are taken at the most that their reserves allow.
+    Hot pages and rows count with the whole size of their reserves.
     """
     dense_bytes = _dense_bytes(loop)
     pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, means).pinned_bytes
@@ -168,7 +166,7 @@ def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Me
 
 
 def _dense_bytes(loop: Weights) -> int:
-    """What is pinned of `loop`, or streamed through a window."""
+    """Return the bytes that are pinned or streamed through the window: all but experts."""
     return loop.dense_bytes if isinstance(loop, MixtureBytes) else loop
 
 
@@ -178,6 +176,6 @@ def _share(loop_bytes: int, cache_bytes: int, hot_bytes: int, means: Means) -> S
 
 
 def _loops_bytes(cache_bytes: int, hot_bytes: int, means: Means) -> int:
-    """What the reserves leave of the budget."""
+    """Return the budget without the reserves."""
     budget = cache_bytes + means.allowance
     return max(0, budget - reserve_bytes(budget, hot_bytes, has_rows=hot_bytes > 0))

@@ -1,8 +1,8 @@
-"""How fast the storage of a directory reads in sequence, *measured*: O_DIRECT, so that no page cache answers.
+"""Sequential read bandwidth of the storage of a directory, *measured* with O_DIRECT, which bypasses the page cache.
 
-As many reads are under way as the mount's loaders keep, each of the size that they use for large files. A large file
-that is there already is read; else one is written, also with O_DIRECT, without a name (O_TMPFILE): it is gone with its
-descriptor, however this process ends. Both steps are bounded in time and bytes.
+The measurement uses as many concurrent reads, and of the same size, as the mount's loaders for large files. It reads an
+existing large file. If there is none, it writes one without a name (O_TMPFILE), also with O_DIRECT, which disappears
+with its descriptor even if this process is killed. Both steps are bounded in time and bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from llmcache.units import format_size
 
 REQUEST_BYTES = 1 << 20
 READERS = 4
-LEAST_BYTES = 64 << 20  # less is gone in a moment, or comes from the device's own cache
+LEAST_BYTES = 64 << 20  # less is read too quickly, or comes from the device's own cache
 WRITTEN_BYTES = 256 << 20
 WRITE_S = 5.0
 READ_S = 2.0
-SETTLING_SHARE = 0.25  # of the time, not counted
-SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
+SETTLING_SHARE = 0.25  # the first part of the time, which is not counted
+SLOWEST_S = 15.0  # on slow storage, the reads end after this time, even before LEAST_BYTES
 _HINTS = {
     errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
     errno.EACCES: f"give a directory that you may write to, or that contains a file of at least {format_size(LEAST_BYTES)}",
@@ -43,9 +43,9 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: `bytes_read` in `seconds` with `readers` requests under way, from `file` ("temporary" if made).
+    """A measurement: `bytes_read` in `seconds` with `readers` concurrent requests, from `file` (or "temporary").
 
-    `bandwidth` (bytes/s) is what that sustains; what is read while the storage settles is not counted.
+    `bandwidth` (bytes/s) is the sustained rate. Reads in the settling time are not counted.
     """
 
     directory: str
@@ -58,15 +58,15 @@ class Measured:
 
 
 def measured_storage(directory: str) -> Storage:
-    """The measured bandwidth below `directory`, in the form that sizing takes."""
+    """Measure the bandwidth of the storage of `directory`; return it in the form for sizing."""
     result = measure(directory)
     return Storage(result.bandwidth, "measured", asdict(result))
 
 
 def measure(directory: str) -> Measured:
-    """The sequential read bandwidth of the storage of `directory`, within about ten seconds.
+    """Measure the sequential read bandwidth of the storage of `directory`, in about ten seconds.
 
-    UsageError: no directory; EnvironmentProblem: no storage below it (tmpfs), no O_DIRECT, no right to write, no space.
+    UsageError: not a directory; EnvironmentProblem: no storage (tmpfs), no O_DIRECT, no right to write, or no space.
     """
     if not os.path.isdir(directory):
         raise UsageError(f"--measure: {directory} is not a directory", "give a directory on the storage to measure")
@@ -85,7 +85,7 @@ def measure(directory: str) -> Measured:
 
 
 def refuse_memory(directory: str) -> None:
-    """EnvironmentProblem if the file system of `directory` is in memory: it has no storage to measure."""
+    """Raise EnvironmentProblem if the file system of `directory` is in memory, or a mount of llmcachefs."""
     kind = fstype_at(directory)
     if kind in IN_MEMORY:
         raise EnvironmentProblem(
@@ -99,21 +99,21 @@ def refuse_memory(directory: str) -> None:
 
 
 def _largest_file(directory: str) -> str | None:
-    """The largest regular file directly in `directory` that may be read and is large enough; None if there is none."""
+    """Return the largest readable file in `directory` (not below) that is large enough; None if there is none."""
     best: tuple[int, str] | None = None
     with os.scandir(directory) as found:
         for entry in found:
             if not entry.is_file(follow_symlinks=False) or not os.access(entry.path, os.R_OK):
                 continue
             status = entry.stat(follow_symlinks=False)
-            # Holes are read from nowhere: a sparse file would show the speed of memory.
+            # No sparse files: holes are not read from storage.
             if status.st_size >= LEAST_BYTES and status.st_blocks * 512 >= 0.98 * status.st_size:
                 best = max(best or (0, ""), (status.st_size, entry.path))
     return best[1] if best else None
 
 
 def _temporary(directory: str) -> int:
-    """Descriptor of a nameless file of at least LEAST_BYTES random bytes."""
+    """Create an unnamed file of at least LEAST_BYTES random bytes; return its descriptor."""
     space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < 2 * LEAST_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -127,19 +127,19 @@ def _temporary(directory: str) -> int:
 
 
 def _fill(fd: int, wanted_bytes: int) -> None:
-    """Writes `wanted_bytes`, or what is written when the time is up, but then at least LEAST_BYTES."""
+    """Write `wanted_bytes`, or fewer (but at least LEAST_BYTES) if the time is up."""
     begin, size = time.monotonic(), 0
     with mmap.mmap(-1, REQUEST_BYTES) as page_aligned:
         while size + REQUEST_BYTES <= wanted_bytes:
             if size >= LEAST_BYTES and time.monotonic() - begin > WRITE_S:
                 break
-            page_aligned[:] = os.urandom(REQUEST_BYTES)  # storage that compresses must find nothing to compress
+            page_aligned[:] = os.urandom(REQUEST_BYTES)  # incompressible, for storage that compresses
             size += os.pwrite(fd, page_aligned, size)
     os.fsync(fd)
 
 
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
-    """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
+    """Read the first `requests` requests repeatedly until READ_S have passed; return the measurement."""
 
     def enough(begun: int, seconds: float) -> bool:
         return seconds > SLOWEST_S or (seconds > READ_S and begun >= min(requests, LEAST_BYTES // REQUEST_BYTES))
@@ -149,15 +149,15 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
 
 
 def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
-    """Bytes, seconds and bytes/s from the first request that was done after a quarter of the time to the last.
+    """Return (bytes, seconds, bytes/s) from the first request completed after the settling time to the last.
 
-    Device caches and throttles give more at first than they sustain. The rate is the slope of the line of least squares
-    through (time, bytes done): throttles give in bursts, and where the first and last burst fall says nothing.
+    Device caches and throttles deliver more at first than they sustain. The rate is the slope of the least-squares line
+    through (time, bytes done): throttles deliver in bursts, so the times of the first and the last burst are arbitrary.
     """
     last_s = completed[-1][0]
     counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
     if counted[0][0] == last_s:
-        counted = completed  # the last one hung for most of the time: what was before it is all there is
+        counted = completed  # the last request took most of the time: count all requests
     if counted[0][0] == last_s:
         raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
     times = [time_s for time_s, _ in counted]
@@ -168,7 +168,7 @@ def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
 
 @contextmanager
 def _storage_errors(directory: str, what: str) -> Iterator[None]:
-    """A with block that does `what` in `directory`: its OSErrors become EnvironmentProblem, with what to do about it."""
+    """Context manager: turn OSErrors into EnvironmentProblem with a hint; `what` names the failed action."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ _PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, loggin
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file (0600) of at most `most_bytes` (0: unlimited). `streams`: redirect stdout and stderr of this process to it."""
+    """A log file (0600) of at most `most_bytes` (0: unlimited). `streams`: redirect stdout and stderr to it."""
 
     def __init__(self, path: str, most_bytes: int, streams: bool) -> None:
         super().__init__(path, maxBytes=most_bytes, backupCount=1, encoding="utf-8", errors="backslashreplace")

@@ -204,13 +204,13 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsEndpoint:
-    """The HTTP endpoint. It listens at once, so that a port in use is an error before the mount, and serves after `start`."""
+    """HTTP endpoint. It listens at once, so that a port in use is an error before the mount, and serves after `start`."""
 
     def __init__(self, where: str) -> None:
         """Listen on `where`, ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
         host, port = parse_address(where)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the end of the previous one
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the last one
         try:
             self._socket.bind((host, port))
             self._socket.listen(16)

@@ -29,7 +29,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def is_dead(pid: int) -> bool:
-    """Return True if a process has ended, is a zombie (its threads may hang in the kernel), or was killed but cannot exit."""
+    """Return True if a process ended, is a zombie (its threads may hang in the kernel), or was killed and cannot exit."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
