@@ -1,17 +1,15 @@
-"""The control socket of a daemon for its clients: one JSON line in, one JSON line out, and before it as many
-`{"progress": …}` as the operation sends; and the files beside it. The daemon's end is in `controlserver.py`.
+"""Client of a daemon's control socket, and the files of a daemon. The server is in `controlserver.py`.
+
+Protocol: one JSON line with the request; any number of `{"progress": …}` lines; one JSON line with the reply.
 
 Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache
-(or /tmp/llmcache-UID) for others: `.sock`, `.json` (pid, source, mount, started), `.lock` (held by the daemon as long
-as it lives, so two never share a mount point) and `.log`, all 0600 in a directory of 0700.
+(or /tmp/llmcache-UID) for other users: `.sock`, `.json` (pid, source, mount, started), `.lock` (locked by the daemon for
+its life, so two never share a mount point) and `.log`. All have mode 0600 in a directory of mode 0700.
 
-A daemon answers its own user and root. Root's commands on a user's mount believe what that user's files say of that
-user's processes, and nothing more: files, links and sockets of anybody else there do not count, nor does what others may
-write to. The directory is opened first, then what is in it, both without following a link, and each is looked at before
-anything is done with it; a process is held by a descriptor from when it was known to be the daemon.
-
-Neither side trusts the other: a daemon outlives any client, and root asks daemons of other users. What is no reply is
-refused as such.
+A daemon serves its own user and root. Commands of root on a user's mount trust that user's files only for that user's
+processes. They ignore files, links and sockets that belong to other users or that others may write to: the directory, then
+each file in it, is opened without following links and checked before use. A process is referred to by a pidfd from the
+check that it is the daemon. Neither side trusts the other; invalid replies are errors.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _LONGEST_REPLY = 1 << 28
 RETRY_S = 0.1
 _LONGEST_INFO = 1 << 16
 _MOST_PIDS = 1 << 22
-_MOST_S = 1e12  # what is shown in nanoseconds stays a number
+_MOST_S = 1e12  # bounds values that are converted to nanoseconds
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -49,18 +47,18 @@ class NoDaemon(MountProblem):
 
 
 class NotTheirs(OSError):
-    """What lies at the name of a daemon's directory or file is no such thing, or not its user's alone."""
+    """A daemon's directory or file has the wrong type, or other users own it or can write to it."""
 
 
 class ControlFiles:
-    """The files of one mount point, of the user with that id: `base` with an ending for each."""
+    """The files of one mount point and user: `base` with an extension for each."""
 
     def __init__(self, base: str, uid: int) -> None:
         self.base, self.uid = base, uid
         self.socket, self.info, self.lock, self.log = (base + end for end in (".sock", ".json", ".lock", ".log"))
 
     def describe(self) -> dict[str, Any]:
-        """Contents of the info file; empty if there is none."""
+        """Return the content of the info file; empty if there is none."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             with open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
                 found = json.loads(file.read(_LONGEST_INFO))
@@ -68,7 +66,7 @@ class ControlFiles:
         return {}
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of one of these files, with O_PATH of the socket; NotTheirs, or another OSError."""
+        """Open one of these files (the socket with O_PATH); return its descriptor. Raises NotTheirs or another OSError."""
         kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
         with self._directory() as directory:
             fd = self._open(os.path.basename(path), kind, directory)
@@ -88,7 +86,7 @@ class ControlFiles:
             os.close(fd)
 
     def _open(self, name: str, kind: int, directory: int | None = None) -> int:
-        """NotTheirs if it is of something else than that kind, or not of their user alone."""
+        """Open a file or directory with O_PATH. NotTheirs: wrong type, another owner, or writable by others."""
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         status = os.fstat(fd)
         if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
@@ -97,12 +95,12 @@ class ControlFiles:
         return fd
 
     def write_info(self, facts: dict[str, Any]) -> None:
-        """Write the info file, whole or not at all."""
+        """Write the info file atomically."""
         with replacing(self.info) as file:
             file.write(json.dumps(facts).encode())
 
     def remove(self) -> None:
-        """Remove what a daemon leaves that is of no use without it (not the log). Its lock is the caller's."""
+        """Remove all files except the log. The caller must have the lock."""
         with contextlib.suppress(OSError), self._directory() as directory:
             for path in (self.socket, self.info, self.lock):
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
@@ -111,13 +109,13 @@ class ControlFiles:
 
 @dataclass(frozen=True)
 class Process:
-    """A daemon's process: its number, and a descriptor (pidfd) that never stands for another one of that number."""
+    """A daemon's process: its id, and its pidfd, which never refers to a later process with the same id."""
 
     pid: int
     fd: int
 
     def is_running(self) -> bool:
-        """False also for a zombie: its memory and descriptors are gone."""
+        """Return False if the process has ended, or is a zombie, whose memory and descriptors are released."""
         end = select.poll()
         end.register(self.fd, select.POLLIN)
         if end.poll(0):
@@ -128,7 +126,7 @@ class Process:
             return False
 
     def signal(self, number: int) -> bool:
-        """Whether it was there to be signalled."""
+        """Send a signal; return False if the process has ended."""
         try:
             signal.pidfd_send_signal(self.fd, number)
         except ProcessLookupError:
@@ -137,7 +135,7 @@ class Process:
 
 
 def directory(uid: int) -> str:
-    """Where a user's daemons keep their files (it may not exist yet)."""
+    """Return the directory of a user's daemon files, which may not exist yet."""
     if uid == 0:
         return "/run/llmcache"
     own = (os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None) or f"/run/user/{uid}"
@@ -147,11 +145,11 @@ def directory(uid: int) -> str:
 
 
 SESSION = "LLMCACHE_SESSION"
-"""Variable that a private mount namespace of `llmcache run` has: several mounts can be on one path, each in its own."""
+"""Environment variable in a private mount namespace of `llmcache run`: it distinguishes mounts on the same path."""
 
 
 def files(point: str, uid: int | None = None) -> ControlFiles:
-    """The files of the mount on a real path, made by a user (default: this one), in the session of this process."""
+    """Return the files of the mount on a real path that a user (default: this one) made in the session of this process."""
     session = os.environ.get(SESSION, "")
     name = hashlib.sha256(os.fsencode(f"{session}\0{point}" if session else point)).hexdigest()[:16]
     uid = os.geteuid() if uid is None else uid
@@ -159,7 +157,7 @@ def files(point: str, uid: int | None = None) -> ControlFiles:
 
 
 def root_points() -> dict[str, dict[str, Any]]:
-    """What daemons of root tell in their files, by mount point; nothing for those who may not read these."""
+    """Return the info files of root's daemons, by mount point; empty if this user may not read them."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(directory(0)):
@@ -172,7 +170,7 @@ def root_points() -> dict[str, dict[str, Any]]:
 
 
 def make_directory() -> None:
-    """Makes this user's directory, closed to others. EnvironmentProblem: it is someone else's, or a link."""
+    """Create this user's directory with mode 0700. EnvironmentProblem: it belongs to another user, or is a link."""
     path = directory(os.geteuid())
     try:
         with contextlib.suppress(FileExistsError):
@@ -188,7 +186,7 @@ def make_directory() -> None:
 
 @contextlib.contextmanager
 def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
-    """The living daemon of a mount while it lasts, or None if that cannot be told. Always a process of that user."""
+    """Context manager: the running daemon of a mount, always a process of that user; None if there is none or it is unknown."""
     found = files(point, uid)
     pid = found.describe().get("pid")
     if type(pid) is not int or not 0 < pid < _MOST_PIDS:
@@ -206,7 +204,7 @@ def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
 
 
 def _is_daemon(process: Process, found: ControlFiles) -> bool:
-    """True if a daemon lives and says that it is this process, which is still the one that was opened."""
+    """Return True if a daemon has the lock, its info file names this process, and the process runs and has that user."""
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
     except FileNotFoundError:
@@ -215,19 +213,19 @@ def _is_daemon(process: Process, found: ControlFiles) -> bool:
 
 
 def daemon_pid(point: str, uid: int | None = None) -> int | None:
-    """Process id of the living daemon of a mount, or None if that cannot be told: to be shown, not to be signalled."""
+    """Return the process id of a mount's daemon, or None; only for display, because the id may be reused."""
     with daemon(point, uid) as process:
         return None if process is None else process.pid
 
 
 def is_locked(found: ControlFiles) -> bool:
-    """True if a daemon holds the lock file."""
+    """Return True if a daemon has the lock file locked."""
     try:
         fd = found.open(found.lock, os.O_RDWR)
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: another who looks at the same moment is no daemon
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent checks do not conflict
     except BlockingIOError:
         return True
     finally:
@@ -236,12 +234,12 @@ def is_locked(found: ControlFiles) -> bool:
 
 
 def remove_left(found: ControlFiles) -> None:
-    """Remove what a dead daemon left, unless another one serves, or begins to: its lock is kept from it meanwhile."""
+    """Remove the files of a dead daemon. The lock prevents a race with a new daemon on the same mount point."""
     try:
         lock = found.open(found.lock, os.O_RDWR)
-    except FileNotFoundError:  # the daemon has removed its files; those there are now are a new one's
+    except FileNotFoundError:  # the daemon has removed its files; any present ones are those of a new daemon
         return
-    except OSError:  # no daemon takes such a lock
+    except OSError:  # no daemon can lock such a file
         found.remove()
         return
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -253,7 +251,7 @@ def remove_left(found: ControlFiles) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str) -> Iterator[None]:
-    """A with block that makes a daemon's file: EnvironmentProblem where what is there cannot be replaced."""
+    """Context manager: turn OSErrors of the creation of a daemon's file into EnvironmentProblem."""
     try:
         yield
     except OSError as error:
@@ -270,10 +268,10 @@ def request(
     timeout_s: float = 30.0,
     on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None,
 ) -> dict[str, Any]:
-    """Reply of the daemon of the mount on a real path. NoDaemon if nothing listens; MountProblem if it says no,
-    with the exit code that belongs to its reason.
+    """Send a request to the daemon of the mount on a real path; return its reply.
 
-    `timeout_s` is how long the daemon may be silent.
+    NoDaemon: no daemon listens; MountProblem: the daemon refuses the request (with the exit code of its reason).
+    `timeout_s`: the longest time without a line from the daemon.
     """
     found = files(point, uid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -304,18 +302,18 @@ def request(
 
 
 def peer(connection: socket.socket) -> int:
-    """User id of the process at the other end."""
+    """Return the user id of the process at the other end."""
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 def _connect(connection: socket.socket, found: ControlFiles, timeout_s: float) -> None:
-    """Connects; TimeoutError if a daemon is there and takes nobody. Its queue being full is no reason to give up."""
+    """Connect, and retry while the daemon's queue is full; TimeoutError if it stays full."""
     end = time.monotonic() + timeout_s
     fd = found.open(found.socket, os.O_PATH)
     try:
         while True:
             try:
-                connection.connect(f"/proc/self/fd/{fd}")  # what was looked at, whatever has its name by now
+                connection.connect(f"/proc/self/fd/{fd}")  # the checked socket, even if its name was reused
                 return
             except BlockingIOError:
                 if time.monotonic() > end:
@@ -331,13 +329,13 @@ def _not_theirs(found: ControlFiles, point: str) -> MountProblem:
 
 
 def _checked(line: bytes, point: str) -> dict[str, Any]:
-    """A reply, or progress (numbers by name). NoDaemon for no line; MountProblem for an error, and what is no reply."""
+    """Return a reply or progress (numbers by name). NoDaemon: no line; MountProblem: an error, or an invalid reply."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
     found: dict[str, Any] = {"error": None}
     with contextlib.suppress(ValueError, RecursionError):
-        told = json.loads(line) if line.endswith(b"\n") else None
-        found = told if isinstance(told, dict) else found
+        parsed = json.loads(line) if line.endswith(b"\n") else None
+        found = parsed if isinstance(parsed, dict) else found
     match found:
         case {"progress": dict(sizes)} if all(type(one) in (int, float) and abs(one) < 1 << 63 for one in sizes.values()):
             return found
@@ -354,7 +352,7 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
 
 
 def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | None = None) -> bool:
-    """True once no daemon holds the lock and `process` has ended."""
+    """Wait until no daemon has the lock and `process` has ended; return False after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while is_locked(found) or (process is not None and process.is_running()):
         if time.monotonic() > end:
@@ -365,7 +363,7 @@ def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | No
 
 @contextlib.contextmanager
 def reply_errors(mount: str) -> Iterator[None]:
-    """While a reply of the mount on a path is read: MountProblem if it is not what this version knows."""
+    """Context manager: turn errors of reading a reply into MountProblem, because this version does not understand it."""
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -374,21 +372,21 @@ def reply_errors(mount: str) -> Iterator[None]:
 
 
 def whole(value: object) -> int:
-    """A number of bytes that a daemon tells; ValueError for anything else."""
+    """Return a number of bytes from a reply; ValueError if it is not one."""
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError(f"{type(value).__name__} for a number of bytes")
     return value
 
 
 def real(value: object) -> float:
-    """Seconds, or a part of 1, that a daemon tells; ValueError for anything else."""
+    """Return seconds, or a ratio, from a reply; ValueError if it is not a number within bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_S:
         raise ValueError(f"{type(value).__name__} for seconds")
     return float(value)
 
 
 def text(value: object) -> str:
-    """A name that a daemon tells; TypeError for anything else."""
+    """Return a string from a reply; TypeError if it is not one."""
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} for a string")
     return value

@@ -1,4 +1,4 @@
-"""`llmcache mount`: checks, then a daemon in the background or this process in the foreground."""
+"""`llmcache mount`: check the settings, then serve with a daemon in the background or in this process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from llmcache.units import format_size, parse_size
 SCHEMA = "llmcache.mount/1"
 _OWN_OPTIONS = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
-ALLOW_OTHER, NO_OTHER = "allow_other", "noallow_other"  # the second is ours: FUSE has no word for its default
+ALLOW_OTHER, NO_OTHER = "allow_other", "noallow_other"  # the second is our own: FUSE has no option for its default
 MODES = ("auto", "inplace", "steer", "arena")
 LEAST_READ_AHEAD = 4096
 LINKS_NAMED, USERS_NAMED = 3, 5
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
-    """The request that `settings` (of `llmcache.fs.client.settings.resolve`) make, checked among themselves.
+    """Check `settings` (from `llmcache.fs.client.settings.resolve`) and return them as a request.
 
-    UsageError, naming the setting: it is missing, or says nothing that is possible. An empty spill glob means none.
+    UsageError names a setting that is missing, invalid or in conflict with another. An empty spill glob means none.
     """
     values = {name: setting.value for name, setting in settings.items()}
     for name, value in values.items():
@@ -71,7 +71,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         mode=values["mode"],
         writable=values["rw"],
         spill=spill,
-        options=(",".join((*_OWN_OPTIONS, *(("ro",) if read_only else ()), *given)),),  # what the user gave wins
+        options=(",".join((*_OWN_OPTIONS, *(("ro",) if read_only else ()), *given)),),  # the last option wins
         access_log=values["access_log"],
         pinned=tuple(glob for glob in values["pin"] if glob),
         log=values["log"],
@@ -84,10 +84,10 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
 
 
 def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str | None:
-    """Why settings can only be kept over FUSE, None if they can be in place, where the file system serves the files."""
+    """Return why the settings require FUSE; None if mode inplace can apply them."""
     if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
         return "spill: in mode inplace either all files are writable or none"
-    # fsname= names a file system of its own in df and findmnt; in place they show the storage and SOURCE by themselves.
+    # fsname= is the name in df and findmnt, which in mode inplace show the storage and SOURCE anyway.
     if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS and not word.startswith("fsname=")]:
         return f"-o {foreign[0]}: is an option of FUSE, which mode inplace does not use"
     return None
@@ -104,10 +104,10 @@ def _size(name: str, setting: Setting) -> int | None:
 
 
 def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unless_served: bool = False) -> None:
-    """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
+    """Serve `request`; return at the end of the mount (`foreground`), or as soon as its daemon serves.
 
-    Once it serves, that is printed: a line, or (`as_json`) a document. `unless_served`: do nothing where it serves already,
-    in place.
+    When the mount serves, print a line or (`as_json`) a document. `unless_served`: do nothing if SOURCE is already served
+    in place on the mount point.
     """
     if unless_served and mountpoint.is_in_place(request.source, request.mount):
         return
@@ -131,15 +131,15 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
     log = request.log or own
 
     def served() -> None:
-        told = document(point, request, log) | {"links_outside": len(links)}
-        print(json.dumps(told) if as_json else wrapped(line(told), sys.stdout), flush=True)
+        facts = document(point, request, log) | {"links_outside": len(links)}
+        print(json.dumps(facts) if as_json else wrapped(line(facts), sys.stdout), flush=True)
 
     serve = serve_foreground if foreground else serve_background
     serve(request, source, point, served)
 
 
 def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
-    """Return the request over FUSE, with allow_other if root mounts and neither options nor directories forbid that."""
+    """Return the request for FUSE, with allow_other if root mounts and neither options nor directories forbid it."""
     words = option_words(request.options)
     closed = mountpoint.is_more_open(point, source)
     note = None
@@ -160,8 +160,8 @@ def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
 
 def _about_users(users: list[tuple[int, str]], point: str) -> str:
     named = ", ".join(f"{name} ({pid})" for pid, name in users[:USERS_NAMED]) + (", ..." if len(users) > USERS_NAMED else "")
-    said = f"programs with open files of SOURCE gain nothing until they open them again in {point}: {named}"
-    return f"{said}; mode inplace steers open files, too"
+    text = f"programs with open files of SOURCE gain nothing until they open them again in {point}: {named}"
+    return f"{text}; mode inplace steers open files, too"
 
 
 def _about_links(links: list[str], mode: str) -> str:
@@ -176,12 +176,15 @@ def _about_links(links: list[str], mode: str) -> str:
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
-    """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
+    """Return the request with mode inplace, or, if that is impossible and the mode is `auto`, with the reason.
+
+    EnvironmentProblem: mode inplace is required but impossible.
+    """
     is_hidden = source != point and os.path.commonpath([source, point]) == point
     reason = request.not_in_place or (
         "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)
     )
-    if reason is None:  # where nothing is mounted, nothing is read-only
+    if reason is None:  # without a bind mount, the files stay writable
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace" or request.read_ahead_bytes is not None:
         hint = "use --mode auto, steer or arena" + (", without --read-ahead" if request.read_ahead_bytes else "")
@@ -190,15 +193,15 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
 
 
 def document(point: str, request: MountRequest, log: str | None) -> dict[str, Any]:
-    """Returns what the mount on a real path does, as its daemon tells; `log`: where its log goes, None for a terminal."""
+    """Return the document of `llmcache mount --json` for a real path; `log`: the log's path, None for a terminal."""
     stats = ask(point, {"op": "stats"})
-    told = control.files(point).describe()
-    entry = mountpoint.find(point)  # not statvfs: in the foreground this is the daemon, which never waits for its own mount
+    info = control.files(point).describe()
+    entry = mountpoint.find(point)  # not statvfs: in the foreground, the daemon would wait for its own mount
     read_only = entry is not None and "ro" in entry.options.split(",")
     return {
         "schema": SCHEMA,
-        "pid": told.get("pid"),
-        "source": told.get("source"),
+        "pid": info.get("pid"),
+        "source": info.get("source"),
         "mount": point,
         **{key: stats[key] for key in ("mode", "budget_bytes", "helper_pid")},
         "not_in_place": request.not_in_place,
@@ -209,13 +212,13 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
     }
 
 
-def line(told: dict[str, Any]) -> str:
-    """Returns the document as one line: mode (and why not in place), budget and its origin, write access, and its users."""
-    origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
+def line(facts: dict[str, Any]) -> str:
+    """Return the document as one line: mode (and why not in place), budget and its origin, write access, and users."""
+    origin, globs, point = facts["budget_origin"], facts["writable"], facts["mount"]
     why = "what memory can spare" if origin == DEFAULT else origin
-    budget = f"budget {format_size(told['budget_bytes'])} ({why})"
+    budget = f"budget {format_size(facts['budget_bytes'])} ({why})"
     writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
-    mode = told["mode"] + (f" ({told['not_in_place']})" if told["not_in_place"] else "")
-    writes += {None: "", True: ", for all users", False: ", for this user only"}[told["allow_other"]]
-    links = f", links that lead outside: {told['links_outside']}" if told.get("links_outside") else ""
+    mode = facts["mode"] + (f" ({facts['not_in_place']})" if facts["not_in_place"] else "")
+    writes += {None: "", True: ", for all users", False: ", for this user only"}[facts["allow_other"]]
+    links = f", links that lead outside: {facts['links_outside']}" if facts.get("links_outside") else ""
     return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}{links}")

@@ -1,9 +1,8 @@
-"""Mount points: what is mounted where, whether it answers, who uses it, and the checks before mounting.
+"""Mount points: find mounts and their users, check whether they respond, and check arguments before mounting.
 
-Everything is read from /proc; a path below a mount is touched only where a function says so, because a daemon that was
-killed leaves a mount that answers ENOTCONN, and one that hangs leaves a mount on which every call hangs.
-
-A mount in place has no file system of its own: its daemon's files tell of it, and of the bind mount, if it has one.
+Information comes from /proc. Functions access a path in a mount only where their docstring says so: the mount of a killed
+daemon returns ENOTCONN, and on the mount of a daemon that hangs every call hangs. An in-place mount has no file system of
+its own: it is found by the files of its daemon, which also record the bind mount, if any.
 """
 
 from __future__ import annotations
@@ -33,26 +32,27 @@ if TYPE_CHECKING:
 
 FSTYPE = "fuse.llmcachefs"
 IN_PLACE = "inplace"
-"""In the place of a file system's type, of mounts in place; their id is 0 without a bind mount."""
-# The recorder waits for the answer while its buffers fill: a daemon that takes longer is as good as gone.
+"""File system type that in-place mounts have here. Their id is 0 if there is no bind mount."""
+# The buffers of the recorder fill while it waits for the reply.
 _PATIENCE_S = 2.0
 KEPT_LOGS = 16
-"""Of mounts that have ended."""
+"""Number of logs to keep of mounts that have ended."""
 _SOURCE_LOCK = re.compile(r"source-[0-9a-f]+-[0-9a-f]+\.lock")
 _OWN_FILE = re.compile(r"[0-9a-f]{16}\.(sock|json|lock|log(\.1)?)")
 
 
 def resolve(path: str) -> str:
-    """Real path of a mount point. Its last component is not looked at if something of ours is mounted there.
+    """Return the real path of a mount point, without accessing its last component if llmcachefs is mounted there.
 
-    UsageError if it is relative to a directory that has gone, or no path at all."""
+    UsageError: not a path, or relative to a working directory that no longer exists.
+    """
     if "\0" in path:
         raise UsageError(f"MOUNT: {path!r} is not a path")
     try:
         absolute = os.path.abspath(path)
     except FileNotFoundError:
-        said = f"MOUNT: '{path}' is relative, and the working directory no longer exists"
-        raise UsageError(said, "change to an existing directory") from None
+        message = f"MOUNT: '{path}' is relative, and the working directory no longer exists"
+        raise UsageError(message, "change to an existing directory") from None
     above, name = os.path.split(absolute)
     likely = os.path.join(os.path.realpath(above), name) if name else absolute
     if any(mount.point == likely and mount.fstype == FSTYPE for mount in mounts().values()):
@@ -61,7 +61,7 @@ def resolve(path: str) -> str:
 
 
 def find(point: str) -> Mount | None:
-    """Our mount on a real path, or None; only the topmost mount there counts."""
+    """Return the llmcachefs mount on a real path if it is the topmost mount there, else None."""
     topmost = next((mount for mount in reversed(mounts().values()) if mount.point == point), None)
     if topmost is not None and topmost.fstype == FSTYPE:
         return topmost
@@ -75,21 +75,22 @@ def find(point: str) -> Mount | None:
 
 
 def _all() -> list[Mount]:
-    """All llmcachefs mounts: over FUSE, and those in place that root has made."""
+    """Return all llmcachefs mounts: FUSE mounts, and the in-place mounts of root."""
     in_place = [mount for point in control.root_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
     return [mount for mount in mounts().values() if mount.fstype == FSTYPE] + in_place
 
 
 def ours() -> list[str]:
-    """Mount points of all llmcachefs mounts."""
+    """Return the mount points of all llmcachefs mounts."""
     return [mount.point for mount in _all()]
 
 
 def remove_dead() -> None:
-    """Remove files of this user's daemons that were killed and have no mount left, and all but the newest KEPT_LOGS logs.
+    """Remove the files of this user's daemons that no longer run and have no mount.
 
-    The files of a dead mount stay: `llmcache umount --force` needs them. So do those of daemons that serve, with their logs.
-    Locks of sources go unless a daemon holds them; one that opens such a lock at this moment makes it anew.
+    The files of a dead mount stay, because `llmcache umount --force` needs them. Of the logs of ended mounts, the newest
+    KEPT_LOGS stay. Source locks are removed unless a daemon has them; a daemon that opens one at this moment creates it
+    again.
     """
     directory, logs = control.directory(os.geteuid()), []
     for name in filter(_SOURCE_LOCK.fullmatch, os.listdir(directory)):
@@ -115,14 +116,17 @@ def remove_dead() -> None:
 
 
 def of_user() -> list[Mount]:
-    """llmcachefs mounts that this user made, for root all; of several on one point the topmost."""
+    """Return the llmcachefs mounts of this user (root: of all users), one for each mount point, the topmost."""
     return [mount for mount in {mount.point: mount for mount in _all()}.values() if os.geteuid() in (0, mount.owner)]
 
 
 def ask(
     path: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
 ) -> dict[str, Any]:
-    """Reply of the daemon of the mount on a path; MountProblem if there is no mount, no living daemon, or it says no."""
+    """Send a request to the daemon of the mount on a path; return its reply.
+
+    MountProblem: no mount, no living daemon, or the daemon refuses the request.
+    """
     point = resolve(path)
     mount = find(point)
     if mount is None:
@@ -141,14 +145,14 @@ def ask(
 
 
 def answers(point: str, timeout_s: float = 5.0) -> int | None:
-    """0 if the mount answers statvfs, an errno (ENOTCONN: its daemon is dead) or None if it hangs. Touches the mount."""
+    """Call statvfs on the mount; return 0, or an errno (ENOTCONN: its daemon is dead), or None if it hangs."""
     result: list[int] = []
 
     def look() -> None:
         try:
             try:
                 os.statvfs(point)
-            except ConnectionAbortedError:  # its daemon has died meanwhile: what it is now, the next call says
+            except ConnectionAbortedError:  # the daemon died during the call: a second call returns the present state
                 os.statvfs(point)
             result.append(0)
         except OSError as error:
@@ -161,7 +165,7 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
 
 
 def check_device() -> None:
-    """EnvironmentProblem if /dev/fuse is not there, or not for this user."""
+    """Raise EnvironmentProblem if /dev/fuse is missing, or this user may not open it."""
     hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
     if not os.path.exists("/dev/fuse"):
         raise EnvironmentProblem("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
@@ -170,19 +174,19 @@ def check_device() -> None:
 
 
 def check_machine() -> None:
-    """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
+    """Raise EnvironmentProblem if this machine or this user cannot mount over FUSE."""
     check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        said = "fusermount3 is not installed: without it only root can mount over FUSE"
-        raise EnvironmentProblem(said, "install FUSE 3: sudo apt install fuse3")
+        message = "fusermount3 is not installed: without it only root can mount over FUSE"
+        raise EnvironmentProblem(message, "install FUSE 3: sudo apt install fuse3")
 
 
 def check(source: str, path: str) -> tuple[str, str]:
-    """Real paths of SOURCE and MOUNT after all checks that can be made before mounting."""
+    """Check SOURCE and MOUNT before mounting; return their real paths."""
     point = resolve(path)
     mount = find(point)
     if mount is not None and mount.fstype == IN_PLACE and not control.is_locked(control.files(point, 0)):
-        detach(point, lazy=True)  # its daemon has died: the directory is as it was before
+        detach(point, lazy=True)  # the daemon of the in-place mount has died
     elif mount is not None:
         if answers(point) == errno.ENOTCONN:
             raise stale(point)
@@ -200,13 +204,13 @@ def check(source: str, path: str) -> tuple[str, str]:
     if not os.access(source, os.R_OK | os.X_OK):
         raise UsageError(f"this user may not read SOURCE {source}")
     if (kind := fstype_at(real)) in IN_MEMORY:
-        said = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
-        raise EnvironmentProblem(said, "use the files where they are; mount directories on a disk only")
+        message = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
+        raise EnvironmentProblem(message, "use the files where they are; mount directories on a disk only")
     return real, point
 
 
 def made_point(name: str) -> str:
-    """Make a mount point of our own, beside the files of daemons, and return its path. OSError."""
+    """Create a mount point in the directory of the daemons' files; return its path. Raises OSError."""
     control.make_directory()
     point = os.path.join(control.directory(os.geteuid()), name)
     os.mkdir(point, 0o700)
@@ -214,19 +218,19 @@ def made_point(name: str) -> str:
 
 
 def is_made(point: str) -> bool:
-    """Return whether `made_point` has made a mount point."""
+    """Return True if `made_point` created the mount point."""
     return os.path.dirname(point) == control.directory(os.geteuid())
 
 
 def remove_made(point: str) -> None:
-    """Remove a mount point that `made_point` has made, if nothing is mounted there any more; others are left alone."""
+    """Remove a mount point of `made_point`, unless a mount remains on it; ignore any other."""
     if is_made(point):
         with contextlib.suppress(OSError):
             os.rmdir(point)
 
 
 def is_in_place(source: str, path: str) -> bool:
-    """Return whether a living daemon of root serves SOURCE in place on the mount point `path`."""
+    """Return True if a living daemon of root serves SOURCE in place on the mount point `path`."""
     point = resolve(path)
     mount, found = find(point), control.files(point, 0)
     served = found.describe().get("source") == os.path.realpath(source)
@@ -245,18 +249,18 @@ def _check_directory(path: str, what: str, hint: str | None) -> None:
 
 
 def is_more_open(point: str, source: str) -> bool:
-    """True if directories above `source`, but not above `point`, are closed to other users (both are real paths)."""
+    """Return True if a directory above `source`, but not above `point`, is closed to other users (both are real paths)."""
     return not all(above.stat().st_mode & stat.S_IXOTH for above in {*Path(source).parents} - {*Path(point).parents})
 
 
 def not_mounted(path: str, hint: str | None = None) -> MountProblem:
-    """The error where nothing of ours is mounted; `hint` is for when there is no other mount of ours."""
+    """Return the error for a path without llmcachefs; `hint` is used if no other llmcachefs is mounted."""
     points = ", ".join(ours())
     return MountProblem(f"no llmcachefs is mounted on {path}", f"current mounts: {points}" if points else hint)
 
 
 def stale(point: str) -> MountProblem:
-    """The error for a mount whose daemon is gone."""
+    """Return the error for a mount whose daemon has died."""
     return MountProblem(
         f"{point} is a dead mount: its daemon was killed, and every access fails with '{os.strerror(errno.ENOTCONN)}'",
         f"remove it: llmcache umount --force {point}",
@@ -264,17 +268,17 @@ def stale(point: str) -> MountProblem:
 
 
 def detach(point: str, *, lazy: bool) -> None:
-    """Unmount our mount on `point` (not lazily: MountProblem if it is busy, naming who can be seen)."""
+    """Unmount llmcachefs on `point`. MountProblem: without `lazy`, it is busy; the error names the visible processes."""
     mount = find(point)
     if mount is None or not mount.id:
         return
     try:
-        # A killed daemon cannot end while one of its threads waits in the kernel for a page of an unanswered READ,
-        # and its connection lives as long as it does: MNT_FORCE aborts the connection, which frees all of them.
+        # A killed daemon cannot exit while one of its threads waits in the kernel for a page of an unanswered READ.
+        # MNT_FORCE aborts the connection, which releases the thread and all readers.
         flags = syscalls.MNT_FORCE | syscalls.MNT_DETACH if lazy else 0
         try:
             syscalls.umount2(point, syscalls.UMOUNT_NOFOLLOW | flags)
-        except PermissionError:  # neither root nor in a user namespace of our own
+        except PermissionError:  # neither root nor in a private user namespace
             _fusermount(point, lazy)
     except OSError as error:
         if error.errno != errno.EBUSY:
@@ -283,9 +287,9 @@ def detach(point: str, *, lazy: bool) -> None:
 
 
 def mtab_hint(path: str = "/etc/mtab") -> str | None:
-    """How to come by /etc/mtab, which fusermount3 does not unmount without; None if it is there.
+    """Return a hint to create /etc/mtab, without which fusermount3 does not unmount; None if it exists.
 
-    systemd makes it when a machine starts, so chroots and images that were never started lack it.
+    systemd creates it at boot, so chroots and images that were never booted lack it.
     """
     return None if os.path.exists(path) else f"fusermount3 needs {path}: sudo ln -s ../proc/self/mounts {path}"
 
@@ -302,21 +306,21 @@ def _fusermount(point: str, lazy: bool) -> None:
 
 
 def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
-    """The error for a mount that is in use, with the processes that can be seen to use it."""
+    """Return the error for a busy mount, with the visible processes that use it."""
     users = list(holders(mount, ignore))
     seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in users[:8])
     if len(users) > 8:
         seen += f" and {len(users) - 8} more"
-    who = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
+    reason = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
     hint = f"end them first, or: llmcache umount --force {mount.point}"
-    return MountProblem(f"{mount.point} is busy: {who}", hint)
+    return MountProblem(f"{mount.point} is busy: {reason}", hint)
 
 
 def holders(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
-    """(pid, name, how) of processes that keep a mount busy, as far as /proc shows them to this user."""
+    """Yield (pid, name, kind of use) of the processes that keep a mount busy, as far as /proc shows them to this user."""
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
+            with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
                 how = None if ignore(int(name)) else _use(f"/proc/{name}", mount)
                 if how:
                     with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
@@ -327,7 +331,7 @@ def _use(process: str, mount: Mount) -> str | None:
     for link in ("cwd", "root"):
         target = os.readlink(f"{process}/{link}")
         if target == mount.point or target.startswith(mount.point.rstrip("/") + "/"):
-            fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)  # of a magic link: the daemon is asked nothing
+            fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)  # magic links do not involve the daemon
             try:
                 if _is_on(mount, f"/proc/self/fdinfo/{fd}"):
                     return "working directory" if link == "cwd" else "root directory"
@@ -343,11 +347,11 @@ def _use(process: str, mount: Mount) -> str | None:
 
 
 def users_of(directory: str) -> Iterator[tuple[int, str]]:
-    """(pid, name) of other processes that have files below a real path open or mapped, as far as /proc shows them."""
+    """Yield (pid, name) of other processes with open or mapped files below a real path, as far as /proc shows them."""
     below = directory.rstrip("/") + "/"
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
+            with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
                 if _has_files(f"/proc/{name}", below):
                     with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
                         yield int(name), comm.read().strip()
@@ -369,10 +373,9 @@ def _is_on(mount: Mount, fdinfo: str) -> bool:
 
 
 def locked_bytes(file: TraceFile) -> int:
-    """Bytes of the loops of `file` that the mount it lies on keeps locked in the page cache: 0 in mode arena, or elsewhere.
+    """Return the bytes of the loops of `file` that its mount has locked in the page cache; 0 in mode arena or without mount.
 
-    Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer,
-    or nonsense.
+    The shards of a model are one loop, which counts for the first shard. MountProblem: no reply, or an invalid one.
     """
     for mount, base in steering(file.path, file.dev):
         stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
@@ -385,7 +388,7 @@ def locked_bytes(file: TraceFile) -> int:
 
 
 def steering(path: str, dev: int) -> Iterator[tuple[Mount, str]]:
-    """Yield the mount that serves a file, and the directory that its own paths start from: in place also SOURCE."""
+    """Yield the mount that serves a file, and the root of the paths in its replies: MOUNT, in place also SOURCE."""
     for mount in mounts().values():
         if mount.fstype == FSTYPE and mount.dev == dev:
             yield mount, mount.point

@@ -1,4 +1,4 @@
-"""Settings of a mount and where each comes from: flag > environment (`LLMCACHE_*`) > file (`--config`) > default.
+"""Settings of a mount and their origins: flag > environment (`LLMCACHE_*`) > file (`--config`) > default.
 
     [mount]
     source = "/srv/models"
@@ -6,8 +6,8 @@
     cache = "6G"
     pin = ["llama-8b*.gguf"]
 
-Values are texts as on the command line, true or false, or lists of texts; what they mean is checked where it is used.
-In the environment, entries of a list are separated by colons. `-o` is taken apart here, `config --show` printed.
+Values are strings as on the command line, true or false, or lists of strings; their meaning is checked where they are used.
+In the environment, colons separate the entries of a list. This file also parses `-o` and prints `config --show`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from typing import Any
 from llmcache.errors import DataError, UsageError
 from llmcache.fs.vfs.source import DEFAULT_SPILL
 
-# What fstab entries carry for mount(8), systemd and others; it means nothing to a file system.
+# Options in fstab for mount(8), systemd and others, without a meaning for a file system.
 _NOISE = {
     *("defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group"),
     *("async", "relatime", "noatime", "nodiratime", "strictatime", "lazytime", "nolazytime", "norelatime", "nostrictatime"),
     *("noowner", "nogroup", "silent", "loud", "nomand", "noiversion"),
 }
 _NOISE_PREFIXES = ("x-", "comment=", "X-", "user=", "uhelper=", "helper=")
-# libfuse takes commas inside a value with a backslash before them: fsname=a\,b.
+# In libfuse, a backslash escapes a comma within a value: fsname=a\,b.
 _WORD = re.compile(r"(?:[^,\\]|\\.?)+", re.DOTALL)
 
 
 def option_words(values: Iterable[str]) -> list[str]:
-    """Single options out of `-o a,b -o c`; what is escaped stays so."""
+    """Split `-o a,b -o c` into single options; escapes are kept."""
     return [word.strip() for value in values for word in _WORD.findall(value) if word.strip()]
 
 
 def mount_options(values: Iterable[str]) -> tuple[str, ...]:
-    """Single options out of `-o a,b -o c`, without those that are not meant for a file system."""
+    """Split `-o a,b -o c` into single options, without those that are not for a file system."""
     return tuple(word for word in option_words(values) if word not in _NOISE and not word.startswith(_NOISE_PREFIXES))
 
 
 SCHEMA = "llmcache.config/1"
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
-_LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of what a key can have in dots
+_LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of the number of dots in a key
 TEXT, SWITCH, LIST = "a string", "true or false", "a list of strings"
 _EXAMPLES = {TEXT: '"…", in quotes (sizes too: "6G")', SWITCH: "true", LIST: '["first", "second"]'}
 FLAG, ENVIRONMENT, FILE, DEFAULT = "flag", "environment", "file", "default"
@@ -57,7 +57,7 @@ _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0"
 
 @dataclass(frozen=True)
 class SettingKey:
-    """One setting: its name in files (and, in capitals, in the environment), its kind, its default."""
+    """One setting: its name in files (and, in upper case, in the environment), its kind and its default."""
 
     name: str
     kind: str = TEXT
@@ -85,15 +85,15 @@ KEYS = (
     SettingKey("options", LIST, ()),
 )
 NAMES = {key.name: key for key in KEYS}
-# By the name among mount options, where dashes are usual. rw is a word of every fstab line and says nothing there; paths
-# are arguments; options would contain themselves.
+# Settings by their names as mount options, with dashes. Without `rw`, which every fstab line has, the paths, which are
+# arguments, and `options` itself.
 _OWN_OPTIONS = {key.name.replace("_", "-"): key for key in KEYS if key.name not in ("source", "mount", "rw", "options")}
 _OWN_OPTIONS["writable"] = NAMES["rw"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and its origin: FLAG, ENVIRONMENT, FILE or DEFAULT with what exactly that was in `where`."""
+    """A value and its origin: FLAG, ENVIRONMENT, FILE or DEFAULT; `where` names the variable or the file."""
 
     value: Any
     origin: str
@@ -101,9 +101,9 @@ class Setting:
 
 
 def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
-    """All settings by name. A flag that is None, or an empty list, was not given; `-o KEY=VALUE` counts as a flag.
+    """Return all settings by name. Flags that are None or empty lists count as absent; `-o KEY=VALUE` counts as a flag.
 
-    UsageError, naming the key: it is unknown, or its value is not possible; DataError: the file is no TOML.
+    UsageError names a key that is unknown or has an invalid value; DataError: the file is not TOML.
     """
     config = config or environment.get(PREFIX + "CONFIG")
     stored = read_file(config) if config else {}
@@ -126,7 +126,7 @@ def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[s
 
 
 def mount_point(given: str | None, config: str | None) -> str:
-    """Where the mount is: as given, else as the settings say. UsageError if nothing says it."""
+    """Return the mount point: `given`, else that in the settings. UsageError: it is in neither."""
     found = resolve({"mount": given}, config)["mount"].value
     if found is None:
         raise UsageError("Missing argument 'MOUNT'", "name the mount point, or give --config FILE that sets it")
@@ -134,7 +134,7 @@ def mount_point(given: str | None, config: str | None) -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """What a file sets, by name of the key; lists as tuples."""
+    """Return the values in a settings file by key name; lists as tuples."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -149,7 +149,7 @@ def read_file(path: str) -> dict[str, Any]:
         tables: dict[str, Any] = tomllib.loads(text.decode())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "name a TOML file with --config") from error
-    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
+    except (ValueError, RecursionError) as error:  # also for numbers of 5000 digits, and other encodings
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
     table = tables.pop(TABLE, {})
     for name in tables:
@@ -168,8 +168,8 @@ def _from_file(key: SettingKey, value: object, path: str) -> Any:
         return tuple(value)
     if key.kind == TEXT and isinstance(value, str):
         return value
-    what = f"{path}: {TABLE}.{key.name}: {reprlib.repr(value)}"
-    raise UsageError(f"{what} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
+    entry_text = f"{path}: {TABLE}.{key.name}: {reprlib.repr(value)}"
+    raise UsageError(f"{entry_text} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
 
 
 def _from_text(key: SettingKey, text: str) -> Any:
@@ -183,7 +183,7 @@ def _from_text(key: SettingKey, text: str) -> Any:
 
 
 def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Mount options (`-o a,b -o c`) that are meant for libfuse or nobody, and ours (cache=6G, pin=GLOB, writable, …)."""
+    """Split mount options (`-o a,b -o c`) into those for libfuse and our own settings (cache=6G, pin=GLOB, writable, …)."""
     rest: list[str] = []
     own: dict[str, Any] = {}
     for word in option_words(values):
@@ -199,7 +199,7 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
 
 
 def show(settings: dict[str, Setting], as_json: bool) -> None:
-    """Prints `settings` on stdout."""
+    """Print `settings` on stdout."""
     if as_json:
         entries = [
             {"name": name, **asdict(setting), "where": setting.where or None, "variable": NAMES[name].variable}
@@ -207,7 +207,7 @@ def show(settings: dict[str, Setting], as_json: bool) -> None:
         ]
         print(json.dumps({"schema": SCHEMA, "settings": entries}, indent=1))
         return
-    from rich.console import Console  # here, for the daemon keeps what its command has loaded
+    from rich.console import Console  # imported here, because a daemon keeps all modules of its command
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
