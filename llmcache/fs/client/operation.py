@@ -1,7 +1,7 @@
-"""`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: what is asked of mounts that serve, and what came of it.
+"""`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: requests to mounts, and the display of the results.
 
-Progress goes to stderr, results to stdout. `umount` goes through the daemon where there is one, else directly; with force
-whatever state the mount is in.
+Progress is written to stderr, results to stdout. `umount` uses the daemon if there is one, else it unmounts directly. With
+force, it unmounts in any state of the mount.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MOUNTS_SCHEMA = "llmcache.mounts/1"
 UMOUNT_SCHEMA = "llmcache.umount/1"
 _MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
 _WIDTH = 79
-# What the list of mounts tells of each, checked: one that answers nonsense must not hide the others.
+# Columns of the list of mounts, and their checks: an invalid reply of one mount must not hide the others.
 _OF_MOUNT: dict[str, Callable[[object], object]] = {"mode": control.text, "uptime_s": control.real}
 _OF_MOUNT |= dict.fromkeys(("budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"), control.whole)
 _NS = 1e9
 _STOP_TIMEOUT_S = 60.0
 _KILL_AFTER_S = 10.0
-_END_S = 60.0  # for a daemon that is not killed: it completes its access log
+_END_S = 60.0  # without force: the daemon completes its access log
 
 
 def fetch(mount: str) -> dict[str, Any]:
-    """The counters of the mount on a path; MountProblem if there is no mount or no living daemon."""
+    """Return the stats of the mount on a path. MountProblem: no mount, or no living daemon."""
     return ask(mount, {"op": "stats"})
 
 
 def show_openmetrics(mount: str) -> None:
-    """Print the counters once as OpenMetrics text, with the names of looping files: this is for the mount's own user."""
+    """Print the counters once as OpenMetrics text, with file names, because the reader is the mount's own user."""
     from llmcache.fs.daemon.openmetrics import exposition
 
     stats = fetch(mount)
@@ -61,7 +61,7 @@ def show_openmetrics(mount: str) -> None:
 def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
     """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally).
 
-    UsageError: a pause of nothing. MountProblem: no mount, or one that tells what cannot be understood.
+    UsageError: `pause_s` is not positive. MountProblem: no mount, or an invalid reply.
     """
     if pause_s is not None and pause_s <= 0:
         raise UsageError("INTERVAL: must be more than 0", "for example 250ms, 1s or 1m")
@@ -87,7 +87,7 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
 
 
 def show_mounts(as_json: bool) -> None:
-    """Print a row for each mount of this user (root: of all), whether its daemon answers or not."""
+    """Print a row for each mount of this user (root: of all users), even if its daemon does not reply."""
     rows = [_mount_row(mount) for mount in mountpoint.of_user()]
     if as_json:
         print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
@@ -106,13 +106,13 @@ def show_mounts(as_json: bool) -> None:
 
 
 def _mount_row(mount: Mount) -> dict[str, Any]:
-    told = control.files(mount.point, mount.owner).describe()
-    row = {"mount": mount.point, "source": told.get("source"), "pid": told.get("pid"), "uid": mount.owner}
+    info = control.files(mount.point, mount.owner).describe()
+    row = {"mount": mount.point, "source": info.get("source"), "pid": info.get("pid"), "uid": mount.owner}
     try:
         stats = fetch(mount.point)
         with reply_errors(mount.point):
-            answered = {key: check(stats[key]) for key, check in _OF_MOUNT.items()}
-            return {**row, "problem": None, **answered, "hit_ratio": hit_ratio(stats)}
+            values = {key: check(stats[key]) for key, check in _OF_MOUNT.items()}
+            return {**row, "problem": None, **values, "hit_ratio": hit_ratio(stats)}
     except MountProblem as problem:
         return {**row, "problem": problem.message, **dict.fromkeys(_OF_MOUNT), "hit_ratio": None}
 
@@ -120,15 +120,15 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
 def hit_ratio(stats: dict[str, Any]) -> float | None:
     """Return the byte hit ratio (0..1): the share of the bytes read by clients that came from memory; None if unknown.
 
-    In steer and in place, hits send no request: the resident part of a loop counts once for each pass that is observed. The
-    ratio is unknown, not zero, where no hit was observed.
+    In modes steer and inplace, hits send no request; the resident part of a loop counts once for each observed pass. If no
+    hit was observed, the ratio is unknown, not zero.
     """
     is_unseen = stats["mode"] != "arena" and not stats["hit_bytes"]
     return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] and not is_unseen else None
 
 
 def _in_time(stats: dict[str, Any]) -> str:
-    """The share of prefetched bytes that were read in time."""
+    """Return the share of prefetched bytes that were read in time, as text."""
     useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
     return format_percent(useful / (useful + late + wasted) if useful + late + wasted else None)
 
@@ -179,14 +179,14 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
             for sentence in filter(None, (judgement(loop), copied(loop))):
                 console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
         if lacking := file.get("lacks_extents"):
-            said = f"not steered: no room for its {lacking:,} extents next to those of files in use"
-            console.print(Text(f"{printable(shown_name(file))}: {said}"))
+            note = f"not steered: no room for its {lacking:,} extents next to those of files in use"
+            console.print(Text(f"{printable(shown_name(file))}: {note}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(shown_name(file))}: {_experts(experts)}"))
 
 
 def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (text, amount) for faults inside the daemon and for its access log; most mounts have neither."""
+    """Yield (text, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
     for name, text in _SERVICES.items():
         if found := stats.get("services", {}).get(name):
             yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)
@@ -195,14 +195,14 @@ def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def shown_name(file: dict[str, Any]) -> str:
-    """Return the name of a file that a daemon describes; the path if the daemon is of version 1.0, which sends no names."""
+    """Return the name of a file in a reply; its path if the daemon has version 1.0, which does not send names."""
     return control.text(file.get("name", file["path"])).lstrip("/")
 
 
 def judgement(loop: dict[str, Any]) -> str:
-    """Return why not all of a loop is steered, with the figures of that decision; empty if all of it is.
+    """Return why a loop is not fully steered, with the figures of that decision; empty if it is.
 
-    `loop` has the keys of the stats document, perhaps without those that daemons of version 1.0 do not send.
+    `loop` is from the stats document; daemons of version 1.0 do not send all keys.
     """
     steered, lru = loop.get("steered_pass_bytes"), loop.get("lru_pass_bytes")
     if loop.get("left") and steered is not None and lru is not None:
@@ -213,7 +213,7 @@ def judgement(loop: dict[str, Any]) -> str:
 
 
 def copied(loop: dict[str, Any]) -> str:
-    """Return which weights a client has copied, why, and the flag to change; empty if none."""
+    """Return the sentence about weights that a client has copied, with the flag to change; empty if none."""
     facts = loop.get("copied")
     if not isinstance(facts, dict):
         return ""
@@ -221,7 +221,7 @@ def copied(loop: dict[str, Any]) -> str:
 
 
 def _experts(experts: dict[str, Any]) -> str:
-    """Return what is kept of the experts."""
+    """Return the sentence about cached experts."""
     if experts.get("alone"):
         return "experts are left to the kernel"
     kept = f"{experts['kept']} of {experts['count']} experts cached, "
@@ -244,14 +244,14 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
 
 
 def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: bool) -> None:
-    """One sample of an interval: levels as they are, counters as rates since the last sample."""
+    """Print one sample: levels as they are, counters as rates since the last sample."""
     columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
     if header:
         print("".join(f"{name:>11}" for name in columns), flush=True)
 
     def rate(key: str) -> str:
-        passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # a busy daemon answers late
-        if before is None or passed_s <= 0:  # another mount on the same path
+        passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # the daemon's clock: it may reply late
+        if before is None or passed_s <= 0:  # <= 0: another mount on the same path
             return "-"
         return format_size((now[key] - before[key]) / passed_s)
 
@@ -261,7 +261,7 @@ def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: b
 
 
 def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
-    """Gives a mount another budget; returns when what it keeps has shrunk to it."""
+    """Set the budget of a mount; return when its cache has shrunk to it."""
     with _progress("shrinking") as show:
         reply = ask(mount, {"op": "resize", "cache_bytes": size_bytes, "wait": True}, show)
     if as_json:
@@ -273,9 +273,9 @@ def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
 
 
 def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) -> None:
-    """Brings files in, or (`check`) looks how much of them is there.
+    """Prefetch files, or (`check`) report how much of them is cached.
 
-    MountProblem, after the output, if something that should be there is not.
+    MountProblem, after the output: the daemon cannot read a file, or not all bytes that fit are cached.
     """
     with _progress("checking" if check else "warming") as show:
         reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
@@ -285,8 +285,8 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
         else:
             _print_warm(mount, reply, check)
         if reply["unreadable"]:
-            said = ", ".join(map(printable, reply["unreadable"]))
-            raise MountProblem(f"the daemon cannot read {said}", "check the permissions in SOURCE, and the storage")
+            names = ", ".join(map(printable, reply["unreadable"]))
+            raise MountProblem(f"the daemon cannot read {names}", "check the permissions in SOURCE, and the storage")
         missing = reply["wanted_bytes"] - reply["warm_bytes"]
     if missing > 0:
         why = "memory pressure, resize or evict may have evicted it, or locking has failed: see the log of the mount"
@@ -307,7 +307,7 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
 
 
 def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
-    """Gives up what a mount keeps of files; those of --pin stay."""
+    """Evict cached files from a mount, except those of --pin."""
     with _progress("evicting") as show:
         reply = ask(mount, {"op": "evict", "globs": list(globs)}, show)
     if as_json:
@@ -323,17 +323,17 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar on stderr, where that is a terminal, for progress in bytes."""
+    """Context manager: a progress bar (in bytes) on stderr if it is a terminal; `what` is its label."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda told: progress.update(task, completed=told.get("done_bytes", 0), total=told.get("total_bytes"))
+        yield lambda sizes: progress.update(task, completed=sizes.get("done_bytes", 0), total=sizes.get("total_bytes"))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What an unmounting ended. `pid`: its daemon, None if there was none; `killed`: it had to be (SIGKILL)."""
+    """Result of an unmount. `pid`: the daemon, None if there was none; `killed`: it was ended with SIGKILL."""
 
     mount: str
     mounted: bool
@@ -341,14 +341,14 @@ class Ended:
     killed: bool
 
     def document(self) -> dict[str, Any]:
-        """Returns the JSON-ready document of `llmcache umount --json`."""
+        """Return the document of `llmcache umount --json`."""
         return {"schema": UMOUNT_SCHEMA, **asdict(self)}
 
 
 def end_mount(path: str, *, force: bool) -> Ended:
-    """Unmount and wait until the daemon is gone. MountProblem if nothing of ours is mounted, or it is busy or dead.
+    """Unmount and wait for the end of the daemon. MountProblem: llmcachefs is not mounted there, or the mount is busy or dead.
 
-    `force` also restores read_ahead_kb where a daemon that was killed has left it changed.
+    `force` also restores read_ahead_kb if a killed daemon has left it changed.
     """
     try:
         return _end_mount(path, force=force)
@@ -367,9 +367,9 @@ def _end_mount(path: str, *, force: bool) -> Ended:
     found = control.files(point, mount.owner)
     with control.daemon(point, mount.owner) as process:
         try:
-            # the socket of a daemon that cannot even die still accepts: force does not wait long for an answer
-            patience = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
-            control.request(point, {"op": "stop", "force": force}, uid=mount.owner, timeout_s=patience)
+            # The socket of a daemon that hangs still accepts connections: with force, the timeout is short.
+            timeout_s = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
+            control.request(point, {"op": "stop", "force": force}, uid=mount.owner, timeout_s=timeout_s)
         except MountProblem as problem:
             if not force and not isinstance(problem, control.NoDaemon):
                 raise
@@ -379,8 +379,9 @@ def _end_mount(path: str, *, force: bool) -> Ended:
         killed = False
         if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
             if not force or process is None:
-                who = f" (pid {process.pid})" if process else ""
-                raise MountProblem(f"{point} is unmounted, but its daemon{who} has not ended", f"see its log: {found.log}")
+                pid_text = f" (pid {process.pid})" if process else ""
+                hint = f"see its log: {found.log}"
+                raise MountProblem(f"{point} is unmounted, but its daemon{pid_text} has not ended", hint)
             killed = process.signal(signal.SIGKILL)
             control.wait_until_gone(found, _KILL_AFTER_S, process)
         now = mountpoint.find(point)
@@ -391,7 +392,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
 
 
 def leftover(point: str) -> Ended | None:
-    """What there was to clean up: a daemon without a mount, or only its files; None if there was neither."""
+    """Clean up after a mount that no longer exists: end its daemon and remove its files; None if there was neither."""
     found = control.files(point)
     with control.daemon(point) as process:
         killed = False

@@ -1,14 +1,13 @@
-"""`llmcache top`: looks at a mount again and again, shown on a terminal until a key ends it, or as text, or as JSON.
+"""`llmcache top`: sample a mount repeatedly, and show the samples on a terminal, as text or as JSON.
 
-A *sample* is one look: the counters, what they have moved since an earlier look, in base units. Replies are checked: root
-also watches mounts of others, whose daemons may tell anything. What makes parts of a sample of them raises KeyError,
-TypeError, ValueError, OverflowError or AttributeError for a reply that is not what this version of a daemon would send.
+A *sample* has the counters and their changes since an earlier sample, in base units. Replies are checked, because root also
+watches mounts of other users, whose daemons are not trusted. Functions that convert parts of a reply raise KeyError,
+TypeError, ValueError, OverflowError or AttributeError if it is not what a daemon of this version sends.
 
-A sample as text is as wide as there are columns (80 at least), and as long as there are rows. Strips tell by the shape of
-their characters and, where there is colour, by it too.
+Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available.
 
-On a terminal: the screen's other buffer, keys unbuffered and unechoed; both are put back however the watching ends (`q`,
-Ctrl-C, a signal that ends the process in order, an error).
+On a terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end
+(`q`, Ctrl-C, a signal that ends the process regularly, an error).
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from llmcache.fs.client.operation import copied, hit_ratio, judgement, shown_nam
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
-Told = TypeVar("Told", "Budget", "LoopState", "HeatLayer", "HeatFile")
+FromReply = TypeVar("FromReply", "Budget", "LoopState", "HeatLayer", "HeatFile")
 
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
-HEAT_SHARE = 0.05  # of the time that the mount may be busy with telling the heat of large models
+HEAT_SHARE = 0.05  # the largest share of time that requests of the heat of large models may take
 WIDTH = 80
 LEAST_PAUSE_S = 0.1
-TICK_S = 0.1  # so soon it is seen that the terminal has another size
+TICK_S = 0.1  # interval of the checks for a new size of the terminal
 _NAME = 25
-_LEAST_ROWS = 3  # of a file, to be worth telling
+_LEAST_ROWS = 3  # a file with fewer rows is not shown
 _NS = 1e9
 _TITLE = "bold"
 _ZEROS = re.compile(r"\.0+(?= )")
-# Bytes of a flow, by what the mount calls them.
+# Traffic counters: names in samples, and names in the stats document.
 _COUNTERS = {"read": "read", "hit": "hit", "storage_read": "backing_read", "storage_written": "backing_write"}
 _COUNTERS |= {"fetched": "stored", "refault": "refault"}
-# What the layers of one row have together.
+# Fields that are summed for the layers of one row.
 _SUMS = ["tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes"]
 _SUMS += ["experts", "experts_kept"]
 STRIPS = {"pinned", "window", "pages", "cold"}
@@ -70,10 +69,10 @@ _PINNED_FROM, _PARTLY_FROM = 7, 4
 
 @dataclass(frozen=True)
 class Budget:
-    """Who has the memory. `limit_bytes` is what pressure leaves of the budget; the daemon's own memory is beside it.
+    """Use of the memory. `limit_bytes`: the budget, or less under memory pressure, without the daemon's own memory.
 
-    `window_bytes`: streamed extents, and what has not been dropped yet; `other_bytes`: single pages (headers, embedding
-    rows, small and written files). `free_bytes`: of the limit.
+    `window_bytes`: streamed extents, and data not dropped yet; `other_bytes`: single pages (headers, embedding rows, small
+    and written files); `free_bytes`: the unused part of the limit.
     """
 
     mode: str
@@ -88,11 +87,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class MountTraffic:
-    """Bytes that moved in `seconds`, and the waits of readers in them; a ratio (0..1) is None where it is unknown.
+    """Bytes transferred in `seconds`, and the waits of readers in that time. Ratios (0..1) are None if unknown.
 
     `hit_ratio`: the byte hit ratio; outside mode arena, hits on resident data are counted at the end of each pass.
-    `late_ratio`, `wasted_ratio`: the shares of the prefetched bytes that a reader had to wait for, and that were dropped
-    unread, among those that were read or dropped.
+    `late_ratio`, `wasted_ratio`: the shares of prefetched bytes that a reader had to wait for, and that were dropped unread,
+    relative to the prefetched bytes that were read or dropped.
     """
 
     seconds: float
@@ -119,11 +118,11 @@ class MountTraffic:
 
 @dataclass(frozen=True)
 class LoopState:
-    """One loop; `readers` are places in it (0..1).
+    """One loop. `readers`: positions of its readers in it (0..1).
 
-    `left`: it is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`: bytes
-    that steering, and the page cache, read in a pass; None while unknown. `unused_bytes`: bytes of the loop's files that no
-    client has used for some passes. `copied`: the client that has copied the weights, and why; see `fs.copies`.
+    `left`: the loop is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`:
+    bytes that steering, and the page cache, read in a pass; None if unknown. `unused_bytes`: bytes of the loop's files that
+    no client has used for some passes. `copied`: the client that has copied the weights, and the cause; see `fs.copies`.
     """
 
     path: str
@@ -144,10 +143,10 @@ class LoopState:
 
 @dataclass(frozen=True)
 class HeatLayer:
-    """One layer, or several in a row: bytes by where they are, seconds since one was asked for, and strips.
+    """One layer, or several merged ones: bytes by state, seconds since the last request (`age_s`), and strips.
 
-    `streamed_bytes` are on storage and were read lately, `cold_bytes` were not. A strip has a digit for each part of the
-    layer: ninths of it that are pinned, in the window, single pages, cold. `experts`: 0 where it has none.
+    `streamed_bytes` are on storage and were read recently; `cold_bytes` were not. The strips (`cells`: pinned, window,
+    pages, cold) have a digit for each segment of the layer: the ninths of it in that state. `experts`: 0 without experts.
     """
 
     name: str
@@ -166,7 +165,7 @@ class HeatLayer:
 
 @dataclass(frozen=True)
 class HeatFile:
-    """The layers of one file, in the order in which they are computed; of a file of no known format just one."""
+    """The layers of one file, in the order of computation; a file of unknown format has one layer."""
 
     path: str
     name: str
@@ -177,8 +176,9 @@ class HeatFile:
 
 @dataclass(frozen=True)
 class Sample:
-    """One look. `interval` is what moved since an earlier one: at least as long ago as the longest period of a loop
-    that is being read, so that a part of a pass is not taken for the whole; None in the first look.
+    """One sample. `interval`: the traffic since an earlier sample; None in the first one.
+
+    The interval is at least as long as the longest period of an active loop, if possible, so that it covers whole passes.
     """
 
     mount: str
@@ -192,12 +192,12 @@ class Sample:
     left_out_files: int
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Return the JSON document."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
-    """A `kind` of what a daemon tells: each field checked to be of its type, but for those that are `made` of it."""
+def _from_reply(kind: type[FromReply], facts: dict[str, Any], **made: Any) -> FromReply:
+    """Return a `kind` with the fields in `made`, and all other fields from a reply, each checked against its type."""
     checks: dict[str, Callable[[Any], Any]] = {
         "int": control.whole,
         "float": control.real,
@@ -210,14 +210,14 @@ def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
 
 
 def budget_of(stats: dict[str, Any]) -> Budget:
-    """Who has the memory, by the counters of a mount."""
+    """Return the use of the memory, from the stats of a mount."""
     window, limit = control.whole(stats["window_bytes"]), control.whole(stats["limit_bytes"])
     other, free = min(control.whole(stats["pages_bytes"]), window), max(0, limit - control.whole(stats["resident_bytes"]))
-    return _told(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
+    return _from_reply(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
 
 
 def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTraffic:
-    """What moved between two readings of the counters; since the mount began without `before`."""
+    """Return the traffic between two stats documents; without `before`, since the start of the mount."""
 
     def moved(key: str, within: str | None = None) -> int:
         new, old = (now, before) if within is None else (now[within], before and before[within])
@@ -239,16 +239,16 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
 
 
 def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
-    """All loops: those that are read first, then the largest."""
+    """Return all loops: active ones first, then by size, largest first."""
     found = [
-        _told(
+        _from_reply(
             LoopState,
             loop,
             path=control.text(file["path"]),
             name=shown_name(file),
             size_bytes=control.whole(loop["bytes"]),
             readers=tuple(map(control.real, loop["readers"])),
-            left=bool(loop.get("left")),  # a daemon of version 1.0 has neither this key nor the next ones
+            left=bool(loop.get("left")),  # daemons of version 1.0 do not send this key and the next ones
             unused_bytes=control.whole(loop.get("unused_bytes", 0)),
             steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
             lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
@@ -261,14 +261,14 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
 
 
 def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
-    """The reply to {"op": "heat"}; the file that was read last comes first."""
+    """Return the files of a reply to {"op": "heat"}, the most recently read first."""
     files = [file for file in heat["files"] if file["layers"]]
-    found = [_told(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
+    found = [_from_reply(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
     return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
 
 
 def _age(file: HeatFile) -> float:
-    """Seconds since the file was asked for, coarse, so that files that are read now keep their places."""
+    """Return tens of seconds since the last request of the file: coarse, so that active files keep their order."""
     return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
 
 
@@ -278,13 +278,13 @@ def _layer_of(facts: dict[str, Any]) -> HeatLayer:
         raise ValueError("cells")
     experts = facts["experts"] or {}
     count, kept = control.whole(experts.get("count", 0)), control.whole(experts.get("kept", 0))
-    return _told(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+    return _from_reply(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have.
+    """Return the waits between `before` (None: the start of the mount) and `now`.
 
-    `median_s` and `p99_s` are None without any, and beyond the last bound.
+    `median_s` and `p99_s` are None without waits, and beyond the last bound.
     """
     if before is not None:
         counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
@@ -294,9 +294,9 @@ def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[st
 
 
 def quantile_s(waits: dict[str, Any], share: float) -> float | None:
-    """Returns seconds that at least `share` (0..1) of the waits did not exceed; None without any, infinity beyond 3 s.
+    """Return the time in seconds that at least `share` (0..1) of the waits did not exceed: the upper bound of a bucket.
 
-    The upper bound of a class, not an estimate within it.
+    None without waits; infinity beyond the last bound.
     """
     passed = list(accumulate(waits["counts"]))
     if not passed[-1]:
@@ -321,7 +321,7 @@ def _whole_or_none(value: object) -> int | None:
 
 
 def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
-    """A bar of `width` cells for amounts of `total`, each in its character; the rest is free."""
+    """Return a bar of `width` cells that shows (amount, character) `parts` of `total`; the rest is free."""
     text = Text()
     done, cells = 0, 0
     for amount, character in parts:
@@ -333,7 +333,7 @@ def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
 
 
 def readers_strip(places: Iterable[float], width: int) -> Text:
-    """A line with a mark where each reader is (0..1)."""
+    """Return a line with a mark at the position (0..1) of each reader."""
     cells = ["─"] * width
     for place in places:
         cells[max(0, min(width - 1, int(place * width)))] = "●"
@@ -345,14 +345,14 @@ def readers_strip(places: Iterable[float], width: int) -> Text:
 
 
 def heat_strip(layer: HeatLayer, width: int) -> Text:
-    """The strip of a layer, `width` cells wide."""
+    """Return the strip of a layer, `width` cells wide."""
     cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
     characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
     return Text.assemble(*((character, STYLES[character]) for character in characters))
 
 
 def _character(ninths: dict[str, int]) -> str:
-    """What a cell shows: the window, where there is some, then what most of the rest is."""
+    """Return the character of a cell: the window if it has any, else pinned, pages, then cold or streamed."""
     if ninths["window"]:
         return WINDOW
     if pinned := ninths["pinned"]:
@@ -363,13 +363,13 @@ def _character(ninths: dict[str, int]) -> str:
 
 
 def stretch(digits: str, width: int) -> list[int]:
-    """The digits of a strip, as `width` of them: each the largest of those that it covers."""
+    """Resample the digits of a strip to `width`; each is the largest of those that it covers."""
     bounds = [(cell * len(digits) // width, -(-(cell + 1) * len(digits) // width)) for cell in range(width)]
     return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
 
 
 def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
-    """Neighbouring layers as one, named after the first and the last."""
+    """Merge adjacent layers into one, named after the first and the last."""
     if len(layers) == 1:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
@@ -382,8 +382,8 @@ def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
 
 
 def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
-    """The strips one after the other, each as long as its layer: as many cells as one has, each the mean of its part."""
-    import numpy as np  # here: few terminals have too few rows
+    """Concatenate the strips in proportion to the layer sizes, and resample them to one strip; each cell is a mean."""
+    import numpy as np  # imported here, because it is needed only on small terminals
 
     count = len(layers[0].cells[kind])
     widths = np.repeat([max(layer.size_bytes, 1) / count for layer in layers], count)
@@ -394,7 +394,7 @@ def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
 
 
 def fold(layers: Sequence[HeatLayer], rows: int) -> list[HeatLayer]:
-    """At most `rows` rows for all layers: neighbours are merged to rows of about the same size."""
+    """Merge adjacent layers into at most `rows` rows of similar size."""
     if len(layers) <= rows:
         return list(layers)
     total = sum(layer.size_bytes for layer in layers) or 1
@@ -414,18 +414,18 @@ class Watcher:
         self.mount = mount
         self._ask = asks
         self._clock = clock
-        self._past: deque[dict[str, Any]] = deque()  # without files: thousands of them would be remembered for a minute
+        self._past: deque[dict[str, Any]] = deque()  # without files, of which there may be thousands
         self._heat: dict[str, Any] = {}
         self._heat_due_s = float("-inf")
 
     def sample(self) -> Sample:
-        """One look. MountProblem if there is no mount, not any more, or one that tells what cannot be understood."""
+        """Take a sample. MountProblem: the mount does not exist or has ended, or the reply is invalid."""
         try:
             stats = self._ask(self.mount, {"op": "stats"})
             with control.reply_errors(self.mount):
                 before = self._past[-1] if self._past else stats
                 if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
-                    self._past.clear()  # another mount is on the path by now
+                    self._past.clear()  # the path has a new mount
                     self._heat_due_s = float("-inf")
                 return self._sample(stats)
         except MountProblem as error:
@@ -453,7 +453,7 @@ class Watcher:
         return found
 
     def _heat_reply(self) -> dict[str, Any]:
-        """The heat, not asked for more often than it is cheap to tell."""
+        """Return the heat; request it at most for HEAT_SHARE of the time."""
         began = self._clock()
         if began >= self._heat_due_s:
             self._heat = self._ask(self.mount, {"op": "heat"})
@@ -462,7 +462,7 @@ class Watcher:
         return self._heat
 
     def _base(self, now: dict[str, Any]) -> dict[str, Any] | None:
-        """The youngest earlier look that is a whole period of every loop in use away; else the oldest there is."""
+        """Return the latest earlier stats that are at least a period of every active loop old; else the oldest."""
         periods = [float(loop["period_s"] or 0) for file in now["files"] for loop in file["loops"] if loop["readers"]]
         longest = max(periods, default=0.0)
         back_s: float = now["uptime_s"] - longest
@@ -473,7 +473,7 @@ class Watcher:
 
 
 def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
-    """The view, `width` columns wide (80 at least) and at most `rows` lines long; `hint` stands in its first line."""
+    """Return the view: `width` columns (at least 80), at most `rows` lines, with `hint` in the first line."""
     width = max(WIDTH, width)
     found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample), *_wait_rows(sample)]
     found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
@@ -492,18 +492,18 @@ def _head(sample: Sample, width: int, hint: str) -> Text:
 
 
 def _memory(sample: Sample, width: int) -> list[Text]:
-    """The budget as a bar and in figures; one line more under memory pressure."""
+    """Return the budget as a bar and in figures, and a line about memory pressure, if any."""
     budget = sample.budget
     total = format_size(budget.budget_bytes)
     parts = ((budget.pinned_bytes, PINNED), (budget.window_bytes, WINDOW), (budget.other_bytes, PAGES))
     used = sum(amount for amount, _ in parts)
     bar = strip_bar(parts, max(budget.budget_bytes, used), width - len(total) - 8)
     names = zip((*parts, (budget.free_bytes, FREE)), ("pinned", "window", "pages", "free"), strict=True)
-    told = [
+    amounts = [
         Text(f"{character} {name} {format_size(amount)}", spans=[Span(0, 1, STYLES[character])])
         for (amount, character), name in names
     ]
-    figures = Text("       ").append_text(Text("   ").join(told))
+    figures = Text("       ").append_text(Text("   ").join(amounts))
     found = [Text("budget ").append_text(bar).append(f" {total}"), figures]
     if budget.limit_bytes < budget.budget_bytes:
         limit = f"memory pressure: {format_size(budget.limit_bytes)} of {total} may be used"
@@ -532,7 +532,7 @@ def _flows(sample: Sample) -> list[Text]:
 
 
 def _wait_rows(sample: Sample) -> list[Text]:
-    """How long readers waited for storage: for data on its way, and for data that nobody had fetched ahead."""
+    """Return how long readers waited for storage: for prefetches in progress, and for data that was not prefetched."""
     widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
     found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
     for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
@@ -545,12 +545,12 @@ def _wait_rows(sample: Sample) -> list[Text]:
 
 
 def _row(widths: Sequence[int], name: str, *cells: str) -> str:
-    """A name, then cells to the right of their columns."""
+    """Return a row: a name, then right-aligned cells."""
     return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
 
 
 def _share_of_time(flow: MountTraffic | None, key: str) -> str:
-    """Readers that waited, on average, as a share of one reader's time."""
+    """Return the total time of waits as a share of the interval; with several readers it can exceed 100 %."""
     return format_percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
 
 
@@ -576,7 +576,7 @@ def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Tex
 
 
 def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
-    """Return the row of a loop, with a line below it if not all of the loop is steered."""
+    """Return the row of a loop, and lines below it if it is not fully steered, or its weights were copied."""
     period = "-" if loop.period_s is None else _coarse(loop.period_s)
     share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
     passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
@@ -588,13 +588,13 @@ def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
 
 
 def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
-    """The files in `rows` lines: as many as get some lines each, these alike."""
-    told = len(sample.heat) if rows is None else max(1, min(len(sample.heat), rows // _LEAST_ROWS))
-    more = len(sample.heat) - told + sample.left_out_files
+    """Return the files in `rows` lines, shared equally by as many files as have at least _LEAST_ROWS each."""
+    count = len(sample.heat) if rows is None else max(1, min(len(sample.heat), rows // _LEAST_ROWS))
+    more = len(sample.heat) - count + sample.left_out_files
     left = rows - 1 if rows is not None and more and rows > _LEAST_ROWS else rows
     found: list[Text] = []
-    for number, file in enumerate(sample.heat[:told]):
-        found += _layers(file, width, None if left is None else (left - len(found)) // (told - number))
+    for number, file in enumerate(sample.heat[:count]):
+        found += _layers(file, width, None if left is None else (left - len(found)) // (count - number))
     if more:
         found.append(Text(f"and {more} more {'file' if more == 1 else 'files'}", "dim"))
     return found
@@ -622,7 +622,7 @@ def _layer(layer: HeatLayer, columns: Sequence[int], room: int) -> Text:
 
 
 def _ago(age_s: float | None) -> str:
-    """Coarse: figures that change with every look cannot be read."""
+    """Return an age as text, coarse, because figures that change with every sample are hard to read."""
     if age_s is None:
         return "-"
     if age_s < 1.5:
@@ -631,7 +631,7 @@ def _ago(age_s: float | None) -> str:
 
 
 def _coarse(seconds: float) -> str:
-    """In one unit."""
+    """Return a duration as text in a single unit."""
     if seconds < 59.5:
         return format_duration(seconds * _NS)
     minutes = round(seconds / 60)
@@ -643,7 +643,7 @@ def _span(flow: MountTraffic | None) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    """`text` in `width` columns: of a long one, its end, which is where names of models differ."""
+    """Fit `text` into `width` columns; a long one keeps its end, where names of models differ."""
     text = printable(text)
     if cell_len(text) > width:
         while cell_len(text) > width - 1:
@@ -653,9 +653,9 @@ def _fit(text: str, width: int) -> str:
 
 
 def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: bool) -> None:
-    """Watches a mount: `count` times or until a key, Ctrl-C or its end; once, or where stdout is no terminal, as text.
+    """Watch a mount, `count` times or until `q`, Ctrl-C or its end; as text if `once` or if stdout is not a terminal.
 
-    MountProblem: there is no mount, or not any more. UsageError: a pause too short.
+    MountProblem: the mount does not exist or has ended. UsageError: the pause is too short.
     """
     if pause_s < LEAST_PAUSE_S:
         raise UsageError(f"INTERVAL: {pause_s:g} s is too short: the minimum is {LEAST_PAUSE_S:g} s")
@@ -672,7 +672,7 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
 
 
 def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
-    """Yields samples that have an interval before them."""
+    """Yield samples after the first one, so that each has an interval."""
     watcher.sample()
     for _ in repeat(None) if count is None else range(count):
         time.sleep(pause_s)
@@ -680,7 +680,7 @@ def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sa
 
 
 def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
-    # Not rich's own width, which is that of stderr's terminal where stdout has none.
+    # Not rich's default width: if stdout is not a terminal, it is that of stderr's terminal.
     console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for number, sample in enumerate(_samples(watcher, pause_s, count)):
         if number:
@@ -692,10 +692,10 @@ def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
 
 
 def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
-    """Shows samples on a terminal until `q`, or the last of `count`. MountProblem: the mount has ended."""
+    """Show samples on a terminal until `q`, or `count` times. MountProblem: the mount has ended."""
     console = Console(file=_whole_stdout(), highlight=False)
     keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
-    sample = watcher.sample()  # what goes wrong at once needs no screen
+    sample = watcher.sample()  # before the screen is switched, so that an error is visible
     size, due, left = None, time.monotonic() + pause_s, count
     with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -706,7 +706,7 @@ def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
                     text.no_wrap, text.overflow = True, "crop"
                 live.update(Group(*texts), refresh=True)
             ready, _, _ = select.select(keys, [], [], max(0.0, min(TICK_S, due - time.monotonic())))
-            if ready and b"q" in (os.read(keys[0], 512).lower() or b"q"):  # or no key can come any more
+            if ready and b"q" in (os.read(keys[0], 512).lower() or b"q"):  # at the end of stdin, too
                 return
             if time.monotonic() >= due:
                 left = None if left is None else left - 1
@@ -716,20 +716,20 @@ def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
 
 
 def _whole_stdout() -> TextIO:
-    """stdout, buffered whatever PYTHONUNBUFFERED says: without, the rest of a write that a signal cuts short is lost."""
+    """Return stdout with a buffer, even with PYTHONUNBUFFERED: without one, a signal can cut a write short."""
     file = sys.stdout
     return open(file.fileno(), "w", encoding=file.encoding, errors=file.errors, closefd=False)
 
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one by one and are not shown; Ctrl-C does what it always does, Ctrl-Z nothing."""
+    """Context manager: read keys unbuffered and without echo; Ctrl-C works as usual, Ctrl-Z is ignored."""
     if not sys.stdin.isatty():
         yield
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    stops = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would leave the screen as it is
+    stops = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopping would leave the alternate screen on
     tty.setcbreak(fd)
     try:
         yield
