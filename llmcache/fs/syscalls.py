@@ -17,7 +17,7 @@ from typing import Any
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait: acquiring the GIL again would take longer than the call
+_quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait, and take less time than acquiring the GIL again
 
 _OFF = ctypes.c_int64
 _libc.pread64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
@@ -130,7 +130,7 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
     The kernel processes the ranges in order and stops at the first one that it refuses. OSError: it refuses the first one.
     """
     count = min(len(parts), _IOV_MAX)
-    packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec; `array` is the fastest way to fill it
+    packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec, filled fast
     call, flags, where = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0), ctypes.c_void_p(packed.buffer_info()[0])
     done = _libc.syscall(call, ctypes.c_int(pidfd), where, ctypes.c_size_t(count), ctypes.c_int(advice), flags)
     if done < 0:

@@ -51,7 +51,7 @@ _LEAST_STEPS = -(-MIN_BUDGET_BYTES // _STEP_BYTES)
 
 @dataclass(frozen=True)
 class Means:
-    """Parameters of modes: the smallest window, the extent size of large files, and the allowance beyond the budget (bytes)."""
+    """Parameters of modes, in bytes: smallest window, extent size of large files, and allowance beyond the budget."""
 
     modes: str
     least_window: int

@@ -186,7 +186,7 @@ def make_directory() -> None:
 
 @contextlib.contextmanager
 def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
-    """Context manager: the running daemon of a mount, always a process of that user; None if there is none or it is unknown."""
+    """Context manager: the running daemon of a mount, always a process of that user; None if none can be identified."""
     found = files(point, uid)
     pid = found.describe().get("pid")
     if type(pid) is not int or not 0 < pid < _MOST_PIDS:

@@ -34,7 +34,7 @@ LINKS_NAMED, USERS_NAMED = 3, 5
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     """Check `settings` (from `llmcache.fs.client.settings.resolve`) and return them as a request.
 
-    UsageError names a setting that is missing, invalid or in conflict with another. An empty spill glob means none.
+    UsageError names the setting: missing, invalid or in conflict with another. An empty spill glob means none.
     """
     values = {name: setting.value for name, setting in settings.items()}
     for name, value in values.items():

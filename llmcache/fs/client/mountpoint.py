@@ -88,9 +88,8 @@ def ours() -> list[str]:
 def remove_dead() -> None:
     """Remove the files of this user's daemons that no longer run and have no mount.
 
-    The files of a dead mount stay, because `llmcache umount --force` needs them. Of the logs of ended mounts, the newest
-    KEPT_LOGS stay. Source locks are removed unless a daemon has them; a daemon that opens one at this moment creates it
-    again.
+    The files of a dead mount stay, because `llmcache umount --force` needs them. The newest KEPT_LOGS logs stay, too.
+    Source locks are removed unless a daemon has them; a daemon that opens one at this moment creates it again.
     """
     directory, logs = control.directory(os.geteuid()), []
     for name in filter(_SOURCE_LOCK.fullmatch, os.listdir(directory)):
@@ -204,8 +203,8 @@ def check(source: str, path: str) -> tuple[str, str]:
     if not os.access(source, os.R_OK | os.X_OK):
         raise UsageError(f"this user may not read SOURCE {source}")
     if (kind := fstype_at(real)) in IN_MEMORY:
-        message = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
-        raise EnvironmentProblem(message, "use the files where they are; mount directories on a disk only")
+        text = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
+        raise EnvironmentProblem(text, "use the files where they are; mount directories on a disk only")
     return real, point
 
 

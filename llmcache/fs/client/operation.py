@@ -128,7 +128,7 @@ def hit_ratio(stats: dict[str, Any]) -> float | None:
 
 
 def _in_time(stats: dict[str, Any]) -> str:
-    """Return the share of prefetched bytes that were read in time, as text."""
+    """Return the share of prefetched bytes that clients read in time, as text."""
     useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
     return format_percent(useful / (useful + late + wasted) if useful + late + wasted else None)
 
@@ -346,7 +346,7 @@ class Ended:
 
 
 def end_mount(path: str, *, force: bool) -> Ended:
-    """Unmount and wait for the end of the daemon. MountProblem: llmcachefs is not mounted there, or the mount is busy or dead.
+    """Unmount and wait for the end of the daemon. MountProblem: there is no mount, or it is busy or dead.
 
     `force` also restores read_ahead_kb if a killed daemon has left it changed.
     """

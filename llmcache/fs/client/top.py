@@ -41,7 +41,7 @@ from llmcache.fs.client.operation import copied, hit_ratio, judgement, shown_nam
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
-FromReply = TypeVar("FromReply", "Budget", "LoopState", "HeatLayer", "HeatFile")
+Parsed = TypeVar("Parsed", "Budget", "LoopState", "HeatLayer", "HeatFile")
 
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
@@ -90,8 +90,8 @@ class MountTraffic:
     """Bytes transferred in `seconds`, and the waits of readers in that time. Ratios (0..1) are None if unknown.
 
     `hit_ratio`: the byte hit ratio; outside mode arena, hits on resident data are counted at the end of each pass.
-    `late_ratio`, `wasted_ratio`: the shares of prefetched bytes that a reader had to wait for, and that were dropped unread,
-    relative to the prefetched bytes that were read or dropped.
+    `late_ratio`, `wasted_ratio`: the shares of prefetched bytes that a reader had to wait for, and that were dropped unread.
+    Prefetched bytes that are neither read nor dropped yet do not count.
     """
 
     seconds: float
@@ -196,7 +196,7 @@ class Sample:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def _from_reply(kind: type[FromReply], facts: dict[str, Any], **made: Any) -> FromReply:
+def _parse(kind: type[Parsed], facts: dict[str, Any], **made: Any) -> Parsed:
     """Return a `kind` with the fields in `made`, and all other fields from a reply, each checked against its type."""
     checks: dict[str, Callable[[Any], Any]] = {
         "int": control.whole,
@@ -213,7 +213,7 @@ def budget_of(stats: dict[str, Any]) -> Budget:
     """Return the use of the memory, from the stats of a mount."""
     window, limit = control.whole(stats["window_bytes"]), control.whole(stats["limit_bytes"])
     other, free = min(control.whole(stats["pages_bytes"]), window), max(0, limit - control.whole(stats["resident_bytes"]))
-    return _from_reply(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
+    return _parse(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
 
 
 def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTraffic:
@@ -241,7 +241,7 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTra
 def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
     """Return all loops: active ones first, then by size, largest first."""
     found = [
-        _from_reply(
+        _parse(
             LoopState,
             loop,
             path=control.text(file["path"]),
@@ -263,7 +263,7 @@ def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
 def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
     """Return the files of a reply to {"op": "heat"}, the most recently read first."""
     files = [file for file in heat["files"] if file["layers"]]
-    found = [_from_reply(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
+    found = [_parse(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
     return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
 
 
@@ -278,7 +278,7 @@ def _layer_of(facts: dict[str, Any]) -> HeatLayer:
         raise ValueError("cells")
     experts = facts["experts"] or {}
     count, kept = control.whole(experts.get("count", 0)), control.whole(experts.get("kept", 0))
-    return _from_reply(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+    return _parse(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:

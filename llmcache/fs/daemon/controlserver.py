@@ -213,9 +213,9 @@ class ControlServer:
 
 
 def _request_line(connection: socket.socket) -> bytes:
-    """The line that a client sends, with its end; without it if the client ends it there, or it is too long.
+    """Return the line that a client sends, without the newline if the client closes early or the line is too long.
 
-    TimeoutError for a client that takes too long over it, however many bytes it sends meanwhile.
+    TimeoutError: the line is not complete within REQUEST_S.
     """
     line, end = bytearray(), time.monotonic() + REQUEST_S
     while b"\n" not in line[-_CHUNK:] and len(line) <= _LONGEST_REQUEST:
@@ -283,7 +283,7 @@ class Requests:
         if type(size) is not int or not 0 <= size < _MOST_BYTES:
             raise UsageError(f"cache_bytes: {reprlib.repr(size)} is not a number of bytes")
         wait = switch(request, "wait")
-        settle_mode(self.engine.mode, size)  # steer may not be allowed to lock so much
+        settle_mode(self.engine.mode, size)  # the user may not be allowed to lock that much memory in mode steer
         self.engine.resize(size)
         start, end = state.used_bytes, time.monotonic() + SHRINK_S
         while wait and state.running and state.used_bytes > state.room_bytes and time.monotonic() < end:

@@ -111,7 +111,7 @@ class HeaderCursor:
             return start
         if size > self._limit - self.position:
             raise self._too_short(size)
-        # Read as much as all reads so far together: few reads for a long header, at most twice the bytes of a short one.
+        # Read as much as all previous reads together: few reads for a long header, at most twice the bytes of a short one.
         ahead = min(max(self.position, _SMALLEST_READ), _LARGEST_READ)
         self._buffer = self._read(self.position, min(max(size, ahead), self._limit - self.position))
         self._buffer_start = self.position
