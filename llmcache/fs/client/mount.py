@@ -120,7 +120,7 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
     if request.mode != "inplace":
         libfuse.binding()
         mountpoint.check_machine()
-        request = _for_whom(request, source, point)
+        request = _with_allow_other(request, source, point)
         if users := list(mountpoint.users_of(source)):
             say(f"note: {_about_users(users, point)}")
 
@@ -138,7 +138,7 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
     serve(request, source, point, served)
 
 
-def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
+def _with_allow_other(request: MountRequest, source: str, point: str) -> MountRequest:
     """Return the request for FUSE, with allow_other if root mounts and neither options nor directories forbid it."""
     words = option_words(request.options)
     closed = mountpoint.is_more_open(point, source)

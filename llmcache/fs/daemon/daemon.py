@@ -126,14 +126,14 @@ class Daemon:
             flags |= 0 if request.writable else syscalls.MOUNT_ATTR_RDONLY
             if request.read_ahead_bytes is not None:
                 backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
-            begin, end = self._hand_over, self._engine.stop
+            begin, end = self._start_and_wait, self._engine.stop
             self._session = BindMount(self._source, self._point, flags, backend.files, begin, end)
             self._warmer = Warmer(self._engine, backend.files)
         else:
             assert isinstance(backend, FuseBackend)
             policy = WritePolicy(request.writable, request.spill)
             operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
-            operations.on_init = self._hand_over
+            operations.on_init = self._start_and_wait
             self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
             self._warmer = Warmer(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
@@ -240,7 +240,7 @@ class Daemon:
             self._failure = self._failure or error
         self._events.put("over")
 
-    def _hand_over(self, notifier: KernelNotifier | None = None) -> None:
+    def _start_and_wait(self, notifier: KernelNotifier | None = None) -> None:
         """Let the main thread start the engine and the control server, and wait for it.
 
         Over FUSE, this is FUSE_INIT on a thread of libfuse. The kernel sends no other request before it returns.

@@ -242,7 +242,7 @@ class ModelNames:
             changed = (not self._links_only and self._read_documents()) or changed
             if changed or self.is_outdated:
                 self._used = self.followed
-                self._view = self._viewed(self._used)
+                self._view = self._make_view(self._used)
                 self.version += 1
             now = time.monotonic()
             self._due_s = now + max(LEAST_REST_S, SCAN_REST * (now - began))
@@ -255,7 +255,7 @@ class ModelNames:
             path = pending.popleft()
             known = self._directories.get(path)
             try:
-                directory = self._looked(path, known)
+                directory = self._scan_directory(path, known)
             except OSError as error:
                 if known is None or error.errno in NOT_THERE:
                     continue
@@ -275,7 +275,7 @@ class ModelNames:
         self._texts = {f"{path}/{name}": text for path, each in found.items() for name, text in each.links}
         return True
 
-    def _looked(self, path: str, known: _Directory | None) -> _Directory:
+    def _scan_directory(self, path: str, known: _Directory | None) -> _Directory:
         if known is not None and known.settled and _stamp(self._status(path)) == known.stamp:
             return known
         fd = open_below(self._fd, _steps(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -389,7 +389,7 @@ class ModelNames:
             rest += _steps(text)[::-1]
         return "/" + "/".join(done)
 
-    def _viewed(self, followed: Mapping[str, str]) -> _View:
+    def _make_view(self, followed: Mapping[str, str]) -> _View:
         resolved = {path: self._resolved(path) for path in self._texts}
         links = {**followed, **{path: real for path, real in resolved.items() if real is not None}}
         outside = [path for path, real in resolved.items() if real is None]
