@@ -28,8 +28,7 @@ WINDOW_SHARE = 0.06  # of the streamed bytes: a pass reads N - pins, so the wind
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that competes for the budget: `size_bytes`, `period` (None: not observed yet), and whether readers are
-    active.
+    """A loop that competes for the budget; `active` if readers use it, `period` None if not observed yet.
 
     The periods of all loops have the same unit: time, or references. `convoy`: how far several readers drift apart; 0
     for one reader, each step multiplies the window by CONVOY_FACTOR. `first`: pinned by the user, before all others.

@@ -1,5 +1,4 @@
-"""Classes of a whole trace, in one pass: which blocks of which file were read once, in a loop, or repeatedly without
-order.
+"""Classify a whole trace in one pass: blocks read once, in a loop, or repeatedly without order.
 
     found = classify_file(path, lambda files: ModelHeaders((), files))
     found.rows, found.totals, found.size_command
@@ -111,8 +110,7 @@ class ClassTotals:
 
 @dataclass(frozen=True)
 class LockedLoop:
-    """The part of a file's loop that its mount locked in memory during the trace: read without faults, so not in the rows.
-    """
+    """The part of a file's loop that its mount locked in memory during the trace: read without faults, so not in the rows."""
 
     path: str
     size_bytes: int

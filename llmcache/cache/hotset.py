@@ -58,7 +58,7 @@ class Lrfu:
 
     @property
     def window(self) -> int:
-        """Uses for which a key stays: who was used in the last so many leaves after all others."""
+        """Number of last uses whose keys are evicted after all others."""
         return self._window
 
     @window.setter
@@ -162,7 +162,7 @@ class HotSet(Lrfu):
 
     @property
     def token_uses(self) -> int:
-        """How many uses a token makes, of all keys; 0 (no window) where that is not known."""
+        """Number of uses of a token, of all keys; 0 (no window) if it is unknown."""
         return self._token_uses
 
     @token_uses.setter
