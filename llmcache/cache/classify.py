@@ -110,7 +110,7 @@ class ClassTotals:
 
 @dataclass(frozen=True)
 class LockedLoop:
-    """The part of a file's loop that its mount locked in memory during the trace: read without faults, so not in the rows."""
+    """The part of a file's loop that its mount locked in memory: read without faults, so not in the rows."""
 
     path: str
     size_bytes: int

@@ -1,5 +1,4 @@
-"""The simulation grid on a Dask cluster: a task computes some sizes of one policy on one trace, with the result of a
-local run.
+"""The simulation grid on a Dask cluster: each task computes some sizes of one policy on one trace, like a local run.
 
 The bytes of a trace are sent with its tasks, once to each worker that needs them, so that no shared file system is
 required. Workers need this version of llmcache. Only this module imports `distributed` (extra [cluster]), on first use.

@@ -389,7 +389,7 @@ class ScatteredBlocks:
         return result
 
     def _make_room(self) -> None:
-        """Drop the least recently used cells without hot places; if there are too few of them, double the size of a place."""
+        """Drop the least recently used cells without hot places; double the size of a place if there are too few of them."""
         cold = [index for index, cell in self._cells.items() if not cell.again]
         for index in cold[: max(1, len(cold) // 2)] if cold else ():
             cell = self._cells.pop(index)

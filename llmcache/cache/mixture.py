@@ -39,11 +39,10 @@ EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
 
 @dataclass(frozen=True)
 class ExpertCurve:
-    """Miss curve of a layer: with a share `rooms[i]` of its experts in memory, a share `misses[i]` of the used ones is
-    missed.
+    """Miss curve of a layer: with the share `rooms[i]` of its experts in memory, `misses[i]` of the used ones miss.
 
     Linear between the points: the curve is convex, so that this is an upper bound. Below rooms[0], the share that a
-    token uses, all are missed.
+    token uses, all miss.
     """
 
     rooms: tuple[float, ...]

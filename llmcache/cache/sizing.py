@@ -141,8 +141,7 @@ def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
 
 @dataclass(frozen=True)
 class Passes:
-    """Cost of passes over a loop: the bytes that each misses, and the times (ns) to fetch them, of a pass, and of its
-    stall.
+    """Passes over a loop: the bytes that each misses, and the times (ns) to fetch them, of the pass, and of its stall.
 
     For an MoE model a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is the share of the bytes
     of used experts. `even`: the same if all experts of a layer are used equally often, which is the worst case.
@@ -309,7 +308,10 @@ def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) 
 
 
 def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
-    """Return the results of the formula for a loop, for caches (bytes), or for both; sensitivity is for the largest cache."""
+    """Return the results of the formula for a loop, for caches (bytes), or for both.
+
+    The sensitivity to T is computed for the largest cache.
+    """
 
     def sensitivity(change: float) -> Sensitivity:
         changed = setting.scaled(change)
