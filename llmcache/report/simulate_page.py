@@ -1,4 +1,4 @@
-"""The page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and the rows behind them."""
+"""Page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and their rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_report(path: str, simulation: Simulation, force: bool) -> None:
 
 
 def report_page(simulation: Simulation) -> str:
-    """Returns the page of `simulation`."""
+    """Return the page of `simulation`."""
     sections = [Section(summary.trace, list(_trace(simulation, summary))) for summary in simulation.traces]
     sections.append(Section("Conditions", [_conditions(simulation)]))
     return html_page("llmcache simulate", LEAD, sections)
@@ -78,7 +78,7 @@ def _ratio_line(rows: Sequence[Result], exact: Curve | None) -> Line:
 
 
 def _known(rows: Sequence[Result], exact: Curve | None) -> str:
-    """Return which points of the lines are computed."""
+    """Return which points of the lines are computed, as text."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     whole = [] if exact is None or exact.policy not in policies else [f"{policy_class(exact.policy).title} at all sizes"]
     others = ["the others"] if whole and len(policies) > 1 else [] if whole else ["all"]
@@ -96,7 +96,7 @@ def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -
 
 
 def _named(summary: Summary) -> str:
-    """Returns the trace with where it comes from: what is counted on a synthetic trace was not measured."""
+    """Return the trace with its source: counts from a synthetic trace are not measurements."""
     lost = f", {summary.lost_events:,} accesses lost" if summary.lost_events else ""
     return f"{summary.trace} (source: {summary.tier}{lost})"
 

@@ -69,7 +69,7 @@ class Algorithm1(Policy):
       larger than the cache could ever be found.
     - G4 A block that is added to a BS is removed from its previous one.
     - G5 If the chosen class has no resident block: HOT if LOOP is empty, LOOP if HOT is.
-    - G6 The oldest BS in SEQ is the one that became SEQ first; of LOOP BSs with equal periods, the one created first loses a block.
+    - G6 The oldest BS in SEQ is the one that became SEQ first; if LOOP BSs have equal periods, the oldest loses a block.
     - G7 Evict comes last in an access: b is already in its BS, whose other blocks may be evicted.
 
     Reads and writes are the same (the paper speaks of accesses). 88 bytes per block, because of G3, and 24 per place.
