@@ -89,10 +89,10 @@ def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -
     lines = [_ratio_line(of_policy, exact) for of_policy in _by_policy(rows).values()]
     with style():
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
-    told = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
-    alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {told}."
-    told = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
-    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
+    results = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
+    alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {results}."
+    results = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
+    return embedded(figure, alt, f"{results}. Computed points: {_known(rows, exact)}.")
 
 
 def _named(summary: Summary) -> str:
@@ -124,12 +124,14 @@ def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exac
         panels.append(Panel(f"Fetch latency, {of_policy[0].title}", lines))
     with style():
         figure = latency_figure(panels, comparable=True)
-    told = "; ".join(
+    results = "; ".join(
         f"{panel.title} {panel.lines[0].values[0]:.3g} to {panel.lines[-1].values[-1]:.3g} s" for panel in panels
     )
-    alt = f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {told}."
-    told = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
-    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
+    alt = (
+        f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {results}."
+    )
+    results = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
+    return embedded(figure, alt, f"{results}. Computed points: {_known(rows, exact)}.")
 
 
 def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:
