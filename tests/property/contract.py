@@ -1,4 +1,4 @@
-"""What every policy keeps to, as functions that raise AssertionError: `test_policies.py` runs them on the whole table."""
+"""The contract of all policies, as functions that raise AssertionError; `test_policies.py` runs them on the whole table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmcache.cache.policies.base import Policy
 
 @dataclass(frozen=True)
 class Case:
-    """A trace in runs (first, count) over the ids 0 .. blocks - 1 and a cache for it."""
+    """A trace in runs (first, count) over the ids 0 .. blocks - 1, and the capacity of its cache."""
 
     capacity: int
     blocks: int
@@ -36,17 +36,17 @@ class Case:
         return [block for first, count in self.runs for block in range(first, first + count)]
 
     def policy(self, name: str) -> Policy:
-        """A fresh cache of the policy called `name`."""
+        """Return a new cache of the policy called `name`."""
         return policy_class(name)(self.capacity, self.blocks)
 
     def hits(self, name: str) -> list[int]:
-        """Hits of each run, all in one call of `replay`."""
+        """Return the hits of each run, all in one call of `replay`."""
         return [int(hits) for hits in self.policy(name).replay(self.first, self.count)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Runs, single references, and stretches that come again, over at most 48 blocks."""
+    """Generate runs, single references, and repeated stretches, over at most 48 blocks."""
     blocks = draw(st.integers(1, 48))
     run = st.integers(0, blocks - 1).flatmap(lambda first: st.tuples(st.just(first), st.integers(1, blocks - first)))
     single = st.tuples(st.integers(0, blocks - 1), st.just(1))
@@ -56,7 +56,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def long_case(capacity: int, seed: int) -> Case:
-    """Thousands of references over 600 blocks: a loop in fragments, scans and hot blocks; windows and ghosts fill."""
+    """Return thousands of references over 600 blocks: a loop in fragments, scans and hot blocks, so that windows and
+    ghosts fill.
+    """
     source = np.random.default_rng(seed)
     runs: list[tuple[int, int]] = []
     for _ in range(15):
@@ -68,7 +70,7 @@ def long_case(capacity: int, seed: int) -> Case:
 
 
 def holds_no_more_than_capacity(name: str, case: Case) -> None:
-    """What is resident at the end is int64, ascending, each id once, at most `capacity` of them."""
+    """The resident ids at the end are int64, ascending and unique, at most `capacity` of them."""
     policy = case.policy(name)
     policy.replay(case.first, case.count)
     resident = policy.resident()
@@ -79,14 +81,14 @@ def holds_no_more_than_capacity(name: str, case: Case) -> None:
 
 
 def holds_only_what_was_referenced(name: str, case: Case) -> None:
-    """Nothing is resident that the trace does not have."""
+    """Only blocks of the trace are resident."""
     policy = case.policy(name)
     policy.replay(case.first, case.count)
     assert np.isin(policy.resident(), case.references()).all()
 
 
 def hits_what_is_resident(name: str, case: Case) -> None:
-    """Block by block: a hit if and only if it was resident, resident afterwards, and nothing else came in."""
+    """Block by block: a hit if and only if it was resident; it is resident afterward, and no other block was inserted."""
     policy = case.policy(name)
     one = np.ones(1, np.int64)
     before: set[int] = set()
@@ -102,7 +104,7 @@ def hits_what_is_resident(name: str, case: Case) -> None:
 
 
 def does_not_see_where_calls_end(name: str, case: Case) -> None:
-    """A trace cut into several calls of `replay` gives the same hits and the same content."""
+    """Splitting a trace into several calls of `replay` changes neither hits nor contents."""
     whole, cut = case.policy(name), case.policy(name)
     hits = whole.replay(case.first, case.count).tolist()
     pieces: list[int] = []
@@ -114,7 +116,7 @@ def does_not_see_where_calls_end(name: str, case: Case) -> None:
 
 
 def sees_blocks_and_not_runs(name: str, case: Case) -> None:
-    """Each run has as many hits as its blocks have when they are replayed one by one."""
+    """The hits of a run are those of its blocks replayed one by one."""
     blocks = np.array(case.references(), np.int64)
     single = case.policy(name).replay(blocks, np.ones_like(blocks))
     ends = np.cumsum(case.count)
@@ -122,7 +124,7 @@ def sees_blocks_and_not_runs(name: str, case: Case) -> None:
 
 
 def misses_only_first_uses_when_all_fits(name: str, case: Case) -> None:
-    """With room for all blocks, only the first reference to each misses and nothing is evicted."""
+    """If all blocks fit, only first references miss, and nothing is evicted."""
     roomy = Case(len(set(case.references())), case.blocks, case.runs)
     policy = roomy.policy(name)
     misses = int((roomy.count - policy.replay(roomy.first, roomy.count)).sum())
@@ -145,9 +147,9 @@ ALWAYS: tuple[Clause, ...] = (
     is_not_better_than_belady,
 )
 ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_end)
-"""What can be asked only of a policy that does not need the whole trace at once."""
+"""Clauses for policies that do not need the whole trace at once."""
 
 
 def clauses(name: str) -> tuple[Clause, ...]:
-    """Return the clauses that the policy called `name` has to keep."""
+    """Return the clauses for the policy called `name`."""
     return ALWAYS if policy_class(name).offline else ALWAYS + ONLINE

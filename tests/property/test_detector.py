@@ -1,4 +1,4 @@
-"""The detector on anything: bounded, nothing lost or counted twice, and the same classes however the rows are cut."""
+"""The detector on any accesses: bounded, nothing lost or counted twice, and classes that do not depend on the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmcache.cache.streams import MAX_STREAMS
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.shapes import SHAPES
 
-LEAST_BYTES = 128 << 10  # a read-ahead window: smaller places may be told or not
+LEAST_BYTES = 128 << 10  # a readahead window: smaller places may be missing
 Row = tuple[int, int, int, int, int]
 """Time, file, first block, blocks, op."""
 
@@ -43,7 +43,7 @@ def rows_of(trace: Trace) -> list[Row]:
 
 
 def table(classes: Iterable[Classification], moved: int = 0) -> dict[tuple[int, str, str], int]:
-    """Returns bytes by file, op and class, without what is small."""
+    """Return bytes by file, op and class, without small ones."""
     found: dict[tuple[int, str, str], int] = {}
     for row in classes:
         key = row.file - moved, row.op, row.kind
@@ -53,12 +53,12 @@ def table(classes: Iterable[Classification], moved: int = 0) -> dict[tuple[int, 
 
 @functools.cache
 def table_of(name: str) -> dict[tuple[int, str, str], int]:
-    """Returns the table of a shape by itself."""
+    """Return the table of a shape alone."""
     return table(classify(SHAPES[name]().batches()).rows)
 
 
 def merged(first: Trace, second: Trace, source: random.Random) -> Trace:
-    """Both at the same time; the files of the second are numbered behind those of the first."""
+    """Return both traces interleaved in time; the files of the second are numbered after those of the first."""
     moved = len(first.files)
     files = [TraceFile(file.id + moved, file.path, 2, file.inode, 0, file.size_bytes) for file in second.files]
     others = [(t_ns, file + moved, begin, count, op) for t_ns, file, begin, count, op in rows_of(second)]
@@ -69,7 +69,7 @@ def merged(first: Trace, second: Trace, source: random.Random) -> Trace:
 
 
 def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str], int]) -> None:
-    """Asserts that two tables name the same, and sizes that differ by no more than a window, or 2 %."""
+    """Assert that two tables have the same keys, and sizes that differ by at most a window, or 2 %."""
     edge = {key for key in one.keys() ^ other.keys() if max(one.get(key, 0), other.get(key, 0)) < 2 * LEAST_BYTES}
     assert one.keys() - edge == other.keys() - edge
     for key in one.keys() & other.keys():
@@ -77,7 +77,7 @@ def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str]
 
 
 @given(ACCESSES)
-def test_any_accesses_are_counted_once_and_where_they_were(accesses: list[tuple[int, int, int, bool]]) -> None:
+def test_all_accesses_are_counted_once_in_their_place(accesses: list[tuple[int, int, int, bool]]) -> None:
     detector = Detector()
     for number, (file, first, count, write) in enumerate(accesses):
         detector.note(number, number, file, first, count, count, write)
@@ -120,7 +120,7 @@ def test_metadata_is_bounded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ai_notes", "claude", "write_loops", "multi_loop"])
-def test_the_classes_do_not_depend_on_how_rows_are_cut(name: str) -> None:
+def test_the_classes_do_not_depend_on_the_rows(name: str) -> None:
     trace = SHAPES[name]()
     source = random.Random(name)
     cut: list[Row] = []
@@ -136,8 +136,8 @@ def test_the_classes_do_not_depend_on_how_rows_are_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("ai_notes", "ai_translate")])
-def test_what_others_do_meanwhile_does_not_change_a_class(one: str, other: str) -> None:
-    """Two applications at the same time: the files of each are classed as if it had been alone."""
+def test_concurrent_accesses_to_other_files_do_not_change_a_class(one: str, other: str) -> None:
+    """Two applications at the same time: the files of each have the classes that they have alone."""
     first, second = SHAPES[one](), SHAPES[other]()
     moved = len(first.files)
     together = classify(merged(first, second, random.Random(one)).batches()).rows
@@ -146,7 +146,7 @@ def test_what_others_do_meanwhile_does_not_change_a_class(one: str, other: str) 
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1))
-def test_runs_hold_all_accesses_in_order(rows: list[tuple[int, int, int, int]]) -> None:
+def test_runs_contain_all_accesses_in_order(rows: list[tuple[int, int, int, int]]) -> None:
     files = [TraceFile(number, str(number), 0, 0, 0, 0) for number in range(2)]
     trace = built([(number, *row) for number, row in enumerate(rows)], files)
     made = list(runs(trace))

@@ -57,7 +57,7 @@ def machines(draw: st.DrawFn) -> Hardware:
 
 
 def at(share: float, system: System, machine: Hardware, model: ModelShape, workload: Workload) -> Latency:
-    """The latency with a given share of the KV cache on the SSD: what pools there are does not depend on speeds."""
+    """Return the latency with a given share of the KV cache on the SSD, so that the pools do not depend on speeds."""
     places: Placement = by_ssd_share(model.kv_bytes(workload.context, workload.batch), share)
     return latency(system, machine, model, workload, places)
 
@@ -99,7 +99,7 @@ def test_a_larger_alpha_never_moves_fewer_bytes(
 
 @settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads)
-def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
+def test_the_kv_cache_is_placed_once_and_exposed_time_is_bounded(
     system: System, machine: Hardware, model: ModelShape, workload: Workload
 ) -> None:
     found = latency(system, machine, model, workload)
@@ -107,7 +107,7 @@ def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     assert found.places.total == pytest.approx(kv)
     assert found.places.host <= found.found.host_kv + 1 and found.places.gpu in (0, kv)
     assert found.found.weights_on_gpu + found.found.weights_on_host == pytest.approx(model.weight_bytes)
-    # Stages that nothing hides, and the sum of all: a step lies between.
+    # A step takes between the sum of the unhidden stages and that of all stages.
     assert max(found.stages.values()) <= found.token_ns * SLACK
     assert found.token_ns <= sum(found.stages.values()) * SLACK
     assert 0 <= found.idle_share < 1

@@ -1,4 +1,4 @@
-"""The contract, on every policy of the table; Belady against all that could be kept; how good our own policy is."""
+"""The contract of every policy in the table; Belady compared with all possible choices; targets for our own policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import examples
 from tests.property.contract import Case, cases, clauses, long_case
 from tools.bench.policies import LRU_MARGIN, OURS, bars, groups, ratios_of
 
-# Compiling may take seconds in the first example.
+# Compilation may take seconds in the first example.
 SETTINGS = settings(max_examples=examples(60), deadline=None)
 
 
@@ -50,7 +50,7 @@ def test_a_cache_without_room_and_a_second_call_of_belady_are_refused() -> None:
 
 @SETTINGS
 @given(references=st.lists(st.integers(0, 5), min_size=1, max_size=14), capacity=st.integers(1, 4))
-def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity: int) -> None:
+def test_belady_has_the_most_hits_of_all_possible_choices(references: list[int], capacity: int) -> None:
     @cache
     def most_hits(now: int, held: frozenset[int]) -> int:
         if now == len(references):
@@ -67,8 +67,8 @@ def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity
 
 
 @pytest.mark.long
-def test_every_bar_is_reached() -> None:
-    """Over three sizes of those that the benchmark has: the largest, the whole footprint, is everybody's."""
+def test_every_target_is_reached() -> None:
+    """At three of the sizes of the benchmark; at the largest, the whole footprint, all policies are equal."""
     ratios = ratios_of(("lru", "belady", OURS), sizes=AUTO[:9:4])
     missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
     assert not missed
@@ -81,7 +81,7 @@ LOOPS = (
 )
 
 
-def test_llmcache_on_the_samples_is_hardly_below_lru_at_any_size_and_good_on_loops() -> None:
+def test_llmcache_on_the_samples_is_close_to_lru_or_better_and_good_on_loops() -> None:
     found: dict[str, float] = {}
     for path in sorted(SAMPLES.glob("*.parquet")):
         rows = simulate(Trace.load(path), ("lru", OURS), AUTO)

@@ -1,6 +1,6 @@
-"""Hits are those of libCacheSim where a policy is exactly the same, and elsewhere what they were, by trace and size.
+"""Hits equal those of libCacheSim for identical policies, and recorded ones for all others, by trace and size.
 
-The yardstick has its own code for traces and misses. A change there is a change of what users measured.
+The yardstick has its own code for traces and misses. A change there changes results that users have measured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ EXACT = {
     "belady": "Belady",
     "2q": "TwoQ",
 }
-"""Policies without any difference, and what libCacheSim calls them."""
+"""Policies without any difference, and their names in libCacheSim."""
 TRACES = traces()
 
 
 def theirs(name: str, trace: str, capacity: int, folder: Path) -> int:
-    """Hits of libCacheSim's policy."""
+    """Return the hits of libCacheSim's policy."""
     ids = TRACES[trace]
     return len(ids) - libcachesim_misses(name, ids, capacity, folder)
 
@@ -40,8 +40,8 @@ def test_hits_are_those_of_libcachesim(name: str, trace: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_lirs_differs_from_libcachesim_by_less_than_a_hundredth(name: str, tmp_path: Path) -> None:
-    """By its rule for blocks that have left S, which a loop larger than the cache never hits."""
+def test_lirs_differs_from_libcachesim_by_less_than_one_percent(name: str, tmp_path: Path) -> None:
+    """Because of its rule for blocks that are no longer in S, which a loop larger than the cache never hits."""
     ids = TRACES[name]
     for capacity in sizes(ids):
         apart = abs(hits("lirs", ids, capacity) - theirs("LIRS", name, capacity, tmp_path))
@@ -58,7 +58,7 @@ RECORDED = {
     "loop and hot blocks": {"2q": (1841, 2177, 11788), "lirs": (2888, 7364, 12810), "wtinylfu": (2558, 7212, 12810)},
     "model switch": {"2q": (0, 5500, 13600), "lirs": (1089, 5500, 13190), "wtinylfu": (991, 6509, 10109)},
 }
-"""Hits at 100, 500 and 1000 blocks, recorded when plain programs of the same rules had them too."""
+"""Hits at 100, 500 and 1000 blocks, recorded when plain implementations of the same rules gave them too."""
 
 AUTHORS_LECAR = {
     "random": (1666, 8227, 16039),

@@ -1,4 +1,4 @@
-"""A simulation is exact, and the same however it is cut: into batches, threads, groups of cells, or traces."""
+"""A simulation is exact, and independent of batches, threads, groups of cells, and other traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
 BLOCK = 4096
-# In place of what the profile suppresses, which goes with it.
+# Replaces the settings that the profile suppresses.
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
@@ -48,7 +48,7 @@ def test_lru_rows_are_those_of_a_plain_lru(made: list[Row], capacity: int, odd_b
 
 @settings(deadline=None, suppress_health_check=SUPPRESSED, max_examples=examples(25))
 @given(made=rows(most=120), batch=st.integers(1, 50))
-def test_batches_and_groups_of_cells_change_nothing(
+def test_batches_and_groups_of_cells_do_not_change_results(
     made: list[Row], batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = trace_of(made)
@@ -56,7 +56,7 @@ def test_batches_and_groups_of_cells_change_nothing(
     whole = simulate_all([trace], plan, jobs=1)
     with monkeypatch.context() as patched:
         patched.setattr(module, "BATCH_ROWS", batch)
-        patched.setattr(module, "MEMORY_SHARE", 0.0)  # every cell has a reading of its own
+        patched.setattr(module, "MEMORY_SHARE", 0.0)  # one reading of the trace per cell
         path = tmp_path / "t.parquet"
         trace.save(path, force=True)
         cut = simulate_all([path], plan, jobs=3)
@@ -65,8 +65,8 @@ def test_batches_and_groups_of_cells_change_nothing(
     assert cut.curves[0].curve.hits.tolist() == whole.curves[0].curve.hits.tolist()
 
 
-def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
-    """And progress is told up to the end."""
+def test_traces_simulated_together_have_the_results_of_single_ones(tmp_path: Path) -> None:
+    """Progress is reported up to the end."""
     one = saved(trace_of(loop(50, 4, 7)), tmp_path, "one.parquet")
     two = saved(trace_of(loop(90, 2, 1)), tmp_path, "two.parquet")
     plan = Plan(("lru", "lfu", "belady"), AUTO, curves=True)
@@ -79,8 +79,8 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     assert told[-1][1] == told[-1][2] > 0
 
 
-def test_what_is_left_unfinished_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be collected while another thread starts, which a join then waits for, and that for it."""
+def test_an_abandoned_reader_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be garbage-collected while another thread starts; a join would then deadlock."""
     items = module.ahead(iter(range(1, 100)))
     assert next(items) == 1
     with monkeypatch.context() as patch:
@@ -89,7 +89,7 @@ def test_what_is_left_unfinished_is_not_joined(monkeypatch: pytest.MonkeyPatch) 
     assert list(module.ahead(iter(range(1, 9)))) == list(range(1, 9))
 
 
-# The LRU curve of all sizes is what replaying LRU at each size counts
+# The LRU curve of all sizes equals replays of LRU at each size
 
 ROWS = 30_000
 
@@ -116,8 +116,8 @@ def test_every_size_has_the_hits_of_a_replay(made: list[Row]) -> None:
 
 @pytest.mark.parametrize("blocks", [1, BUCKET, 5 * BUCKET + 3])
 @pytest.mark.parametrize("longest", [1, 700])
-def test_moments_are_renumbered_without_a_trace(blocks: int, longest: int) -> None:
-    """Long enough for the moments to run out many times, fed in uneven parts."""
+def test_renumbering_moments_does_not_change_results(blocks: int, longest: int) -> None:
+    """The moments are used up many times, in parts of different lengths."""
     random = np.random.default_rng(blocks * 1000 + longest)
     first = random.integers(0, blocks, ROWS)
     count = np.minimum(random.integers(1, longest + 1, ROWS), blocks - first)

@@ -1,4 +1,4 @@
-"""What a mount keeps of its loops: shares of the budget, pins, and the deterministic core that steers."""
+"""Steering of a mount: shares of the budget, pins, and the deterministic core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = LARGE_EXTENT // BLOCK_BYTES
 
 
 def new_core(limit_mib: int, *sizes: int) -> Steering:
-    """A core with files "0", "1", … of these sizes in bytes."""
+    """Return a core with files "0", "1", … of these sizes in bytes."""
     core = Steering(limit_mib * MIB)
     for number, size in enumerate(sizes):
         add(core, str(number), size)
@@ -31,7 +31,7 @@ def add(core: Steering, key: str, size: int) -> None:
 
 
 def one_pass(core: Steering, key: str) -> int:
-    """Hits (extents) of one pass in file order."""
+    """Return the hits (extents) of one pass in file order."""
     return sum(core.reference(key, extent) == HIT for extent in range(core.spaces[key].count))
 
 
@@ -47,7 +47,7 @@ steps = st.lists(
 
 
 def drive(core: Steering, sizes: list[int], plan: list[tuple[str, int, int]]) -> list[Any]:
-    """Makes the core do all that a mount can ask; returns its verdicts, checking the budget after each step."""
+    """Apply every kind of event that a mount has; return the verdicts, after checking the budget at each step."""
     verdicts: list[Any] = []
     for kind, which, number in plan:
         key = str(which % len(sizes))
@@ -82,10 +82,10 @@ def within_its_budget(core: Steering) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 64), files, steps)
-def test_never_above_the_budget_and_every_eviction_is_told(
+def test_pins_stay_within_the_budget_and_every_eviction_is_reported(
     limit: int, sizes: list[int], plan: list[tuple[str, int, int]]
 ) -> None:
-    """And the same sequence gives the same verdicts."""
+    """The same sequence gives the same verdicts."""
     told: list[tuple[str, int]] = []
     core = Steering(limit * MIB, lambda key, extent: told.append((key, extent)))
     for number, size in enumerate(sizes):
@@ -103,14 +103,14 @@ def test_never_above_the_budget_and_every_eviction_is_told(
 def test_a_loop_hits_its_share_from_the_fourth_pass_on(extents: int, limit: int) -> None:
     core = new_core(limit, extents * LARGE_EXTENT)
     assert [one_pass(core, "0"), one_pass(core, "0")] == [0, 0]
-    one_pass(core, "0")  # what came in the second before that had proved the loop is not kept until now
-    window = max(8, -(-6 * extents // 100))  # at most; 12 MiB of it stand beside the budget
+    one_pass(core, "0")  # extents read in the second pass before it proved the loop are not pinned until now
+    window = max(8, -(-6 * extents // 100))  # maximum; 12 MiB of it are allowed beyond the budget
     for _ in range(4):
         hits = one_pass(core, "0")
         assert min(extents, limit + min(0, 12 - window)) <= hits <= min(extents, limit)
 
 
-def test_what_was_brought_in_hits_at_its_first_reference_and_counts_as_no_miss() -> None:
+def test_a_prefetched_extent_hits_at_its_first_reference() -> None:
     core = new_core(20, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 40)])
     assert not any(core.wants("0", extent) for extent in range(40)), "without a reference a plan has to be asked for"
@@ -118,14 +118,14 @@ def test_what_was_brought_in_hits_at_its_first_reference_and_counts_as_no_miss()
     kept = [extent for extent in range(40) if core.wants("0", extent)]
     assert 12 <= len(kept) <= 20
     for extent in range(40):
-        core.hold("0", extent)  # what is not wanted stays out
+        core.hold("0", extent)  # an unwanted extent is not pinned
     assert (core.clock, core.held_blocks, core.miss_blocks) == (0, len(kept) * BLOCKS, 0)
     verdicts = [core.reference("0", extent) for extent in range(40)]
     assert [extent for extent, verdict in enumerate(verdicts) if verdict == HIT] == kept
     assert verdicts.count(MISS) == 40 - len(kept)
 
 
-def test_first_spaces_keep_their_room_closed_or_not() -> None:
+def test_user_pinned_spaces_keep_their_share_when_closed() -> None:
     core = new_core(32, 20 * LARGE_EXTENT, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 20)])
     core.first("0")
@@ -154,7 +154,7 @@ def test_the_shorter_period_is_served_first() -> None:
     assert core.spaces["0"].learner.period == 240
 
 
-def test_a_loop_that_rests_gives_way_and_gets_its_room_back() -> None:
+def test_an_idle_loop_loses_its_share_and_gets_it_back() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -167,7 +167,7 @@ def test_a_loop_that_rests_gives_way_and_gets_its_room_back() -> None:
     assert len(core.spaces["0"].held) > 30
 
 
-def test_loops_that_take_turns_are_both_active() -> None:
+def test_alternating_loops_are_both_active() -> None:
     """A draft model makes eight passes, then its target one: neither has ended."""
     core = new_core(48, 40 * LARGE_EXTENT, 100 * LARGE_EXTENT)
     for turn in range(6 * 9):
@@ -176,7 +176,7 @@ def test_loops_that_take_turns_are_both_active() -> None:
     assert one_pass(core, "0") == 40
 
 
-def test_a_closed_loop_gives_way_at_once() -> None:
+def test_a_closed_loop_loses_its_share_at_once() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -187,7 +187,7 @@ def test_a_closed_loop_gives_way_at_once() -> None:
     assert len(core.spaces["1"].held) > 30
 
 
-def test_half_the_budget_leaves_at_once_and_comes_back() -> None:
+def test_halving_the_budget_evicts_at_once_and_restoring_it_refills() -> None:
     core = new_core(64, 100 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -200,7 +200,7 @@ def test_half_the_budget_leaves_at_once_and_comes_back() -> None:
     assert len(core.spaces["0"].held) == len(before)
 
 
-def test_a_scan_keeps_nothing_and_takes_nothing() -> None:
+def test_a_scan_is_not_pinned_and_evicts_nothing() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 500 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -209,7 +209,7 @@ def test_a_scan_keeps_nothing_and_takes_nothing() -> None:
     assert core.spaces["0"].held == before and not core.spaces["1"].held
 
 
-def test_single_extents_are_given_up_when_a_header_says_so() -> None:
+def test_a_header_that_marks_extents_as_single_evicts_them() -> None:
     core = new_core(40, 36 * LARGE_EXTENT)
     for _ in range(3):
         one_pass(core, "0")
@@ -260,7 +260,7 @@ def test_spread_is_even(total: int, count: int) -> None:
 
 
 def unevenness(places: list[int], pinned: set[int]) -> float:
-    """Furthest that the number of pins among the first n places is from n's share of them."""
+    """Return the largest deviation of the number of pins among the first n places from n's share of them."""
     share, so_far, worst = len(pinned) / len(places), 0, 0.0
     for index, place in enumerate(places):
         so_far += place in pinned

@@ -1,4 +1,4 @@
-"""`llmcache kv bench`: what is printed was run and adds up; measured and modelled are never beside each other."""
+"""`llmcache kv bench`: printed results belong to a run and add up; measured and modelled values are never mixed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_sweep_tries_betas_around_the_measured_rule(tmp_path: Path, model: str
     assert {row["policy"] for row in told["rows"]} == {"hillinfer-no-app"}
 
 
-def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: Path, model: str) -> None:
+def test_switches_leave_designs_out_and_a_file_replaces_the_device(tmp_path: Path, model: str) -> None:
     told = bench(
         "--model", model, "--context", "512", "--steps", "1", "--compute", "cpu", "--path", str(tmp_path), "--threads", "2",
         "--policy", "hillinfer", "--no-hie", "--no-bkp", "--no-app", "--device", "file", "--beta", "auto", "--exact",
@@ -113,7 +113,7 @@ def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: P
 
 
 @pytest.mark.parametrize(("policy", "interleaved"), [("mass", True), ("prefetch", False)])
-def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, policy: str, interleaved: bool) -> None:
+def test_a_spill_file_has_the_layout_of_the_policys_cache(tmp_path: Path, policy: str, interleaved: bool) -> None:
     setup = Setup(StreamSpec(1, 2, 4, 16, 512), Accelerator(), tmp_path, steps=1)
     with PolicySession(setup, Variant(policy)) as session:
         session.prefill()
@@ -147,13 +147,13 @@ def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.Monk
         ("--context 1000M --layers 1000", "--path: /tmp: spill files need"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_its_name(words: str, named: str) -> None:
+def test_invalid_options_are_named(words: str, named: str) -> None:
     plain = ["--policy", "full,hillinfer", "--context", "1k", "--steps", "2", "--path", "/tmp", "--compute", "1ms"]
     with pytest.raises(LlmcacheError, match=named):
         CliRunner().invoke(cli.app, ["kv", "bench", *plain, *words.split()], catch_exceptions=False)
 
 
-def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
+def test_a_run_is_drawn_if_it_has_a_figure(tmp_path: Path) -> None:
     picture = tmp_path / "beta.svg"
     args = ["kv", "bench", "--profile", "paper", "--policy", "hillinfer", "--batch", "8", "--plot", str(picture)]
     result = CliRunner().invoke(cli.app, [*args, "--sweep-beta"])
@@ -164,7 +164,7 @@ def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [picture]
 
 
-# Reports, of results that are made up
+# Reports of made-up results
 
 MS = 1_000_000
 
@@ -201,7 +201,7 @@ SWEEP = Bench(
 )  # fmt: skip
 
 
-def test_what_is_saved_comes_back_whole() -> None:
+def test_saved_results_are_read_unchanged() -> None:
     for saved in (MEASURED, SWEEP):
         told = json.loads(json.dumps(saved.document()))
         assert read_bench(told, "run.json").document() == saved.document()
@@ -220,13 +220,13 @@ def test_what_is_saved_comes_back_whole() -> None:
         ({"rows": [{**asdict(MEASURED.rows[0]), "observed": {**asdict(observed()), "timeline": {}}}]}, "emulated: missing"),
     ],
 )
-def test_what_is_no_benchmark_is_refused_with_the_field(change: dict[str, Any], field: str) -> None:
+def test_an_invalid_document_names_the_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(DataError, match=f"^run.json: .*{field}") as caught:
         read_bench({**MEASURED.document(), **change}, "run.json")
     assert caught.value.hint
 
 
-def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_marks_measured_and_emulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     kv_bench.show(MEASURED, False)
     told = capsys.readouterr().out
     assert "measured on this machine, with a synthetic stream" in told and "a note" in told
@@ -253,7 +253,7 @@ def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, 
     assert output.read_bytes() == data, "the same data, the same bytes"
 
 
-def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
+def test_captions_name_the_emulated_parts() -> None:
     real, both = (replace(observed(), timeline=Timeline(kinds).to_json()) for kinds in ([], ["device", "compute"]))
     rows = row("full", 90, seen=real), row("hillinfer", 30, seen=both)
     assert kv_bench.kind_of(replace(MEASURED, rows=rows[:1])) == "measured" and kv_bench.kind_of(SWEEP) == "modelled"
@@ -263,7 +263,7 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "full,full", "hillinfer-no-x", "full-no-app"])
-def test_variants_that_there_are_not_are_refused(text: str) -> None:
+def test_unknown_variants_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--policy: ") as caught:
         variants_of(text)
     assert caught.value.hint

@@ -1,4 +1,4 @@
-"""`llmcache kv plan` and `llmcache kv profile`, end to end: answers, caching, and what is said of bad input."""
+"""`llmcache kv plan` and `llmcache kv profile`, end to end: answers, caching, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of the test's own."""
+    """A cache directory for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "llmcache" / "kv-profile"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Speeds that are made up, and a list that tells how often they were asked for."""
+    """Use made-up speeds, and return a list that counts the measurements."""
     asked: list[str] = []
 
     def storage(directory: str | Path) -> StorageSpeeds:
@@ -82,7 +82,7 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert "emulated" in machine.origins["device_bytes_per_s"].text
 
 
-def test_a_profile_is_measured_once_and_again_by_force(tmp_path: Path, measured: list[str]) -> None:
+def test_a_profile_is_measured_once_and_again_with_force(tmp_path: Path, measured: list[str]) -> None:
     first = json.loads(printed("profile", tmp_path, "--json"))
     assert first["schema"] == "llmcache.kv-profile/1" and first["cached"] is False and first["beta"] == 30
     assert first["storage"]["sequential_bytes_per_s"] == 2e9 and "device_bytes_per_s" in first["emulated"]
@@ -93,7 +93,7 @@ def test_a_profile_is_measured_once_and_again_by_force(tmp_path: Path, measured:
     assert "cached; --force measures again" in printed("profile", tmp_path)
 
 
-def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
+def test_a_damaged_or_foreign_profile_is_measured_again(
     tmp_path: Path, cache: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = profile_of(tmp_path).file
@@ -108,7 +108,7 @@ def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
         key_of(tmp_path / "nowhere")
 
 
-def test_memory_is_not_taken_for_storage(
+def test_a_file_system_in_memory_is_reported(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
@@ -122,7 +122,7 @@ def test_memory_is_not_taken_for_storage(
     assert not [words for words in parts if words not in told] and all(len(line) <= 80 or "/" in line for line in lines)
 
 
-def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasurable_storage_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = called("kv", "profile", tmp_path / "nowhere")
     assert refused.returncode == 2 and "DIR: " in refused.stderr
     monkeypatch.setattr(profile, "FILE_BYTES", 1 << 60)
@@ -139,7 +139,7 @@ def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
         profile.measure_storage(tmp_path)
 
 
-def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_device: object) -> float:
         raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
 
@@ -153,7 +153,7 @@ def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatc
 # kv plan
 
 
-def test_what_fits_where_on_a_typical_pc(config: str) -> None:
+def test_placement_on_a_typical_pc(config: str) -> None:
     sizes = ("--context", "128k", "--gpu", "12Gi", "--ram", "32Gi")
     told = json.loads(printed("plan", "--model", config, *sizes, "--json"))
     assert told["schema"] == "llmcache.kv-plan/1" and told["kind"] == "modelled" and told["fits"]
@@ -169,9 +169,7 @@ def test_what_fits_where_on_a_typical_pc(config: str) -> None:
     assert limit["gpu"] == 0 < limit["gpu_and_ram"] and limit["with_ssd"] is None
 
 
-def test_what_the_ssd_has_no_room_for(
-    config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_ssd_is_reported(config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB))
     found = plan(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path))
     assert found.lacking_bytes == pytest.approx(found.places.ssd - GIB) and not found.latencies
@@ -207,8 +205,8 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         assert refused.returncode == 2 and "--model: " in refused.stderr
 
 
-def test_a_mixture_is_planned(tmp_path: Path) -> None:
-    """All weights have to fit, a token reads few of them; its KV cache is like any other."""
+def test_an_moe_model_is_planned(tmp_path: Path) -> None:
+    """All weights have to fit, but a token reads only a few of them; the KV cache is that of any model."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     call = ("plan", "--model", tmp_path, "--context", "32k", "--gpu", "24G", "--ram", "64G")
     assert "each token uses 8 of 128 experts in 48 layers, 3.04 billion weights" in printed(*call)
@@ -219,7 +217,7 @@ def test_a_mixture_is_planned(tmp_path: Path) -> None:
     assert found["memory"]["weights"] == found["model"]["weight_bytes"] and found["fits"]
 
 
-def test_without_a_gpu_the_largest_context_is_what_the_weights_leave(config: str) -> None:
+def test_without_a_gpu_the_weights_limit_the_context(config: str) -> None:
     found = plan(config, 8192, gpu=0)
     assert found.limits[0].gpu is None
     assert found.limits[0].gpu_and_ram == int(found.found.host_kv // found.model.token_bytes)

@@ -1,4 +1,4 @@
-"""Tasks of `llmcache kv bench --task`: what is asked, what is counted, printed and drawn; without torch."""
+"""Tasks of `llmcache kv bench --task`: questions, counts, output and figures; without torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random() -> np.random.Generator:
     return np.random.default_rng(3)
 
 
-# The language of the recall model: each answer is in its context, behind its key, exactly once
+# The language of the recall model: each answer follows its key in the context, exactly once
 
 
 def check_answers(found: Questions, tokens: int, pairs: int) -> None:
@@ -59,21 +59,21 @@ def check_answers(found: Questions, tokens: int, pairs: int) -> None:
             assert ids[place + 1] == answer
 
 
-def test_recall_asks_for_pairs_that_are_there_each_once() -> None:
+def test_recall_asks_for_each_pair_once() -> None:
     for tokens, pairs, questions in ((129, 64, 8), (100, 16, 16)):
         found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
         check_answers(found, tokens, pairs)
         assert all(len(set(asked)) == questions for asked in found.asked.tolist())
 
 
-def test_a_passkey_lies_at_its_depth() -> None:
+def test_a_passkey_is_at_its_depth() -> None:
     for depth, place in ((0, 1), (0.5, 49), (1, 98)):
         found = passkey(random(), 2, 100, depth=depth)
         check_answers(found, 100, 1)
         assert (found.ids[:, place] == found.asked[:, 0]).all()
 
 
-def test_a_chain_leads_through_all_pairs_and_back() -> None:
+def test_a_chain_visits_all_pairs_and_returns() -> None:
     found = chain(random(), 3, 300, steps=66)
     keys, asked = found.first, []
     for step in range(66):
@@ -88,13 +88,13 @@ def test_a_chain_leads_through_all_pairs_and_back() -> None:
     assert (found.next_keys(np.full(3, BEGINNING)) == found.first).all()
 
 
-def test_the_weights_are_those_of_their_provenance() -> None:
+def test_the_weights_match_their_provenance() -> None:
     written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL_MODEL / "PROVENANCE.md").read_text())
     assert written
     assert hashlib.sha256((RECALL_MODEL / "model.safetensors").read_bytes()).hexdigest() == written[1]
 
 
-# What is asked
+# Questions
 
 
 def letters(text: str) -> list[int]:
@@ -102,7 +102,7 @@ def letters(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("task", ["passkey", "recall", "needle"])
-def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
+def test_texts_have_their_length_and_contain_the_answers(task: str) -> None:
     probes = list(texts(task, random(), 3000, 1, letters, [0]))
     assert len(probes) == (20 if task == "passkey" else 1)
     for probe in probes:
@@ -123,7 +123,7 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
         (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: must be at least .*, not 100"),
     ],
 )
-def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> None:
+def test_a_context_that_is_too_short_is_refused(made: Callable[[], object], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         made()
 
@@ -132,7 +132,7 @@ def said(tokens: Any) -> str:
     return "".join(map(chr, tokens[0]))
 
 
-def test_variables_are_asked_for_along_their_chain() -> None:
+def test_variables_are_asked_for_in_the_order_of_their_chain() -> None:
     (probe,) = texts("variables", random(), 3000, 1, letters, [])
     told, lead, *commas = map(said, (probe.ids, *probe.asked))
     names = [said(answer).strip() for answer in probe.answers]
@@ -144,13 +144,13 @@ def test_variables_are_asked_for_along_their_chain() -> None:
 
 
 @pytest.mark.parametrize("task", ["common", "frequent"])
-def test_the_word_that_is_asked_for_comes_most(task: str) -> None:
+def test_the_requested_word_is_the_most_frequent(task: str) -> None:
     for probe in texts(task, random(), 4000, 3, letters, [0]):
-        words = said(probe.ids).split("\n")[1].split()[:-1]  # the last may be cut
+        words = said(probe.ids).split("\n")[1].split()[:-1]  # the last one may be cut
         assert probe.ids.shape == (1, 4000) and said(probe.answers[0]).strip() == mode(words)
 
 
-def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are_from(tmp_path: Path) -> None:
+def test_texts_of_the_machine_are_from_different_packages_and_name_their_source(tmp_path: Path) -> None:
     body = "".join(f"{number:07} " for number in range(400))
     for number in range(3):
         package = tmp_path / "doc" / f"package{number}"
@@ -177,7 +177,7 @@ def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are
 # Options
 
 
-def test_defaults_ask_the_recall_model() -> None:
+def test_the_recall_model_is_the_default() -> None:
     setup = task_of("passkey", 2, BenchOptions(**PLAIN))
     assert setup.model.name == "recall" and list(setup.contexts) == [4096] and list(setup.budgets) == [64, 128, 256]
     assert [(one.policy, one.budget) for one in candidates(replace(setup, policies=["full", "quest"], budgets=[64]))] == [
@@ -200,18 +200,18 @@ def test_defaults_ask_the_recall_model() -> None:
         ("--plot run.gif", ".png, .svg or .html"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_runs(words: str, field: str) -> None:
+def test_invalid_options_are_named_before_anything_runs(words: str, field: str) -> None:
     with pytest.raises(LlmcacheError, match=field):
         invoke("bench", "--task", "passkey", *words.split())
 
 
 def invoke(*words: str) -> None:
-    """Runs the command; its errors are raised."""
+    """Run the command without catching its errors."""
     result = CliRunner().invoke(cli.app, ["kv", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
-# What is counted
+# Counts
 
 
 def test_shares_and_their_errors() -> None:
@@ -222,10 +222,10 @@ def test_shares_and_their_errors() -> None:
     assert answers([0, 10, 5], depths=[0.5, 0.0, 0.5]).by_depth() == {0.0: 1.0, 0.5: 0.25}
 
 
-# What is saved, printed and drawn
+# Output and figures
 
 
-def test_what_is_saved_comes_back_whole() -> None:
+def test_saved_results_are_read_unchanged() -> None:
     found = of_policies()
     told = json.loads(json.dumps(found.document()))
     assert read_task(told, "run.json").document() == found.document()
@@ -240,7 +240,7 @@ def test_what_is_saved_comes_back_whole() -> None:
         (["rows", 1, "memory"], {}, "kv_bytes"),
     ],
 )
-def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> None:
+def test_damaged_documents_name_the_field(path: list[Any], value: Any, field: str) -> None:
     told = json.loads(json.dumps(of_policies().document()))
     place: Any = told
     for step in path[:-1]:
@@ -250,7 +250,7 @@ def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> No
         read_task(told, "run.json")
 
 
-def test_variants_of_a_policy_are_told_apart_in_pictures() -> None:
+def test_variants_of_a_policy_have_distinct_looks() -> None:
     looks = kv_task.looks_of(["icecache", "icecache-reuse", "quest", "icecache-tree", "icecache"])
     assert list(looks) == ["icecache", "icecache-reuse", "quest", "icecache-tree"]
     assert looks["icecache"] == KV_LOOKS["icecache"] and looks["quest"] == KV_LOOKS["quest"]
