@@ -23,7 +23,7 @@ WINDOW_ALLOWANCE_BYTES, INPLACE_ALLOWANCE_BYTES = 12 << 20, 32 << 20
 EXPERTS_ALLOWANCE_BYTES = 12 << 20
 HOT_SHARE = 16  # hot pages may use 1/HOT_SHARE of the budget
 ROWS_RESERVE_BYTES = 2 << 20  # single rows of tables, read at random
-WINDOW_SHARE = 0.06  # of the streamed bytes: a pass reads N - pins, so the window is the loss of S
+WINDOW_SHARE = 0.06  # of the streamed bytes; the window takes memory from the pins, which save reads
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
 
 
 def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:
-    """Limit the blocks read once to those of the file: forgotten blocks are counted again on each access."""
+    """Limit the blocks read once to the size of the file, because forgotten blocks may be counted repeatedly."""
     rest = [found for found in classes if found.kind != SEQ]
     left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in rest)
     if not file.size_bytes or not rest:
@@ -467,9 +467,7 @@ def _settle(place: Place, regions: list[Place]) -> bool:
 
 
 def _belongs(strided: Place, regions: list[Place]) -> bool:
-    """Count strided runs that were walked over once in a walk without holes around most of them; return True if there
-    is one.
-    """
+    """Count strided runs, walked over once, in the unstrided walk around most of them; return False if there is none."""
     if strided.kind != SEQ or not regions:
         return False
     ends = [region.end for region in regions]
@@ -528,7 +526,7 @@ def _loop_of(group: list[Place], now: Moment) -> FileClass:
 
 
 def _period(main: Place, blocks: int) -> Period | None:
-    """Return the period of a loop of `blocks`: not shorter than one pass, for layers that are read twice in a row."""
+    """Return the period of a loop of `blocks`: at least one pass, even if each layer is read twice in a row."""
     fitting = [rhythm for rhythm in main.rhythms if rhythm.blocks >= blocks or is_about(rhythm.blocks, blocks)]
     if main.period is None or not fitting or main.period.blocks >= fitting[0].blocks:
         return main.period

@@ -64,9 +64,7 @@ class Place:
     rhythms: tuple[Period, ...] = ()  # all recurring intervals, shortest first; the period is the most frequent one
 
     def expired(self, now: Moment) -> bool:
-        """Return True if this loop missed MISSED_PERIODS both in time (slow storage) and in accesses (a pause of the
-        user).
-        """
+        """Return True if this loop missed MISSED_PERIODS, in time (slow storage) and in accesses (a user's pause)."""
         if not self.rhythms:
             return False
         longest = self.rhythms[-1]
@@ -313,7 +311,7 @@ _ALL = (1 << PLACES) - 1
 class ScatteredCell:
     """64 places: bit i is set in `seen` if place i was accessed, and in `again` if more than one visit accessed it.
 
-    It had `visits` between `since` and `last`.
+    `visits`: number of visits between `since` and `last`.
     """
 
     seen: int
@@ -499,7 +497,7 @@ class Trail:
 
     @property
     def forgotten(self) -> tuple[int, int]:
-        """Number of blocks accessed once that are no longer tracked, and of the accesses to them."""
+        """Number of blocks accessed once that are no longer tracked, and number of accesses to them."""
         return self.scattered.forgotten_blocks, self.scattered.forgotten_accesses
 
     def places(self) -> Iterator[Place]:

@@ -119,9 +119,7 @@ class Layers:
                 tally.note(first, end, batch.miss[of_file], batch.t_ns[of_file])
 
     def found(self) -> tuple[Layer, ...]:
-        """Return the layers of every model file, most accessed file first, in the order of a pass if one was found,
-        else in file order.
-        """
+        """Return the layers of all model files, most accessed file first, in the order of a pass, or else of the file."""
         tallies = [tally for tally in self._tallies.values() if tally is not None]
         tallies.sort(key=lambda tally: (-tally.accesses, tally.file.path))
         return tuple(layer for tally in tallies for layer in tally.layers())

@@ -96,7 +96,7 @@ class Intervals:
         return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
 
     def rhythms(self) -> tuple[Period, ...]:
-        """Return all recurring intervals, shortest first; empty without any. A layer that is read twice a pass has two.
+        """Return all recurring intervals, shortest first; empty without any. A layer read twice a pass has two.
 
         A loop has ended only after its longest interval has been missed.
         """
@@ -115,10 +115,10 @@ def _count(octaves: list[_Octave]) -> int:
 
 
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
-CHANCE_DISORDER = 0.25  # for references in random order the share is about 0.5; many of them do not reach it by chance
-OVERDUE = 3  # a pass ends without a repeat after this many periods
+CHANCE_DISORDER = 0.25  # share of backward steps above which a pass looks random; in random order it is about 0.5
+OVERDUE = 3  # periods after its start at which a pass ends even without a repeat
 LEAST_APART = 16  # extents: threads of one reader are closer to each other
-PROOF = 8  # 1/PROOF of a pass has to repeat before a scan counts as a loop
+PROOF = 8  # a second pass has to repeat 1/PROOF of a scan before the scan counts as a loop
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Pass:
 
 
 class PassRecorder:
-    """Cut a sequence of touched extents into passes.
+    """Cuts a sequence of touched extents into passes.
 
     A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches.
     Threads that work on neighboring stripes touch an extent twice within a short distance; this does not end a pass. A
@@ -231,14 +231,12 @@ class LoopOrder:
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
-        """Return the share (0..1) of the steps in `seen` that go backward in this order; one backward step, the wrap,
-        is free.
-        """
+        """Return the share (0..1) of backward steps of `seen` in this order, not counting one step, the wrap."""
         return _backward_share([self.rank_of[extent] for extent in seen])
 
 
 def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share (0..1) of the steps of the pass `second` that go backward in the pass `first`.
+    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`.
 
     Extents that only one pass contains are ignored.
     """
@@ -266,7 +264,7 @@ class RecentUse:
     counts as part of the loop only while readers touch it. It becomes unused after UNUSED_PASSES whole passes without a
     touch, or after UNUSED_GAPS times its usual number of passes between two touches, whichever is longer (a fast reader
     ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run of
-    neighbors, or twice within UNUSED_PASSES passes. Rows of a table that are read at random do neither.
+    neighbors, or twice within UNUSED_PASSES passes. Random reads of table rows do neither.
 
     Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
     """
@@ -326,9 +324,7 @@ class RecentUse:
                 self._last[extent] = max(self._last[extent], self.passes - 1)
 
     def judge(self, extents: Iterable[int]) -> list[int]:
-        """Mark the extents that are no longer used; return the newly marked ones. All touches of `extents` must have
-        been observed.
-        """
+        """Mark and return the extents that are no longer used. All touches of `extents` must have been observed."""
         latest, last, usual, unused = self.passes - 1, self._last, self._usual, self.unused
         found = [
             extent
@@ -369,7 +365,7 @@ class LoopLearner:
         self._recorder = PassRecorder(_least_apart(count))
         self._intervals = Intervals()
         self._unproved: Sequence[int] = ()  # the last pass in an order other than the current one
-        # the longest pass over a space that does not loop yet: one page that is read again makes no loop
+        # the longest pass over a space that is not known to loop; re-reading one page does not make it a loop
         self._scan: Pass | None = None
 
     def believe(self, guess: Iterable[int]) -> None:
@@ -549,8 +545,7 @@ class CursorTable:
                 self.live.remove(other)
 
     def trailing_first(self) -> list[Cursor]:
-        """Return the cursors from the last of the convoy to its leader, which has the longest way to the next cursor
-        ahead.
+        """Return the cursors from the last of the convoy to its leader, the one with the most free ranks ahead.
 
         Serving readers in this order brings them together, so that a convoy reads the loop once for all.
         """

@@ -100,9 +100,7 @@ UNKNOWN: Models = _NoModels()  # finds no models
 
 
 class Guess(NamedTuple):
-    """Extents of a file as guessed from its header: those read page by page, the `hot` ones among them, and the order
-    of all.
-    """
+    """Guess from a header: extents read page by page, the `hot` ones among them, and the order of all."""
 
     single: list[int]
     hot: list[int]

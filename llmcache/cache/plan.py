@@ -36,9 +36,7 @@ AUTO: tuple[CacheSize, ...] = tuple(
 
 
 def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
-    """Return `sizes` in bytes, without duplicates, for a trace of `footprint_blocks`; UsageError for a share of less
-    than a block.
-    """
+    """Return distinct `sizes` in bytes for a footprint in blocks; UsageError for a share of less than one block."""
     found: dict[int, None] = {}
     for size in sizes:
         if isinstance(size, int):

@@ -89,8 +89,7 @@ class ExpertCache:
 class MixtureUses:
     """Use of the experts of one model in a trace; `size_bytes` and `experts` cover all files of the model in the trace.
 
-    `incomplete`: why uses may be missing from the trace, in words, so that `belady` is no upper bound; None if none can
-    be.
+    `incomplete`: reasons why the trace may lack uses, so that `belady` is no upper bound; None if it is complete.
     """
 
     model: str
@@ -158,7 +157,7 @@ class Mixtures:
 
 @dataclass(frozen=True)
 class _Map:
-    """A file's blocks by expert: accesses between two `edges` count as uses of the expert with the code in between."""
+    """For each block of a file, the expert whose use an access proves: `codes[i]` from block `edges[i]` on."""
 
     slices: ExpertSlices
     edges: Int64s
@@ -171,10 +170,10 @@ class _ModelUses:
     def __init__(self, path: str) -> None:
         self.path = path
         self._files: dict[int, _Map] = {}
-        self._numbers: dict[str, int] = {}  # of layers
-        self._bytes: dict[int, int] = {}  # by code
+        self._numbers: dict[str, int] = {}  # layer name -> number
+        self._bytes: dict[int, int] = {}  # expert code -> bytes
         self._turns = Turns()
-        self._visit: dict[int, int] = {}  # the last one of each layer
+        self._visit: dict[int, int] = {}  # layer number -> its latest visit
         self._visits = 0
         self._uses: list[Int64s] = []  # visit and code in one number
         self._mapped = False

@@ -86,8 +86,8 @@ class Guard:
         self.bound_bytes, self.noise_bytes = bound_bytes, noise_bytes
         self.steering = steering
         self.changes = 0
-        self.steered_bytes = 0.0  # that steering reads or would read in a window: mean of the recent ones
-        self.lru_bytes = 0.0  # the same of LRU
+        self.steered_bytes = 0.0  # bytes that steering reads or would read per window: mean of the recent windows
+        self.lru_bytes = 0.0  # the same for LRU
         self._windows = 0
         self._excess = 0
         self._steady = 0  # windows in a row with an excess of steering
@@ -95,9 +95,7 @@ class Guard:
         self._back_off = 0
 
     def judge(self, steered_bytes: int, lru_bytes: int) -> bool:
-        """Return whether to steer in the next window, given the bytes that steering and LRU read, or would have read,
-        in the last.
-        """
+        """Return whether to steer in the next window, from the bytes read in the last one, actually or hypothetically."""
         self._windows = min(RECENT, self._windows + 1)
         self.steered_bytes += (steered_bytes - self.steered_bytes) / self._windows
         self.lru_bytes += (lru_bytes - self.lru_bytes) / self._windows

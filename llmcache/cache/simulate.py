@@ -79,7 +79,7 @@ Feed = Callable[[PlacedRuns], None]
 
 
 class PolicyCell:
-    """A policy at one size, and its counts so far, in blocks."""
+    """A policy at one size, with its counts in blocks."""
 
     def __init__(self, policy: Policy, meter: StallMeter | None) -> None:
         self.policy = policy

@@ -77,9 +77,7 @@ SECOND_NS = 10**9
 
 @dataclass(frozen=True)
 class SizingParameters:
-    """The parameters of the formula besides the loop: bandwidth (bytes/s), T (ns) and the hot set (bytes), always
-    cached whole.
-    """
+    """Parameters of the formula besides the loop: bandwidth (bytes/s), T (ns), and the hot set (bytes), cached whole."""
 
     bandwidth: int
     period_ns: int = PAPER.period_ns
@@ -196,7 +194,7 @@ def _passes_missing(kept: int, missing: int, setting: SizingParameters) -> Passe
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a given cache supports: the largest loop without stalls, and the cost of passes over the given loop, if any."""
+    """The limits of a given cache: the largest loop without stalls, and the cost of passes over the given loop, if any."""
 
     cache_bytes: int
     largest_loop_bytes: int
@@ -265,9 +263,7 @@ class ModelBytes:
 
     @property
     def loop(self) -> Weights:
-        """The bytes that tokens read; all of them, an upper bound, for an MoE model with an unknown number of used
-        experts.
-        """
+        """Bytes that tokens read; all of them, an upper bound, if the number of used experts of an MoE model is unknown."""
         if self.experts is None or self.used is None:
             return self.loop_bytes
         return MixtureBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)
@@ -275,9 +271,7 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class ModeNeed:
-    """The `--cache` that llmcachefs needs in `mode` to cache the required share of the loop, including the window for
-    the rest.
-    """
+    """The `--cache` that llmcachefs needs in `mode`, including the window for the part that is streamed."""
 
     mode: str
     cache_bytes: int
@@ -302,7 +296,7 @@ class Answer:
 
 
 def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) -> Capacity:
-    """Return what `cache_bytes` supports, for `loop` if there is one."""
+    """Return the limits of `cache_bytes`, for `loop` if there is one."""
     loop_passes = None if loop is None else passes(loop, cache_bytes, setting)
     return Capacity(cache_bytes, largest_loop(cache_bytes, setting), loop_passes)
 

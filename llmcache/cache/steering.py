@@ -2,8 +2,8 @@
 
 Its input is a sequence of references to extents (one for each time that a mount fetches an extent, for a reader or as a
 prefetch) and events: facts about files, opens, and budget changes. The clock is the number of references. The same
-sequence always gives the same verdicts, so that replaying an access log shows what the mount did. No I/O, no threads,
-no time; the caller holds the lock.
+sequence always gives the same verdicts, so that replaying an access log repeats the decisions of the mount. No I/O, no
+threads, no time; the caller holds the lock.
 
 Rules: a loop space loops after two passes, or at once if its header says so. `share_budget` serves active loops first,
 shorter periods (in references) before longer ones. The pinned extents of a loop are spread over it. A wanted extent is
@@ -38,7 +38,7 @@ LARGE_FILE_BYTES = 32 << 20  # files of at least this size have large extents
 LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones can turn out to loop
 EXTENTS_MAX = 1 << 18  # per space: state and plans grow with the extents. Beyond 256 GiB extents become larger
 LARGEST_EXTENT = 4 << 20  # the largest that is fetched whole; a space of more than 1 TiB is read page by page
-HUGE_BYTES = 2 << 20  # of a huge page, and of an extent of a large file in mode inplace
+HUGE_BYTES = 2 << 20  # size of a huge page, and of the extents of a large file in mode inplace
 
 
 def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
@@ -60,8 +60,9 @@ class SpacePart:
 
 
 class Space:
-    """Facts and state of one loop space. `single` extents are read page by page and never pinned; `hot` extents are
-    single too.
+    """Facts and state of one loop space.
+
+    `single` extents are read page by page and never pinned; `hot` extents are single too.
     """
 
     def __init__(self, key: str, extent_bytes: int, parts: Sequence[SpacePart], single: bool) -> None:
@@ -75,7 +76,7 @@ class Space:
         self.learner = LoopLearner(self.count)
         self.wanted = bytearray(self.count)
         self.held: set[int] = set()
-        self.pages: dict[int, int] = {}  # hot extent -> bytes of it that were read
+        self.pages: dict[int, int] = {}  # hot extent -> number of its bytes read
         self.open = True
         self.convoy = 0
         self.first = False  # the user pinned it
@@ -188,9 +189,7 @@ class Steering:
             space.pages[extent] = min(space.extent_bytes, space.pages.get(extent, 0) + blocks * BLOCK_BYTES)
 
     def is_single(self, key: str, extent: int) -> bool:
-        """Return True if `extent` is read page by page; extents beyond the end belong to a growing file that is being
-        written.
-        """
+        """Return True if `extent` is read page by page; extents past the end are those of a growing file."""
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
@@ -225,9 +224,7 @@ class Steering:
     def guess(
         self, key: str, single: Iterable[Sequence[int]], hot: Iterable[Sequence[int]], order: Iterable[Sequence[int]]
     ) -> None:
-        """Apply the guess from a header, as ranges (first, end) of extents: those read page by page, and the order of
-        the others.
-        """
+        """Apply a header's guess, as ranges (first, end) of extents: single ones, hot ones, and the order of the rest."""
         space = self.spaces[key]
         space.learner.believe(_extents(order, space.count))
         space.hot.update(_extents(hot, space.count))
@@ -287,7 +284,7 @@ class Steering:
         self._due = True
 
     def plan(self) -> None:
-        """Make a due plan now instead of with the next reference, because the caller needs the plan before there is one."""
+        """Make a due plan now, for a caller that needs it before the next reference."""
         if self._due:
             self._plan()
 

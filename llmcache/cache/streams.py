@@ -19,12 +19,13 @@ WINDOW = 32  # blocks: the kernel's default readahead, 128 KiB
 LEAST_STEPS = 3  # equal steps that make a stride: two occur by chance
 MAX_PATH = 2  # blocks skipped in either direction, per block of progress; random accesses skip a third of a window each
 LONG = 4 * WINDOW  # longer windows come from long runs or strides, and have no mask of their blocks
-STILL = 4 * 256  # blocks of a file accessed by others: four alternating readers, with a 1 MiB request (FUSE's maximum) each
+# blocks of a file accessed by others during a pause: four alternating readers, 1 MiB requests (FUSE's maximum)
+STILL = 4 * 256
 DWELL = WINDOW  # runs without progress after which a stream is no walk: a window in any order has fewer
 
 
 class Moment(NamedTuple):
-    """A point in time: nanoseconds, and blocks accessed so far in all files."""
+    """A point in time: nanoseconds, and the number of blocks accessed before it in all files."""
 
     ns: int
     blocks: int
@@ -42,8 +43,7 @@ class BlockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by the stream with this number, which began at
-    `born`.
+    """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream that began at `born`.
 
     `mask`: bit i stands for block first + i; 0 if all blocks were accessed. `stride`: distance of the runs of `width`
     blocks, 0 without holes. Not `sequential`: accesses close to each other, in no order.
@@ -104,7 +104,7 @@ class Stream:
 
     @property
     def far(self) -> bool:
-        """True if its runs are further apart than a window: then it continues exactly one step further, or not at all."""
+        """True if its runs are more than a window apart: only a run exactly one step further can continue it."""
         return self.even and self.runs >= LEAST_STEPS and abs(self.step) > max(self.width, WINDOW)
 
     def distance(self, first: int, end: int) -> int:

@@ -146,9 +146,7 @@ class SyntheticStream:
         return self._narrowed(keys), self._narrowed(values)
 
     def _noise(self, kind: int, layer: int, sequence: int, number: int) -> Floats:
-        """Return uniform noise of standard deviation 1, from bytes: ten times as fast as normal noise, and sufficient
-        here.
-        """
+        """Return uniform noise of standard deviation 1, from bytes: ten times as fast as normal noise."""
         spec = self.spec
         shape = (spec.kv_heads, SEGMENT_TOKENS, spec.head_dim)
         raw = np.random.default_rng((spec.seed, kind, layer, sequence, number)).bytes(int(np.prod(shape)))
@@ -159,7 +157,7 @@ class SyntheticStream:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a stream lives as long as its run
     def _directions(self, layer: int) -> tuple[Floats, Floats]:
-        """Return unit vectors of topics [kv_heads, topics, head_dim] and heavy hitters [kv_heads, head_dim]; 0 for
+        """Return unit vectors of topics [kv_heads, topics, head_dim] and heavy hitters [kv_heads, head_dim], without
         rotations.
         """
         spec = self.spec

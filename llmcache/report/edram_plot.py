@@ -260,9 +260,7 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency over the axis that varies most, a line per combination of the others. Call it in
-    `style()`.
-    """
+    """Return speed-up and efficiency over the axis that varies most, a line per rest. Call it in `theme.style()`."""
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row["system"] for row in rows}) == len(lines)
@@ -292,9 +290,7 @@ def varied_most(rows: Sequence[SavedResult]) -> str:
 
 
 def _values(rows: Sequence[SavedResult], name: str) -> int:
-    """Return the number of values of `name` for one model, workload, system and profile: values implied by those are no
-    axis.
-    """
+    """Return the number of values of `name` within one model, workload, system and profile, which may imply others."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
         found.setdefault(tuple(row[one] for one in NAMES), set()).add(_place(row, name))

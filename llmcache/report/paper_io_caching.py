@@ -293,7 +293,7 @@ LOOP_BLOCKS: Mapping[str, Mapping[str, int]] = {
 
 
 def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict[str, Values]:
-    """Return what the detector finds in each trace, by name; `remote`: traces without inference on the device."""
+    """Return the findings of the detector in each trace, by name; `remote`: traces without inference on the device."""
     found = {  # blocks found in loops, relative to those in the paper's text
         f"{name}.{op}": sum(row.size_bytes for row in classes[name].rows if row.kind == LOOP and row.op == op)
         / BLOCK_BYTES

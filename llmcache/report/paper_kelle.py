@@ -159,9 +159,7 @@ def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
 
 
 def chip() -> dict[str, float | Values]:
-    """Return our values for the claims about memories and chip: table 1, areas and powers of section 8, and their
-    consequences.
-    """
+    """Return our values for the claims about memories and chip: table 1, section 8, and their consequences."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
     edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
@@ -235,9 +233,7 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Return the lifetimes of activations in eDRAM in a decode step of LLaMA2-7B on PG19: sequential, and scheduled by
-    Kelle.
-    """
+    """Return the lifetimes of activations in a decode step of LLaMA2-7B on PG19: sequential, and scheduled by Kelle."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
@@ -252,9 +248,7 @@ def recompute_s() -> float:
 
 
 def averages() -> dict[str, float | Values]:
-    """Return our values for the claims about the gains of each part, averaged over models and tasks, and about their
-    bounds.
-    """
+    """Return our values for the claims about mean gains of each part, over models and tasks, and about their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}

@@ -49,9 +49,7 @@ Blocks = Mapping[str, Sequence[HtmlBlock]]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper recomputed: its judged claims, the other contents of its document, and a function for the blocks of its
-    page.
-    """
+    """A paper recomputed: its judged claims, other contents of its document, and a function for the blocks of its page."""
 
     name: str
     paper: Paper
@@ -146,9 +144,7 @@ def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def picture(paper: Paper, name: str, figure: Figure, **values: str) -> Picture:
-    """Return `figure` for a page, with alt text and caption of the picture `name` in the paper's file; both contain
-    `values`.
-    """
+    """Return `figure` for a page, with the texts of the picture `name` in the paper's file, filled with `values`."""
     words = paper.data["picture"][name]
     return embedded(figure, words["alt"].format(**values), words["caption"].format(**values))
 

@@ -56,8 +56,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def long_case(capacity: int, seed: int) -> Case:
-    """Return thousands of references over 600 blocks: a loop in fragments, scans and hot blocks, so that windows and
-    ghosts fill.
+    """Return thousands of references over 600 blocks (a loop in fragments, scans, hot blocks) that fill windows and
+    ghosts.
     """
     source = np.random.default_rng(seed)
     runs: list[tuple[int, int]] = []

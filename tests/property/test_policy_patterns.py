@@ -52,9 +52,7 @@ def pass_runs(one: Pass, bases: Int64s) -> Iterator[tuple[int, int]]:
 
 
 def excesses(make: MakeCache, seeds: range) -> list[tuple[int, float, int, int]]:
-    """Return seed, share, misses and allowed misses, for all patterns and sizes for which `make` exceeds the allowance
-    over LRU.
-    """
+    """Return seed, share, misses and allowed misses, for each pattern and size at which `make` exceeds the allowance."""
     found = []
     for seed in seeds:
         pattern = generate(seed, MOST_BYTES)

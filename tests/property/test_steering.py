@@ -181,7 +181,7 @@ def test_a_closed_loop_loses_its_share_at_once() -> None:
     for _ in range(4):
         one_pass(core, "0")
     core.apply(["close", "0"])
-    assert len(core.spaces["0"].held) > 30, "nobody needs the room yet"
+    assert len(core.spaces["0"].held) > 30, "no loop needs the memory yet"
     core.apply(["guess", "1", [], [], [[0, 60]]])
     one_pass(core, "1")
     assert len(core.spaces["1"].held) > 30

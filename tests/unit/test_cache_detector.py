@@ -131,9 +131,7 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
 
 
 def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
-    """Return the Python lines executed for each of the next `accesses`: a measure of O(1) that does not depend on the
-    machine.
-    """
+    """Return the Python lines executed for each of the next `accesses`, which measures O(1) on any machine."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> TraceFunction:

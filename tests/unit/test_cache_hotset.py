@@ -56,7 +56,7 @@ def test_recently_used_keys_are_evicted_last(uses: list[int], room: int, window:
     ],
 )
 def test_the_rule_with_the_fewest_misses_is_chosen(habits: routing.Habits, share: float, most: float) -> None:
-    """Misses on a generated routing, between those of an oracle of popularities and those of LRU."""
+    """On a generated routing: more misses than with Belady or known popularities, but at most `most` times those of LRU."""
     routed, ranks = routing.ranked(200, 6, 64, 4, habits)
     missed = routing.misses(routed, ranks, habits, int(share * 6 * 64), warmup=50)
     assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]

@@ -151,9 +151,7 @@ def test_an_moe_model_keeps_all_weights_and_reads_those_of_the_batch() -> None:
 
 
 def test_used_experts_on_the_host_cross_the_link() -> None:
-    """24 GiB of GPU memory for dense weights and some experts; the others are in host memory, a token uses a quarter of
-    them.
-    """
+    """24 GiB of GPU memory for dense weights and some experts; a token uses a quarter of the experts on the host."""
     mixture, work = shape_of(MIXTRAL_8X7B, "x"), Workload(4096, batch=1)
     machine = PAPER_PC.with_sizes(host_bytes=128 * GIB)
     on_host = room(machine, mixture, work, work.alpha).weights_on_host

@@ -33,7 +33,8 @@ def _forget_stale(folder: Path) -> None:
     """
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for index in folder.glob("__pycache__/*.nbi"):
-        with suppress(OSError):  # removed already, or owned by another user, who then changes the sources too
+        # removed already, or owned by another user, so that this user cannot change the sources either
+        with suppress(OSError):
             if index.stat().st_mtime < newest:
                 index.unlink()
 

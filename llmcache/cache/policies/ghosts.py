@@ -44,8 +44,8 @@ class TwoQ(Policy):
     Kin and Kout are rounded down. 9 bytes per block.
 
     Source: T. Johnson, D. Shasha, 2Q: a low overhead high performance buffer management replacement algorithm, VLDB
-    1994, the full version with its recommended shares. Differs from the paper: b is removed from A1out before its space
-    is made, so that A1out never drops another id instead (the paper does not specify this). libCacheSim does the same
+    1994, the full version with its recommended shares. Differs from the paper: b is removed from A1out before room is
+    made for it, so that A1out never drops another id instead (the paper does not specify this). libCacheSim does the same
     and gives the same hits.
     """
 

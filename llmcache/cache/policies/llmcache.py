@@ -158,7 +158,7 @@ class Recorded:
 
 @dataclass
 class _Use:
-    """The latest use of an expert: whether it hit, and the end block read since of each slice, by slice number."""
+    """The latest use of an expert: whether it hit, and for each slice, by number, the end of the blocks read since."""
 
     hit: bool
     ends: dict[int, int] = field(default_factory=dict)

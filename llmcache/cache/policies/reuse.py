@@ -28,7 +28,7 @@ STREAM_STEPS = 16  # a block that follows its predecessor within this number of 
 NEAR_SHIFT = 4  # a loop is about to reach a block if it is less than a sixteenth of its length before the block
 STREAM_SHIFT = 7  # a 128th of the cache is for streamed blocks
 GIVEN_UP = 4  # usual intervals after which a block is no longer expected
-GUARD_SHARE = 8  # capacity / GUARD_SHARE: the excess of misses after which the plan and LRU switch roles
+GUARD_SHARE = 8  # the plan and LRU switch roles after an excess of capacity / GUARD_SHARE misses
 LEAST_EXCESS = 256  # blocks; a smaller excess is noise
 WINDOW_SHARE, LEAST_WINDOW = 16, 64  # references per window of the guard: capacity / WINDOW_SHARE, at least LEAST_WINDOW
 
@@ -81,7 +81,7 @@ class Reuse(Policy):
     The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one
     interval of more than UNUSED_GAPS usual ones, does not change it. A block is overdue if its interval can no longer
     agree, unless blocks a little before it in a REGULAR loop were read, and after GIVEN_UP usual intervals in any case.
-    The expected delay of an overdue block is its age.
+    For an overdue block, the expected wait is its age.
 
     This plan is simulated as a cache of its own, and so is LRU. The actual cache evicts blocks that the deciding one of
     the two does not contain. A `Guard` compares their misses: LRU decides while the plan misses more. `Guard` and

@@ -166,9 +166,7 @@ MAJOR, MINOR, ITEM = 0, 1, 2
 
 
 class Heap(NamedTuple):
-    """`rows[position]` is a row; `at[item]` is the item's position, NONE if it is not in the heap; `size[0]` counts the
-    rows.
-    """
+    """`rows[position]` is a row, `at[item]` the item's position (NONE if it has none), `size[0]` the number of rows."""
 
     rows: Int64s
     at: Int64s
@@ -338,9 +336,7 @@ _DOOR_BITS = 8  # per reference of a sample: about 3 % false positives if all re
 
 
 class Sketch(NamedTuple):
-    """counters[row, column], the doorkeeper's bits, and `sample`: the references since the last reset, and those of a
-    sample.
-    """
+    """counters[row, column], the doorkeeper's bits, and `sample`: references since the last reset, and per sample."""
 
     counters: Bytes
     door: Uint64s

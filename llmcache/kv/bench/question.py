@@ -70,7 +70,7 @@ class BenchOptions:
 
     @property
     def without(self) -> list[str]:
-        """Designs that are left out of HillInfer."""
+        """Designs to omit from HillInfer."""
         return [part for part in DESIGNS if getattr(self, f"no_{part}")]
 
     @property

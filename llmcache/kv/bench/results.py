@@ -281,9 +281,7 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read_bench(document: object, source: str) -> Bench:
-    """Return the benchmark in `document`, from `Bench.document`; DataError, naming `source` and the field, if it is
-    invalid.
-    """
+    """Return the benchmark in `document`, from `Bench.document`; DataError, naming `source` and the field, if invalid."""
     with _written_by("llmcache kv bench --json", source):
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             found = document.get("schema") if isinstance(document, dict) else None

@@ -289,14 +289,12 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Fill the cache from `given`, and continue with any token: only for the time of steps, the prompt is not
-        measured.
-        """
+        """Fill the cache from `given`, and continue with any token: only the time of steps is measured, not of the prompt."""
         given.give(self.cache)
         self._next = np.array([0])
 
     def begin(self) -> None:
-        """Discard the steps so far, which were for warm-up."""
+        """Discard the steps of the warm-up."""
         self._steps_ns.clear()
         if self._timeline is not None:
             self._timeline.clear()

@@ -61,9 +61,7 @@ class Accelerator:
     layer_ns: Callable[[int], float] | None = None
 
     def compute(self, queries: Floats, gathered: Gathered) -> None:
-        """Attend with `queries` [batch, heads, dim] to the gathered tokens; return when the computation of the layer is
-        over.
-        """
+        """Attend with `queries` [batch, heads, dim] to the gathered tokens; return when the layer is computed."""
         if self.layer_ns is None:
             attention(queries, gathered.keys, gathered.values, repeated(gathered.positions))
         else:

@@ -111,7 +111,7 @@ class Candidate:
 
 @dataclass
 class Told:
-    """Answers of one candidate so far; `losses` and `divergences` as in a `TaskRow`."""
+    """Answers of one candidate, added part by part; `losses` and `divergences` as in a `TaskRow`."""
 
     right: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)

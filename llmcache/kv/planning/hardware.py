@@ -78,9 +78,7 @@ class Hardware:
         return self.gpu_bytes > 0
 
     def ssd_rate(self, request_bytes: float) -> float:
-        """Return the useful bytes/s of scattered reads of `request_bytes` from the SSD: whole blocks, limited by
-        requests/s.
-        """
+        """Return the useful bytes/s of scattered SSD reads of `request_bytes`: whole blocks, limited by requests/s."""
         blocks_bytes = -(-request_bytes // BLOCK_BYTES) * BLOCK_BYTES
         return min(self.ssd_bytes_per_s * request_bytes / blocks_bytes, self.ssd_requests_per_s * request_bytes)
 

@@ -61,11 +61,11 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The policy, followed by "-no-" and the name of each design that is left out."""
+        """The policy, followed by "-no-" and the name of each omitted design."""
         return "-no-".join([self.policy, *self.without])
 
     def titled(self, title: str) -> str:
-        """Return the title of the policy, with the designs that are left out."""
+        """Return the title of the policy, with the omitted designs."""
         return title + (f" without {', '.join(self.without).upper()}" if self.without else "")
 
 

@@ -99,9 +99,7 @@ def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: in
 
 @dataclass(frozen=True)
 class Chain:
-    """Contexts `ids` [batch, tokens]; the first keys [batch]; the key that follows each value [batch, values]; all
-    answers.
-    """
+    """Contexts `ids` [batch, tokens]; first keys [batch]; the key after each value [batch, values]; all answers."""
 
     ids: Int64s
     first: Int64s
