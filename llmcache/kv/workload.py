@@ -157,9 +157,7 @@ class SyntheticStream:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a stream lives as long as its run
     def _directions(self, layer: int) -> tuple[Floats, Floats]:
-        """Return unit vectors of topics [kv_heads, topics, head_dim] and heavy hitters [kv_heads, head_dim], without
-        rotations.
-        """
+        """Return unit vectors of topics [kv_heads, topics, head_dim] and of heavy hitters [kv_heads, head_dim]."""
         spec = self.spec
         random = np.random.default_rng((spec.seed, _DIRECTIONS, layer))
         found = random.standard_normal((spec.kv_heads, TOPICS + 1, spec.head_dim)).astype(np.float32)

@@ -171,7 +171,7 @@ AXES = {
 }
 _SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
 MOST_LINES = 8
-"""Per figure: the number of distinct looks."""
+"""Lines per figure: the number of distinct looks."""
 
 
 def look_of_system(system: str, place: int) -> Look:
@@ -260,7 +260,10 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency over the axis that varies most, a line per rest. Call it in `theme.style()`."""
+    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`.
+
+    There is one line for each combination of the other parameters.
+    """
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row["system"] for row in rows}) == len(lines)
@@ -290,7 +293,7 @@ def varied_most(rows: Sequence[SavedResult]) -> str:
 
 
 def _values(rows: Sequence[SavedResult], name: str) -> int:
-    """Return the number of values of `name` within one model, workload, system and profile, which may imply others."""
+    """Return the largest number of values of `name` among rows of one model, workload, system and profile."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
         found.setdefault(tuple(row[one] for one in NAMES), set()).add(_place(row, name))
@@ -310,7 +313,7 @@ def _place(row: SavedResult, name: str) -> Any:
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
-    """Return the rows by all varying parameters except `along`, each sorted along it."""
+    """Return the rows of each line by label: one line per combination of the varied parameters other than `along`."""
     names = [name for name in NAMES if name != along and len({row[name] for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}

@@ -13,8 +13,8 @@ to these values and prints them by name, so that page, table and JSON document a
     partly = "most >= 4.21"
 
 A claim about a number has `paper`, its `unit`, and `why` ours differs. Instead of conditions it names one of the
-paper's `[rule]` entries, whose conditions use `paper`, `ours`, `away` (the relative difference) and `gained` (the share
-reached of the gain over 1).
+paper's `[rule]` entries, whose conditions use `paper`, `ours`, `away` (the relative difference) and `gained` (our gain
+over 1 as a share of the paper's).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _findings(claim: Claim, ours: Mapping[str, Values] | Values | float) -> dict
         return {variant: Finding(claim.verdict(own), told(own), own) for variant, own in values.items()}
     numbers = cast("Values", ours) if isinstance(ours, Mapping) else {OURS: ours}
     found = {variant: _number(claim, claim.paper, one) for variant, one in numbers.items()}
-    if claim.why:  # only the last finding repeats the reason
+    if claim.why:  # only the last finding contains the reason
         last = list(found)[-1]
         found[last] = replace(found[last], words=f"{found[last].words}. {claim.why}")
     return found

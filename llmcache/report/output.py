@@ -229,7 +229,7 @@ def plain_table(first: str, *figures: str, gap: int = 2, keys: int = 1) -> Keyed
 
 
 def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]) -> int:
-    """Remove columns, in the order of `first_to_go`, until `width` leaves `least` for one more; return the room for it.
+    """Remove columns, in the order of `first_to_go`, until another one of width `least` fits; return the room for it.
 
     `columns`: the cells below each heading, as text; two spaces follow each.
     """

@@ -502,7 +502,7 @@ def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
 
 
 def alt_text(picture: AccessPicture) -> str:
-    """Return the data of the figure as text, for blind readers."""
+    """Return the data of the figure as text, for screen readers."""
     parts = []
     for band in picture.bands:
         span = next(span for span in picture.survey.spans if span.file == band.file)

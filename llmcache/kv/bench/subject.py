@@ -289,7 +289,7 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Fill the cache from `given`, and continue with any token: only the time of steps is measured, not of the prompt."""
+        """Fill the cache from `given`, and continue with any token: only for the time of steps, not of the prompt."""
         given.give(self.cache)
         self._next = np.array([0])
 
