@@ -147,9 +147,10 @@ def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
 
 
 def follow(model: Any, cache: Any, text: Document) -> Floats:
-    """Return log p [n - 1, vocabulary], in nats, for each of the n following tokens of `text` but the first.
+    """Return log p [n - 1, vocabulary], in nats, of the predictions for the n following tokens of `text`, without the
+    first.
 
-    Each after all true tokens before it, one decode step per token, with a cache that has read the text.
+    Each is predicted from all true tokens before it, one decode step per token, with a cache that has read the text.
     """
     found = [logits(model, cache, text.following[:, at : at + 1]) for at in range(text.following.shape[1] - 1)]
     log_p: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
@@ -374,7 +375,7 @@ class Watch:
 
 
 def _recalled(weights: Floats, chosen: Flags) -> float:
-    """Return the share of the tokens with the largest weights, summed by key head, that were chosen: of as many as were."""
+    """Return the share of the k tokens with the largest weights (sums by key head) that are among the k chosen ones."""
     best_first = np.argsort(-weights.sum(2), axis=-1)
     are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
     return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())

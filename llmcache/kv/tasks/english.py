@@ -2,8 +2,8 @@
 
 Source: the words of passkey retrieval are from Mohtashami and Jaggi (2023); the needles, variable tracking, common and
 frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs
-from all: contexts have an exact number of tokens; only the first of the common and the frequent words is asked for, and
-variables in their order, so that each answer is right or wrong word for word.
+from all: contexts have an exact number of tokens; the question is only about the first of the common and the frequent
+words, and about variables in their order, so that each answer is right or wrong word for word.
 
 Texts are those on the machine: documentation of Debian packages, their licenses, and manual page sources. They depend
 on the installed packages, so each names its source; with the same packages, the same seed gives the same texts.

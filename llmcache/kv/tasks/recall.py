@@ -1,11 +1,11 @@
 """Questions about a long context with known answers, in a language of symbols for the recall model.
 
 A policy that evicts the relevant tokens answers wrongly. The language has 641 tokens: a beginning, 512 keys, 64 values,
-64 words of noise; a model of 460 000 parameters has learned it. Pairs of a key and a value are scattered in noise and
-asked for afterwards (associative recall, passkey, several keys): the answer to a key is the value that followed it. In
-a chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt, sections
-4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), with the same questions in English, as
-in `tasks.english`.
+64 words of noise; a model of 460 000 parameters has learned it. Pairs of a key and a value are scattered in noise, and
+questions about them follow (associative recall, passkey, several keys): the answer to a key is the value that followed
+it. In a chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt,
+sections 4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), with the same questions in
+English, as in `tasks.english`.
 
 Questions and answers are decoded token by token, so that the policy selects tokens at every step. Differs from
 icecache.txt, section 5.2, where the question ends the prompt, which has exact attention.
@@ -54,7 +54,7 @@ class Questions:
 def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64, questions: int = 32) -> Questions:
     """Return contexts of `tokens` with `pairs` at random positions.
 
-    The `questions` ask for pairs at random, without repetition if there are enough pairs.
+    The `questions` are about random pairs, without repetition if there are enough pairs.
     """
     keys, values = _pairs(rng, batch, pairs)
     ids = _contexts(rng, keys, values, tokens)
