@@ -147,8 +147,7 @@ def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
 
 
 def follow(model: Any, cache: Any, text: Document) -> Floats:
-    """Return log p [n - 1, vocabulary], in nats, of the predictions for the n following tokens of `text`, without the
-    first.
+    """Return log p [n - 1, vocabulary], in nats, of all but the first of the n tokens that follow `text`.
 
     Each is predicted from all true tokens before it, one decode step per token, with a cache that has read the text.
     """
