@@ -325,7 +325,6 @@ def _row(
 
 
 def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Return layer -> numbers of the experts that have a slice in `pieces`."""
     numbers: dict[str, set[int]] = {}
     for slice_ in _inside(slices, pieces):
         numbers.setdefault(slice_.layer, set()).add(slice_.number)
@@ -333,7 +332,6 @@ def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict
 
 
 def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
-    """Return the first and last block of each place; adjacent places are joined."""
     pieces: list[tuple[int, int]] = []
     for place in found.places:
         if pieces and not found.stride and pieces[-1][1] + 1 == place.first:

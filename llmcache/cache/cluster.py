@@ -129,7 +129,6 @@ def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress
 
 
 def _task(name: str, plan: Plan, content: bytes, models: ModelsOf | None) -> Simulation:
-    """Return the rows of `plan`, computed in one thread of a worker."""
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         path = os.path.join(directory, os.path.basename(name))
         Path(path).write_bytes(content)

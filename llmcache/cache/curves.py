@@ -162,13 +162,11 @@ def _bits_of(begin: int, end: int) -> Any:
 
 @inlined
 def _before(moment: int) -> Any:
-    """Return a mask of the earlier moments in the word of `moment`."""
     return (np.uint64(1) << np.uint64(moment & 63)) - np.uint64(1)
 
 
 @inlined
 def _below(moment: int, bits: Uint64s, tree: Int64s) -> Any:
-    """Return the number of bits set before `moment`."""
     word, node = moment >> 6, moment >> BUCKET_SHIFT
     total = _ones(bits[word] & _before(moment))
     for index in range(node * BUCKET_WORDS, word):
@@ -189,7 +187,6 @@ def _add(bucket: int, change: int, tree: Int64s) -> None:
 
 @inlined
 def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> None:
-    """Clear the bits of moments `begin` .. `end` - 1, all of which are set."""
     moment = begin
     while moment < end:
         stop = min(end, ((moment >> 6) + 1) << 6)

@@ -287,7 +287,6 @@ def _is_one(left: SweepRegion, right: SweepRegion) -> bool:
 
 
 def _join(left: SweepRegion, right: SweepRegion) -> SweepRegion:
-    """Return both as one region, with the history of the longer one."""
     main = left if left.touched >= right.touched else right
     return replace(
         main,
@@ -368,7 +367,6 @@ class ScatteredBlocks:
             cell.accesses += accesses
 
     def _places(self, first: int, mask: int) -> dict[int, int]:
-        """Return cell index -> bits that a visit touches."""
         result: dict[int, int] = {}
         if self.shift == 0:
             index, offset = divmod(first, PLACES)
@@ -437,7 +435,6 @@ class ScatteredBlocks:
 
 
 def _halved(bits: int) -> int:
-    """Return `bits` with each pair of bits merged by OR."""
     bits |= bits >> 1
     return sum(((bits >> 2 * place) & 1) << place for place in range(PLACES // 2))
 

@@ -173,7 +173,6 @@ class HotSet(Lrfu):
             rival.window = int(tokens * uses / _SAMPLE)
 
     def _follow(self, number: int) -> None:
-        """Apply the rule with this number from now on."""
         self._first = number
         self.half_lives, tokens = RULES[number]
         self.window = int(tokens * self._token_uses)

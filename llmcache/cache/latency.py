@@ -98,7 +98,6 @@ class StallMeter:
         self._current, self._blocks = int(numbers[-1]), int(sums[-1])
 
     def _close(self, blocks: Int64s) -> None:
-        """Count complete slices, given the missed blocks of each."""
         if len(blocks) == 0:
             return
         self._slices += len(blocks)

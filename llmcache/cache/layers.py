@@ -146,11 +146,9 @@ class _LayerCounts:
 
     @property
     def accesses(self) -> int:
-        """Blocks read, repeats included."""
         return int(self._counts.sum())
 
     def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
-        """Count runs; a run over several stretches is split."""
         run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]
         np.add.at(self._counts, (layer, miss[run]), high - low)
@@ -163,7 +161,6 @@ class _LayerCounts:
                 self._loaded = self._loaded or done is not None  # the order of loading may differ from the order of use
 
     def layers(self) -> list[Layer]:
-        """Return the layers with their counts, in the order of a pass, then the others."""
         places = {number: place for place, number in enumerate(self._order())}
         found = [self._layer(number, name, places.get(number)) for number, name in enumerate(self._names)]
         return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)

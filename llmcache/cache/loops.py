@@ -185,7 +185,6 @@ class PassRecorder:
         return done
 
     def _end(self, again: dict[int, int]) -> Pass:
-        """End the pass; the next one begins with the extents in `again`."""
         started = next(iter(again.values()))
         done = Pass(self._extents, started - self._started)
         self._extents = array("I", again)
@@ -305,7 +304,6 @@ class RecentUse:
             self.changed = True
 
     def _ends_run(self, extent: int) -> bool:
-        """Return True if RUN of the RUN_NEAR extents before this one were also touched in this pass."""
         return self._last[max(0, extent - RUN_NEAR) : extent].count(self.passes) >= RUN
 
     def end_pass(self) -> None:

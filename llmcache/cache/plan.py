@@ -97,7 +97,6 @@ def plan_of(
 
 
 def _cache_size(text: str) -> CacheSize:
-    """Return the size for `text`: "16M" or "10%"."""
     if not text.endswith("%"):
         size_bytes = parse_size_with_unit(text)
         if size_bytes < BLOCK_BYTES:
@@ -124,7 +123,6 @@ def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
 
 
 def _named(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """Return `parse(text)`; errors name the option."""
     try:
         return parse(text)
     except UsageError as error:

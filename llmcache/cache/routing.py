@@ -165,8 +165,6 @@ class _Map:
 
 
 class _ModelUses:
-    """The files of one model, and the uses of its experts."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self._files: dict[int, _Map] = {}
@@ -179,7 +177,6 @@ class _ModelUses:
         self._mapped = False
 
     def add(self, file: int, slices: ExpertSlices) -> None:
-        """Set the slices of this file."""
         experts = []
         for name, _, count in slices.layers:
             layer = self._numbers.setdefault(name, len(self._numbers))
@@ -204,14 +201,12 @@ class _ModelUses:
         self._files[file] = _Map(slices, edges[real], codes[real])
 
     def slices(self, file: int) -> Iterator[Slice]:
-        """Yield the slices of a file."""
         of = self._files[file].slices
         experts = [(name, number) for name, _, count in of.layers for number in range(count)]
         for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
             yield Slice(*experts[expert], start, size_bytes)
 
     def note(self, batch: Trace) -> None:
-        """Count the reads of the model's files."""
         rows, codes = [], []
         for file, blocks in self._files.items():
             of_file = np.flatnonzero((batch.file == file) & (batch.op != WRITE))
@@ -240,7 +235,6 @@ class _ModelUses:
         return np.repeat(np.array(visits, np.int64), np.diff(np.append(turns, len(layer))))
 
     def mixture(self, provenance: Provenance) -> MixtureUses | None:
-        """Return the uses found; None if no expert was used."""
         uses = _first(np.concatenate([np.zeros(0, np.int64), *self._uses]))
         if not len(uses):
             return None
@@ -270,7 +264,6 @@ class _ModelUses:
 
 
 def _first(uses: Int64s) -> Int64s:
-    """Return the first occurrence of each of `uses`."""
     _, places = np.unique(uses, return_index=True)
     return uses[np.sort(places)]
 

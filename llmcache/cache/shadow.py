@@ -35,7 +35,6 @@ class Shadow:
         return len(self._sizes)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Return True if LRU would contain `key` now."""
         return key in self._sizes
 
     def touch(self, key: Hashable, size_bytes: int) -> bool:

@@ -322,7 +322,6 @@ class Steering:
         return active
 
     def _plan(self) -> None:
-        """Share the budget again, and evict pinned extents that are no longer wanted."""
         self._due = False
         loops = self._loops()
         self._ranked = _ranking(loops)

@@ -302,7 +302,6 @@ class StreamTable:
         return stop > since.blocks
 
     def _expected(self, run: BlockRun) -> Stream | None:
-        """Return the stream that is expected within a window of the run."""
         best: Stream | None = None
         best_rank = (True, True, 0)
         first, end = run.first, run.end

@@ -133,7 +133,6 @@ class SyntheticStream:
         return np.stack(sides[0]), np.stack(sides[1])
 
     def _segment(self, layer: int, sequence: int, segment: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return keys and values [kv_heads, SEGMENT_TOKENS, head_dim] of a segment."""
         spec, topics = self.spec, self._topics[sequence]
         first = segment * SEGMENT_TOKENS
         keys, values = (self._noise(kind, layer, sequence, segment) for kind in (_KEYS, _VALUES))

@@ -121,7 +121,6 @@ def names_line(row: Classification) -> str:
 
 
 def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
-    """Return numbers of experts as ranges, or only their total if there are more than a few layers."""
     if len(experts) > SHOWN_NAMES:
         return f"{sum(map(len, experts.values()))} experts in {len(experts)} layers"
     return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
@@ -262,12 +261,10 @@ def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
 
 
 def _figures(layer: ExpertLayer) -> tuple[float | None, ...]:
-    """Return the cells of `EXPERT_COLUMNS`."""
     return (layer.experts, layer.used, layer.visits, layer.uses, layer.top(10), layer.top(4), layer.again)
 
 
 def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Return minimum, median and maximum of the known figures."""
     known = [figure for figure in figures if figure is not None]
     return (min(known), median(known), max(known)) if known else (None, None, None)
 

@@ -106,7 +106,6 @@ def show(rows: Sequence[Compared], as_json: bool) -> None:
 
 
 def _parts(rows: Sequence[Compared]) -> Iterator[str | Table]:
-    """Yield the inputs, then costs by profile, energy by component, time by resource, and areas."""
     model, work = rows[0].configuration.model, rows[0].configuration.workload
     lengths = f"context {work.context:,}, decode {work.decode:,} tokens, batch {work.batch}, budget N' {work.budget:,}"
     yield f"{model.name}, {work.name}: {lengths} ({MODELLED})"
@@ -183,7 +182,6 @@ def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
-    """Return a table with a column for each of `systems` and a row for each of `cells`."""
     table = titled_table(title, first, *systems)
     for name, cell in cells.items():
         table.add_row(name, *map(cell, systems.values()))

@@ -306,7 +306,6 @@ def lines_left_out(rows: Sequence[SavedResult]) -> int:
 
 
 def _place(row: SavedResult, name: str) -> Any:
-    """Return the position of a row on an axis: a number, or a name for `SYSTEM`."""
     if name == SYSTEM:
         return row[name].replace("+", "\n+")
     return (row[name] or 0.0) * _SCALES.get(name, 1.0)

@@ -249,7 +249,6 @@ def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_
 
 
 def _alt(bench: Bench) -> str:
-    """Return the data of the figure as text."""
     if bench.marks is None:
         parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
         return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."

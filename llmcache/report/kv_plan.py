@@ -82,7 +82,6 @@ def _tiers(plan: KvPlan) -> Table:
 
 
 def _pools(plan: KvPlan) -> Iterator[str]:
-    """Yield the sizes of the pools and the reasons."""
     yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} per token"
     if plan.places.gpu:
         yield "pools       none: weights and KV cache fit on the GPU"
@@ -98,7 +97,6 @@ def _pools(plan: KvPlan) -> Iterator[str]:
 
 
 def _latencies(plan: KvPlan) -> Table:
-    """Return modelled times by system and stage, and HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
     made = titled_table(title, "system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up")
     for one in plan.latencies:
@@ -144,7 +142,6 @@ def show_profile(found: KnownProfile, as_json: bool) -> None:
 
 
 def _profile_lines(found: KnownProfile) -> Iterator[str]:
-    """Yield the measured machine, the time of the measurement, and the file of the profile."""
     profile = found.profile
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
     yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
@@ -163,7 +160,6 @@ def _age(found: KnownProfile) -> str:
 
 
 def _speeds(found: KnownProfile) -> Table:
-    """Return the speeds, one per row, with the kind of each value."""
     host, storage = found.profile.host, found.profile.storage
     page = format_size(storage.page_bytes)
     rows = (

@@ -495,7 +495,6 @@ def _rates(ends: tuple[float, float]) -> str:
 
 
 def _machine_table(machine: Hardware) -> Table:
-    """Return every number of `machine`, in base units, with its origin."""
     rows: list[list[Cell]] = []
     for name in NUMBERS:
         origin = machine.origins[name]

@@ -38,7 +38,6 @@ def row_of(bench: TaskBench, policy: str, budget: int | None = None, context: in
 
 
 def _answers(rows: Sequence[TaskRow]) -> Values:
-    """Return the share of right answers of each row, and its standard error."""
     shares = {f"{row.name} at {row.context:,}, share": row.answers.share for row in rows}
     return shares | {f"{row.name} at {row.context:,}, ±": row.answers.error for row in rows}
 

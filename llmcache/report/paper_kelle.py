@@ -562,7 +562,6 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
 
 
 def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
-    """Return the contents of the page besides the claims, by section."""
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
     blocks: dict[str, list[HtmlBlock]] = {}
     for about, along in (
@@ -629,7 +628,6 @@ def _example(paper: Paper) -> Iterator[HtmlBlock]:
 
 
 def _constants(caption: str, parts: Mapping[str, Any]) -> Table:
-    """Return every field of the constants in `parts`, in base units, with a column for each."""
     names = [name for name in vars(next(iter(parts.values()))) if name not in ("name", "title")]
     rows: list[list[Cell]] = []
     for name in names:

@@ -339,7 +339,6 @@ def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
 
 
 def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
-    """Label block numbers, as many per band as fit, and draw a line between bands."""
     places: list[float] = []
     labels: list[str] = []
     for band in bands:
@@ -355,7 +354,6 @@ def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
 
 
 def _round_blocks(band: Band) -> list[int]:
-    """Return the first block of `band` and round numbers above it."""
     room = max(1, int((band.top - band.bottom) / 0.11))
     rough = max(1.0, (band.end - band.first) / room)
     power = 10 ** int(np.floor(np.log10(rough)))
@@ -514,7 +512,6 @@ def alt_text(picture: AccessPicture) -> str:
 
 
 def _cell(picture: AccessPicture) -> str:
-    """Return the meaning of one cell of the figure."""
     found, grid = picture.survey, picture.grid
     if grid.by_time:
         across = format_duration((found.t1_ns - found.t0_ns) / grid.width)

@@ -89,7 +89,6 @@ class Reproduction:
         return Section(section["title"], blocks)
 
     def _verdicts(self) -> Table:
-        """Return the number of findings by verdict, a row for each variant."""
         rows: list[list[Cell]] = []
         for about, judged in self.claims.items():
             found = [(self.paper.variants.get(name, ""), one) for each in judged for name, one in each.findings.items()]
@@ -196,12 +195,10 @@ def run(name: str, directory: str | None, quick: bool, as_json: bool, force: boo
 
 
 def _targets(directory: str | None, name: str) -> list[Path]:
-    """Return the files of a paper: page, then JSON."""
     return [] if directory is None else [Path(directory) / f"{name}.{form}" for form in ("html", "json")]
 
 
 def _show(console: Console, done: Reproduction) -> None:
-    """Print every claim with its verdicts and numbers."""
     for about, judged in done.claims.items():
         console.rule(f"{about} ({done.paper.kinds[about]})", align="left")
         for one in judged:
@@ -260,7 +257,6 @@ def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], s
 
 
 def _index(entries: Sequence[IndexEntry]) -> str:
-    """Return the index: verdicts by paper, then every claim with its verdicts."""
     summary: list[list[Cell]] = []
     sections = []
     for entry in entries:

@@ -78,7 +78,6 @@ def _ratio_line(rows: Sequence[Result], exact: Curve | None) -> Line:
 
 
 def _known(rows: Sequence[Result], exact: Curve | None) -> str:
-    """Return which points of the lines are computed, as text."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     whole = [] if exact is None or exact.policy not in policies else [f"{policy_class(exact.policy).title} at all sizes"]
     others = ["the others"] if whole and len(policies) > 1 else [] if whole else ["all"]

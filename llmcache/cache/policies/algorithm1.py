@@ -199,7 +199,6 @@ def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
 
 @subroutine
 def _move(state: SequenceState, block: int, sequence: int) -> None:
-    """Move a block to the end of another sequence."""
     resident = is_linked(state.held, block)
     _leave(state, block)
     _join(state, block, sequence, resident)
@@ -246,7 +245,6 @@ def _enter(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _exit(state: SequenceState, block: int) -> None:
-    """Make a block not resident."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] -= 1

@@ -151,7 +151,6 @@ def _arc(queues: Queues, target: Doubles, capacity: int, first: Int64s, count: I
 
 @subroutine
 def _arc_room(queues: Queues, target: Doubles, capacity: int) -> None:
-    """Make room for a block that is in no list."""
     sizes = queues.sizes
     if sizes[T1] == capacity:
         pop(queues, T1)
@@ -249,7 +248,6 @@ def _s3fifo(queues: Queues, freq: Bytes, limits: Int64s, warm: Flags, first: Int
 
 @subroutine
 def _s3fifo_evict(queues: Queues, freq: Bytes, limits: Int64s) -> None:
-    """Scan one queue until a block is evicted, or until the small queue is empty."""
     sizes = queues.sizes
     queue = MAIN if sizes[MAIN] > limits[MAIN] or sizes[SMALL] == 0 else SMALL
     promoted_at = 1 if queue == MAIN else PROMOTED_AT
@@ -341,7 +339,6 @@ def _lirs(stack: Links, queues: Queues, limits: tuple[int, int], first: Int64s, 
 
 @subroutine
 def _refer(stack: Links, queues: Queues, lir_limit: int, block: int) -> None:
-    """Update the status of a referenced block that is not LIR."""
     _, where, sizes = queues
     known = is_linked(stack, block)
     if where[block] != ABSENT:

@@ -120,7 +120,6 @@ def _lfu(levels: Levels, capacity: int, first: Int64s, count: Int64s, hits: Int6
 
 @subroutine
 def _promote(levels: Levels, block: int) -> None:
-    """Move a block to the next higher frequency."""
     links, level, chain, freq, _, _ = levels
     old = int(level[block])
     above = front(chain, old)
@@ -138,7 +137,6 @@ def _promote(levels: Levels, block: int) -> None:
 
 @subroutine
 def _new_level(levels: Levels, below: int, freq: int) -> int:
-    """Insert a free level into the chain after `below`, and return it."""
     level = int(levels.free[levels.numbers[TAKEN]])
     levels.numbers[TAKEN] += 1
     levels.freq[level] = freq

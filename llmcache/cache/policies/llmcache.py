@@ -123,7 +123,6 @@ class Recorded:
             raise _damaged(f"row {self._row}: space {reprlib.repr(key)} has no extent {extent}") from error
 
     def _catch_up(self) -> None:
-        """Apply the events that happened before the next row."""
         while self._next < len(self._events) and self._events[self._next][0] <= self._row:
             event = self._events[self._next][1]
             self._next += 1

@@ -380,7 +380,6 @@ def _leave(state: ReuseState, block: int) -> None:
 
 @subroutine
 def _unplan(state: ReuseState, block: int) -> None:
-    """Remove a block from the plan; it may stay in the cache."""
     _leave(state, block)
     if state.flags[block] & HELD:
         push_front(state.plan, len(state.flags) + GROUPS, block)

@@ -209,7 +209,6 @@ def grow(heap: Heap, item: int, major: int) -> None:
 
 @subroutine
 def _before(rows: Int64s, place: int, major: int, minor: int) -> bool:
-    """Return True if the row at `place` comes before (major, minor)."""
     if rows[place, MAJOR] != major:
         return bool(rows[place, MAJOR] < major)
     return bool(rows[place, MINOR] < minor)

@@ -61,7 +61,6 @@ def _is_gguf(path: str | Path) -> bool:
 
 
 def _place(path: str | Path) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a path."""
     if not _is_gguf(path):
         return {"pretrained_model_name_or_path": path, "local_files_only": True}
     if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:

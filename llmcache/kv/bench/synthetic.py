@@ -152,7 +152,6 @@ class Setup:
 
     @property
     def _page_bytes(self) -> int:
-        """Size of one page of each layer and sequence."""
         shape = self.spec.shape
         return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 

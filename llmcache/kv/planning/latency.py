@@ -236,7 +236,6 @@ def latency(
 
 
 def _important_on_ssd(system: System, workload: Workload, places: Placement) -> float:
-    """Return the share of the important tokens that are on the SSD."""
     share = workload.important_on_ssd_bkp if system.keeps else None
     share = workload.important_on_ssd if share is None else share
     return places.ssd_share if share is None else (share if places.ssd else 0.0)

@@ -344,7 +344,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _bits(quantization: Mapping[str, Any]) -> float | None:
-    """Return the bits of a quantized weight, if the configuration contains them."""
     is_byte = quantization.get("load_in_8bit") or quantization.get("quant_method") == "fp8"
     bits = quantization.get("bits", 8 if is_byte else 4 if quantization.get("load_in_4bit") else None)
     return float(bits) if isinstance(bits, int | float) and not isinstance(bits, bool) else None

@@ -301,7 +301,6 @@ def _measure_file(path: Path) -> StorageSpeeds:
 
 
 def _fill(device: EmulatedCsd) -> None:
-    """Write FILE_BYTES of keys and values, or fewer if the time is up."""
     generator, begin, written = np.random.default_rng(), time.monotonic(), 0
     size = SHAPE.kv_heads * LEAST_TOKENS * SHAPE.head_dim * SHAPE.numpy_dtype.itemsize
     while not written or (written < FILE_BYTES and time.monotonic() - begin < WRITE_S):

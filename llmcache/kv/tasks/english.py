@@ -116,7 +116,6 @@ class _Writer:
         return self.probe(needles, [(lead if number == 0 else ",", name) for number, name in enumerate(names[:ASSIGNED])])
 
     def words(self, made_up: bool) -> Probe:
-        """Return a list of random words, one of which is the most frequent."""
         if made_up:
             known = ["".join(self.rng.choice(ALPHABET, 6)) for _ in KINDS]
             weights = np.arange(1, len(known) + 1) ** -ZIPF
@@ -208,7 +207,6 @@ def documents(
 
 
 def _written(path: Path) -> str:
-    """Return the text of a file; empty if it is no text."""
     data = path.read_bytes()
     try:
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
