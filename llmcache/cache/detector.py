@@ -155,11 +155,11 @@ class SweepRegion:
 
 
 class Sweeps:
-    """Where one file was walked over in sequence: regions in block order, at most `limit` of them.
+    """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    Regions are disjoint, each with one history. A pass over a region moves the border between its walked and unwalked
-    parts: a loop is one region, or two during a pass. A pass counts only if the previous walk has ended: readers that
-    follow each other through one loop make one pass together.
+    A pass over a region moves the border between its walked and unwalked parts: a loop is one region, or two during a
+    pass. A pass counts only if the previous walk has ended: readers that follow each other through one loop make one
+    pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:

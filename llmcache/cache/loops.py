@@ -48,9 +48,9 @@ class Period:
 class Intervals:
     """Intervals between the passes over one region, and the period that they show; at most `OCTAVES` entries.
 
-    Intervals are counted by octave of the blocks accessed in between: that measure is independent of pauses of the user
-    and of the speed of the storage. The most frequent octave gives the period, so that a pause between two prompts, or
-    a short first pass, does not change it. The time of a period is the median of the latest times in that octave.
+    Intervals are counted by octave of the blocks accessed in between, a measure that is independent of pauses and of
+    the speed of storage. The most frequent octave gives the period, so that a pause between two prompts, or a short
+    first pass, does not change it. Its time is the median of the latest times in that octave.
     """
 
     def __init__(self) -> None:
@@ -387,7 +387,7 @@ class LoopLearner:
         return done
 
     def expect(self, visible: int) -> None:
-        """Set the number of extents whose touches are visible; with few of them, closer touches end a pass."""
+        """Set the number of extents whose touches are visible; if there are few, closer touches end a pass."""
         self._recorder.least = _least_apart(visible)
 
     def cut(self, last: int) -> Pass | None:

@@ -1,9 +1,8 @@
 """Use of the experts of MoE models in a trace: popularity, reuse, and the hit ratios of a cache of whole experts.
 
 A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
-*use* is one expert in one visit, however many of its tensors and blocks are accessed, in any order. So a prompt that is
-computed in one batch is one visit; so is each token after it. Only recorded accesses count: see
-`MixtureUses.incomplete`.
+*use* is one expert in one visit, with any number of accesses to its tensors. So a prompt that is computed in one batch
+is one visit; so is each token after it. Only recorded accesses count: see `MixtureUses.incomplete`.
 """
 
 from __future__ import annotations

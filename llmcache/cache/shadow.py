@@ -1,10 +1,8 @@
 """A guard that compares steering with plain LRU, shared by mounts and the simulator.
 
-A `Shadow` is a ghost list: the keys that an LRU cache of the same size would contain, without data. It receives every
-observed touch, of resident and absent data, and counts the bytes that such a cache would have read.
-
-A `Guard` compares these bytes with those that steering reads, window by window (a pass over a loop, or a fixed number
-of touches), and decides whether to steer. Both are pure: no I/O, no threads, no clock.
+`Shadow` simulates an LRU cache of the same size, without data, on every observed touch. `Guard` compares the bytes that
+both read, window by window (a pass over a loop, or a fixed number of touches), and decides whether to steer. Both are
+pure: no I/O, no threads, no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ MOST_BACK_OFF = 6  # doublings of the evidence required to steer again
 
 
 class Shadow:
-    """The keys that an exact LRU cache of `capacity_bytes` would contain, and the bytes that it would have read.
+    """A ghost list: the keys that an exact LRU cache of `capacity_bytes` would contain, and the bytes that it would
+    have read.
 
     A key is a unit of eviction: an extent of a file, an expert, a page. All operations are O(1), evictions amortized.
     Memory: about 100 bytes for each key that fits.

@@ -227,9 +227,9 @@ class _Recorder(Conversation):
 class Prompt:
     """Keys, values and queries of a batch of prompts of equal length, computed from `ids` by an enabled model.
 
-    Prompts use exact attention with any policy, so that one computation can fill several caches. The contents of the
-    cache are the same as if the model had read the prompt, but the time is not: use it only for accuracy, and for the
-    time of later steps.
+    Prompts use exact attention with any policy, so that one computation can fill several caches. The cache has the same
+    contents as if the model had read the prompt, but not the same time: use it only for accuracy, and for the time of
+    later steps.
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
