@@ -20,7 +20,7 @@ from llmcache.report.output import fit, fitted_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
-LEAST_FILE = 28  # letters of a file name for which other columns are dropped
+LEAST_FILE = 28  # least width of the file column; other columns are dropped for it
 FIRST_TO_GO = ("blocks", "times", "op", "period")  # columns to drop from a table that is too wide
 _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
@@ -176,7 +176,7 @@ def summary(found: TraceClasses) -> list[str]:
 
 
 MOST_LAYERS = 100
-LEAST_LAYER = 20  # letters of a layer name for which other columns are dropped
+LEAST_LAYER = 20  # least width of the layer column; other columns are dropped for it
 LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
@@ -212,7 +212,7 @@ def _missed(layer: Layer) -> tuple[str, str, str]:
 
 
 MOST_EXPERT_LAYERS = 8  # layers up to which the terminal shows each in a row of its own
-LEAST_NAME = 12  # letters of a layer or policy name for which other columns are dropped
+LEAST_NAME = 12  # least width of the first column; other columns are dropped for it
 EXPERTS_FIRST_TO_GO = ("visits", "experts")
 CACHES_TO_GO = ("12%", "5%", "30%")
 COUNTS = ("experts", "used", "visits", "uses")

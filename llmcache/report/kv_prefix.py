@@ -18,7 +18,7 @@ LIST, SHOW, PRUNE = "llmcache.kv-list/1", "llmcache.kv-show/1", "llmcache.kv-pru
 
 
 _UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
-LEAST_MODEL = 18  # letters of a model's file name for which other columns are dropped
+LEAST_MODEL = 18  # least width of the model column; other columns are dropped for it
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:

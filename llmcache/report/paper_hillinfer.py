@@ -83,7 +83,7 @@ Cases = Mapping[tuple[str, int], Mapping[str, Latency]]
 
 
 def cases_of(reading: Reading) -> Cases:
-    """Return the paper's models at every context up to their limits."""
+    """Return the latencies of the paper's models at every context up to their limits."""
     return {
         (model.name, context): {name: reading.latency(name, model, context) for name in SYSTEMS}
         for model in MODELS.values()
@@ -93,7 +93,7 @@ def cases_of(reading: Reading) -> Cases:
 
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
-    """Return the latency of `baseline` relative to HillInfer. Source: 4.3, "end-to-end latency"."""
+    """Return the latency of `baseline` as a multiple of HillInfer's. Source: 4.3, "end-to-end latency"."""
     own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
     return other / own
 

@@ -1,8 +1,8 @@
 """The style of all figures: one color, dash and marker per policy and per class.
 
-The colors are from palettes for color-blind readers (Okabe and Ito; Tol). Color alone cannot distinguish fourteen
-policies, so no two share dash and marker; that also keeps them distinct in gray. Figures have a light background, also
-on dark pages, where these colors would be hard to see.
+The colors are from palettes for color-blind readers (Okabe and Ito; Tol). Color alone cannot distinguish all policies,
+so no two share dash and marker; that also keeps them distinct in gray. Figures have a light background, also on dark
+pages, where these colors would be hard to see.
 """
 
 from __future__ import annotations
