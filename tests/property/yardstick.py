@@ -1,4 +1,4 @@
-"""Traces for comparing policies, the same on every machine and NumPy, and the miss counts of libCacheSim on them."""
+"""Traces for comparing policies, the same on every machine and NumPy, and the misses of libCacheSim on them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next_use", "<i8")])
-"""Format oracleGeneral, one object of one byte per block, so that libCacheSim's cache size is in blocks."""
+"""The record of oracleGeneral, with an object of one byte per block, so that libCacheSim's cache size is in blocks."""
 PERCENT = (2, 5, 10, 25, 50, 75, 90, 100)
-"""Cache sizes, as shares of the footprint."""
+"""Cache sizes to compare, in percent of the footprint."""
 
 
 def numbers(seed: int, length: int) -> NDArray[np.uint64]:
@@ -40,7 +40,7 @@ def shuffle(seed: int, blocks: int) -> Int64s:
 
 
 def zipf(seed: int, blocks: int, length: int) -> Int64s:
-    """Return references with probability 1 / rank (integer weights, so that rounding is the same on all machines)."""
+    """Return references with a probability of 1 / rank (integer weights, so that all machines round alike)."""
     bounds = np.cumsum(10_000_000 // np.arange(1, blocks + 1))
     ranks = np.searchsorted(bounds, below(int(bounds[-1]), seed, length), side="right")
     return shuffle(seed + 1, blocks)[ranks]
@@ -48,7 +48,7 @@ def zipf(seed: int, blocks: int, length: int) -> Int64s:
 
 @cache
 def traces() -> dict[str, Int64s]:
-    """Return traces of single references over ids below 1500: random, skewed, looping, scanning and mixed."""
+    """Return traces of single references to ids below 1500: random, skewed, looping, scanning and mixed."""
     loop = np.arange(1000)
     scans = [np.concatenate([zipf(seed, 600, 700), np.arange(600, 1500)]) for seed in range(10, 22)]
     nested = [np.concatenate([np.tile(np.arange(150), 4), np.arange(150, 1150)]) for _ in range(12)]
@@ -66,13 +66,12 @@ def traces() -> dict[str, Int64s]:
 
 
 def sizes(ids: Int64s) -> list[int]:
-    """Return cache sizes in blocks; at least 20, because libCacheSim's S3-FIFO admits nothing below that."""
+    """Return cache sizes in blocks; at least 20, below which libCacheSim's S3-FIFO admits nothing."""
     footprint = len(np.unique(ids))
     return [max(20, footprint * percent // 100) for percent in PERCENT]
 
 
 def hits(policy: str, ids: Int64s, capacity: int) -> int:
-    """Return the hits of one of our policies on single references."""
     return int(policy_class(policy)(capacity, int(ids.max()) + 1).replay(ids, np.ones_like(ids)).sum())
 
 
@@ -86,7 +85,7 @@ def next_uses(ids: Int64s) -> Int64s:
 
 
 def libcachesim_misses(policy: str, ids: Int64s, capacity: int, folder: Path) -> int:
-    """Return the misses of libCacheSim's `policy`; skip the test if there is no wheel of it (dev extra)."""
+    """Return the misses of libCacheSim's `policy`; skip the test if this machine has no wheel of libcachesim (dev extra)."""
     if platform.machine() != "x86_64":
         pytest.skip("libcachesim has wheels for x86-64 only")
     import libcachesim
@@ -95,7 +94,7 @@ def libcachesim_misses(policy: str, ids: Int64s, capacity: int, folder: Path) ->
     records["object"] = ids + 1
     records["size"] = 1
     uses = next_uses(ids)
-    records["next_use"] = np.where(uses >= 0, uses + 1, -1)  # its clock starts at 1
+    records["next_use"] = np.where(uses >= 0, uses + 1, -1)  # libCacheSim's clock starts at 1
     path = folder / "trace.oracleGeneral"
     records.tofile(path)
     reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)

@@ -1,4 +1,4 @@
-"""Planning: model shapes, memory, pools, and the latency model of every system, compared with manual calculations."""
+"""Planning: model shapes, memory, pools, and the latency model of every system, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmcache.kv.planning.placement import Workload, by_ssd_share, largest_conte
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
 
-# The parts of public `config.json` files that planning uses
+# `config.json` of public models, with the fields that planning reads
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -48,7 +48,7 @@ def test_every_number_of_a_machine_has_an_origin(machine: Any) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_without_a_gpu_the_processor_computes_at_the_speed_of_its_memory(machine: Any) -> None:
+def test_without_a_gpu_the_cpu_computes_at_the_speed_of_its_memory(machine: Any) -> None:
     host = machine.with_sizes(gpu_bytes=0)
     test_every_number_of_a_machine_has_an_origin(host)
     assert (host.gpu_bytes_per_s, host.gpu_reserved_bytes) == (machine.host_bytes_per_s, 0)
@@ -56,14 +56,14 @@ def test_without_a_gpu_the_processor_computes_at_the_speed_of_its_memory(machine
     assert full.token_ns / 1e9 > QWEN.weight_bytes / machine.host_bytes_per_s * 0.9
 
 
-def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
+def test_scattered_reads_cost_whole_blocks_and_requests() -> None:
     slow = replace(PAPER_PC, ssd_bytes_per_s=1e9, ssd_requests_per_s=100_000)
     assert slow.ssd_rate(1 << 20) == 1e9
-    assert slow.ssd_rate(512) == 512 * 100_000  # 8 times too few requests
-    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # an eighth of each block
+    assert slow.ssd_rate(512) == 512 * 100_000  # limited by the request rate, 8 times too low
+    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # 1/8 of each block is used
 
 
-def test_a_device_scores_keys_from_its_memory_if_they_fit() -> None:
+def test_a_device_scores_keys_in_its_memory_as_far_as_they_fit() -> None:
     assert PAPER_PC.device_score_rate(1e9, cached=False) == pytest.approx(4e9)
     assert PAPER_PC.device_score_rate(1e9, cached=True) == pytest.approx(19.2e9)
     assert PAPER_PC.device_score_rate(8e9, cached=True) == pytest.approx(8e9 / (4e9 / 19.2e9 + 4e9 / 4e9))
@@ -82,7 +82,7 @@ def test_figure_2_within_three_percent_in_gib() -> None:
         assert memory_use(MODELS[name], 4096, 8).total / GIB == pytest.approx(gib, rel=0.03), name
 
 
-def test_the_largest_context_is_the_last_that_fits() -> None:
+def test_a_token_more_than_the_largest_context_does_not_fit() -> None:
     memory = 44.0 * GIB
     most = largest_context(QWEN, 8, memory)
     assert memory_use(QWEN, most, 8).total <= memory < memory_use(QWEN, most + 1, 8).total
@@ -112,13 +112,15 @@ def test_a_llama_config() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
-def test_weights_have_the_bits_of_the_quantization(quantised: dict[str, Any], bits: int, noted: bool, inside: bool) -> None:
+def test_quantized_weights_have_their_number_of_bits(
+    quantised: dict[str, Any], bits: int, noted: bool, inside: bool
+) -> None:
     config = {"text_config": LLAMA_8B} if inside else LLAMA_8B
     shape = shape_of(config | {"quantization_config": quantised}, "config.json")
     assert shape.weight_bits == bits and bool(shape.notes) == noted
 
 
-def test_other_names_for_the_same_sizes() -> None:
+def test_other_field_names_of_sizes() -> None:
     small = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     gpt2 = shape_of(small, "gpt2/config.json")
     assert gpt2.parameters / 1e6 == pytest.approx(124.3, abs=0.2)
@@ -133,15 +135,15 @@ def test_other_names_for_the_same_sizes() -> None:
     assert nested.layers == 32
 
 
-def test_parameters_of_moe_models_are_those_published() -> None:
-    """The published active parameters include the token embedding, of which a token reads one row."""
+def test_parameters_of_moe_models_match_their_published_counts() -> None:
+    """The makers count the token embedding as used, of which a token reads one row."""
     for config, billions, used in ((MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32)):
         found = shape_of(config, "x/config.json")
         assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
         assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
 
 
-def test_an_moe_model_keeps_all_weights_and_reads_those_of_the_batch() -> None:
+def test_an_moe_model_stores_all_weights_and_reads_those_of_the_batch() -> None:
     mixture, dense = shape_of(MIXTRAL_8X7B, "x"), shape_of(MIXTRAL_8X7B | {"num_local_experts": 0}, "x")
     assert mixture.token_bytes == dense.token_bytes and mixture.weight_bytes > 6 * dense.weight_bytes
     used = (mixture.layer_weight_bytes(1) - dense.layer_weight_bytes(1)) / (3 * 4096 * 14336 * 2)
@@ -150,8 +152,8 @@ def test_an_moe_model_keeps_all_weights_and_reads_those_of_the_batch() -> None:
     assert 32 * mixture.layer_weight_bytes(1000) == pytest.approx(mixture.weight_bytes - 2 * 32000 * 4096 * 2)
 
 
-def test_used_experts_on_the_host_cross_the_link() -> None:
-    """24 GiB of GPU memory for dense weights and some experts; a token uses a quarter of the experts on the host."""
+def test_used_experts_on_the_host_are_transferred() -> None:
+    """With a GPU of 24 GiB, it has dense weights and some experts; others are in memory, with 1/4 of them used per token."""
     mixture, work = shape_of(MIXTRAL_8X7B, "x"), Workload(4096, batch=1)
     machine = PAPER_PC.with_sizes(host_bytes=128 * GIB)
     on_host = room(machine, mixture, work, work.alpha).weights_on_host
@@ -184,7 +186,7 @@ def test_an_unsupported_config_names_the_field(changes: dict[str, Any], named: s
 # Pools
 
 
-def test_the_rule_is_equation_1_and_m0_binds() -> None:
+def test_the_rule_is_equation_1_limited_by_m0() -> None:
     share = rule_share(PAPER_PC)
     assert share / (1 - share) == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
     small, large = Workload(8192), Workload(32768)
@@ -199,10 +201,10 @@ def test_the_rule_is_equation_1_and_m0_binds() -> None:
             assert places.beta == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
 
 
-# Latency: manual calculations, for a model of a single layer
+# Latency: sums by hand, for a model of one layer
 
 ONE = ModelShape("one", 1, 1024, 8, 8, 128, 4096, 1000)
-# 1 GB of KV: half of it keys.
+# 1 GB of KV, half of it keys.
 PLAIN = Workload(context=1 << 18, batch=1, alpha=0.25, chunk_tokens=10)
 KV = ONE.kv_bytes(PLAIN.context, 1)
 FLAT = replace(
@@ -219,7 +221,7 @@ HALF = by_ssd_share(KV, 0.5)
 
 
 def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]:
-    """Return the seconds of evaluation and fetch for a GB of KV, and the exposed part."""
+    """Return the seconds of evaluation, of fetch, and of exposed time per GB of KV."""
     found = latency(policy, FLAT, ONE, workload, HALF)
     gb = KV / 1e9
     return found.stages["evaluate"] / 1e9 / gb, found.stages["fetch"] / 1e9 / gb, found.exposed_ns / 1e9 / gb
@@ -229,7 +231,7 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
     ("policy", "evaluate", "fetch"),
     [
         ("full", 0, max(0.5 / 2, 1 / 8)),
-        # A token's keys are 2048 bytes here, half of the block that is read for them.
+        # A token's keys have 2048 bytes here, and a read takes twice as much, a whole block.
         ("h2o", 0.25 / 2 + 0.5 / 10, 0.25 * 0.5 / 1 + 0.25 / 8),
         ("prefetch", max(0.25 / 2, 0.5 / 10), max(0.25 * 0.5 / 1, 0.25 / 8)),
         # Two keys per chunk; chunks of 20 KiB are whole blocks.
@@ -237,11 +239,11 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
         ("hillinfer", max(0.25 / 10, 0.25 / 4), max(0.25 * 0.5 / 1, 0.25 / 8)),
     ],
 )
-def test_bytes_read_scored_and_fetched_by_system(policy: str, evaluate: float, fetch: float) -> None:
+def test_evaluation_and_fetch_of_each_system(policy: str, evaluate: float, fetch: float) -> None:
     assert parts(policy)[:2] == pytest.approx((evaluate, fetch))
 
 
-def test_only_systems_that_look_ahead_hide_evaluation() -> None:
+def test_only_lookahead_overlaps_with_computation() -> None:
     evaluate, fetch, exposed = parts("h2o")
     assert exposed == pytest.approx(evaluate + fetch)
     evaluate, fetch, exposed = parts("prefetch")
@@ -249,20 +251,20 @@ def test_only_systems_that_look_ahead_hide_evaluation() -> None:
     assert exposed == pytest.approx(evaluate + fetch - compute_ns / KV)
 
 
-def test_evaluation_by_keys_and_values_needs_no_fetch() -> None:
+def test_an_evaluation_with_values_fetches_no_values_again() -> None:
     both = replace(PLAIN, host_evaluates="keys and values")
     assert parts("prefetch", both)[:2] == pytest.approx((0.5 / 2, 0.25 / 8))
 
 
-def test_bytes_moved_by_hillinfer() -> None:
-    """1/64 of the evaluated bytes: with d = 128 in half precision a key is 256 bytes and its score 4."""
+def test_bytes_that_hillinfer_moves() -> None:
+    """Evaluation moves 1/64: with d = 128 in half precision, a key has 256 bytes and its score 4."""
     moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
     assert moved["ssd to host"] == 0
     assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))
     assert moved["device to host"] == pytest.approx(KV * 0.125 + KV / 4 / 64)
 
 
-def test_each_part_of_hillinfer_counts() -> None:
+def test_each_design_of_hillinfer_matters() -> None:
     no_hie, no_app = hillinfer("hie"), hillinfer("app")
     assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
     assert parts(no_hie)[0] == parts("prefetch")[0] > parts("hillinfer")[0]

@@ -1,13 +1,13 @@
-"""Client: llama.cpp evaluates given tokens one at a time over a mapped model (or one that it has read into memory).
+"""Client: llama.cpp evaluates given tokens one at a time with a mapped model, or with one that it has read.
 
-The event of each token has the `crc` of the logits: the same over plain storage and over a mount, or a byte was wrong.
+The event of a token has the `crc` of the logits; it differs between plain storage and a mount only if a byte was wrong.
 
-By default the tokens count up. With `--topics N` they are a generated text (`text`) of N topics, one after the other, for
-the models of `tools/make_model.py --like`, whose routers choose experts by token and topic. `--routing FILE` records which
-experts llama.cpp chose.
+By default the tokens count up. With `--topics N` they are a generated text (`text`) with N successive topics, for the models
+of `tools/make_model.py --like`, whose routers choose experts by token and topic. `--routing FILE` records the experts that
+llama.cpp chose.
 
-`--compute SECONDS` emulates a slower processor: each token takes so much longer, slept between the operations of llama.cpp's
-graph in equal parts. A token then takes about as long on a busy machine as on a quiet one.
+`--compute SECONDS` emulates a slower processor: each token takes that much longer, by sleeping in equal parts between the
+operations of llama.cpp's graph. A token then takes about the same time on a busy and on an idle machine.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 from tools.make_model import TOPIC_TOKENS
 
 LEAST_SLEEP_S = 0.002
 PROMPT = [1, 300, 301, 302]
 COMMON = 0.45
-"""Share of a text that are common words: tokens of the first topic after the one with the control tokens."""
+"""Share of common words in a text: tokens of the topic after the one with the control tokens."""
 REPEATED, REPEATED_WITHIN = 0.15, 16
-"""Share of a text that repeats one of so many tokens before."""
+"""Share of tokens that repeat one of the last `REPEATED_WITHIN` tokens."""
 
 
 def text(count: int, vocabulary: int, topics: int, seed: int = 0) -> list[int]:
     """Return `count` tokens of a generated text with `topics` topics, each for an equal share of the text.
 
-    Common words are the same in all topics. Common words, and the words of a topic, are each used by Zipf's law, and a word
-    is likely to be repeated soon. ValueError if the vocabulary has fewer topics.
+    Common words are the same in all topics. The frequencies of common words, and of the words of a topic, follow Zipf's law,
+    and a word is likely to be repeated soon. ValueError if the vocabulary has fewer topics.
     """
     known = vocabulary // TOPIC_TOKENS - 2
     if not 1 <= topics <= known:
@@ -63,10 +63,10 @@ def text(count: int, vocabulary: int, topics: int, seed: int = 0) -> list[int]:
 
 
 class RoutingRecorder:
-    """Records which experts llama.cpp chooses; llama-cpp-python has no parameter for the callback that this needs."""
+    """Records the experts that llama.cpp chooses, by a callback for which llama-cpp-python has no parameter."""
 
     def __init__(self) -> None:
-        """Have every context that is made from now on call this object, which must stay referenced."""
+        """Let all contexts created from now on call this object, which must stay referenced."""
         from llama_cpp import _ggml, llama_cpp
 
         self._ggml = _ggml.libggml
@@ -85,15 +85,15 @@ class RoutingRecorder:
         llama_cpp.llama_context_default_params = parameters
 
     def clear(self) -> None:
-        """Forget what has been recorded."""
+        """Discard the recorded experts."""
         self._chosen.clear()
 
     def routing(self, tokens: int) -> NDArray[np.int64]:
-        """Return the experts of so many tokens, evaluated one at a time: [token, layer, used]."""
+        """Return the experts of `tokens` tokens that were evaluated one at a time: [token, layer, used]."""
         return np.stack(self._chosen).astype(np.int64).reshape(tokens, -1, len(self._chosen[0]))
 
     def _computed(self, address: int, is_question: bool, _data: object) -> bool:
-        """Return whether a tensor is wanted, before it is computed; copy it afterwards."""
+        """Return whether the result of a tensor is needed, before it is computed; copy it afterwards."""
         tensor = ctypes.c_void_p(address)
         if not self._ggml.ggml_get_name(tensor).startswith(b"ffn_moe_topk"):
             return not is_question
@@ -104,10 +104,10 @@ class RoutingRecorder:
 
 
 class SlowProcessor:
-    """Sleeps `seconds` during each token, a part of it between each two operations; what is overslept is made up for."""
+    """Sleeps `seconds` per token, in equal parts between operations, and corrects for oversleeping."""
 
     def __init__(self, context: Any, seconds: float) -> None:
-        """Is in effect as long as it lives, from the second token on: the first one tells how many operations there are."""
+        """Sleep from the second token on, as long as this object exists; the first token counts the operations."""
         import llama_cpp
 
         self._seconds = seconds
@@ -121,7 +121,7 @@ class SlowProcessor:
         self._operations, self._done, self._slept_s = self._done, 0, 0.0
 
     def _operation(self, _data: object) -> bool:
-        """What llama.cpp asks before each operation: whether to give up."""
+        """Sleep as needed before an operation of llama.cpp; return whether to abort."""
         self._done += 1
         if self._operations:
             due_s = self._seconds * self._done / self._operations - self._slept_s
@@ -133,7 +133,7 @@ class SlowProcessor:
 
 
 def main() -> None:
-    """Load the model, feed a short prompt, then time single tokens."""
+    """Load the model, evaluate a short prompt, then time single tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("tokens", type=int)
@@ -165,7 +165,7 @@ def main() -> None:
     if recorder is not None:
         recorder.clear()
 
-    def token(index: int) -> Callable[[], Told]:
+    def token(index: int) -> Callable[[], StepFields]:
         if slow is not None:
             slow.begin()
         model.eval([tokens[index]])
