@@ -90,8 +90,8 @@ def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
     results = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
     alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {results}."
-    results = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
-    return embedded(figure, alt, f"{results}. Computed points: {_known(rows, exact)}.")
+    conditions = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
+    return embedded(figure, alt, f"{conditions}. Computed points: {_known(rows, exact)}.")
 
 
 def _named(summary: Summary) -> str:
@@ -129,8 +129,8 @@ def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exac
     alt = (
         f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {results}."
     )
-    results = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
-    return embedded(figure, alt, f"{results}. Computed points: {_known(rows, exact)}.")
+    conditions = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
+    return embedded(figure, alt, f"{conditions}. Computed points: {_known(rows, exact)}.")
 
 
 def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:
