@@ -279,6 +279,7 @@ def test_a_model_whose_file_is_written_to_after_it_was_loaded_is_not_restored_or
         model.set_cache(cache)
     if moment == "after an answer":
         answer(model, prompt(300), 1)
+    time.sleep(0.05)  # the kernel's clock for change times is coarse
     with open(path, "r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         stream.write(b"\1")
@@ -633,11 +634,11 @@ def test_prompts_that_wait_are_dropped_for_the_scores_of_the_next_one(
         rows = model.scores.shape[1] * 4
         for tokens in (300, 300, 400):
             answer(model, prompt(tokens), 10)
-        assert needed == [310 * rows, (1 + 100) * rows], "the second has the memory of the first"
+        assert needed == [310 * rows, rows, 101 * rows], "the rest has memory since the prompt before"
 
 
 def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that waits for its disk keeps the prompt that it writes; those behind it make room, and their memory is free."""
+    """The prompt that is being written stays; those behind it make room, and their memory is free."""
     from llmcache.kv.llama import cache as module
 
     may_write, gone = threading.Event(), []
@@ -716,7 +717,7 @@ def write_slowly(store, key, block, *rest):
     time.sleep(len(block.payload) / rate)
     return write(store, key, block, *rest)
 BlockStore.write = write_slowly
-model = Llama(sys.argv[1], n_ctx=tokens + 48, n_threads=1, type_k=0, type_v=0, flash_attn=False, logits_all=True, verbose=False)
+model = Llama(sys.argv[1], n_ctx=tokens + 48, n_threads=1, type_k=0, type_v=0, logits_all=True, verbose=False)
 cache = PrefixCache(sys.argv[2], floor=0)
 model.set_cache(cache)
 for seed in range(count):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.kv")
 
 EARLY_TOKENS = 64
-"""A prompt is stored before its answer if at least so many tokens were evaluated, which takes longer than copying a state."""
+"""A prompt is stored before its answer if at least so many tokens were evaluated, which takes longer than the copy."""
 _REPLACED = ("_create_completion", "eval", "save_state")
 _SCORE_BYTES = 4
 
