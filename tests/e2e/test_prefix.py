@@ -554,6 +554,21 @@ def test_what_cannot_be_written_is_dropped_with_a_line(
     assert caplog.messages and "closed" in caplog.text
 
 
+def test_a_small_disk_stores_prompts_and_one_without_room_is_reported_at_the_start(
+    tiny: Path, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = 300 * 10**6 // 4096
+    status = os.statvfs_result((4096, 4096, blocks, 0, blocks, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    with stored(tmp_path / "kv", limit="200M", floor=None) as cache:
+        answer(opened(tiny, cache), prompt(600))
+        assert cache.store.entries() and not caplog.messages
+    for settings, told in (({"limit": "500k"}, "limit is 500 KB"), ({"floor": "1G"}, "1.00 GB of the file system")):
+        with stored(tmp_path / "other", **settings):
+            assert len(caplog.messages) == 1 and "no room" in caplog.text and told in caplog.text
+        caplog.clear()
+
+
 CHILD = f"""
 from __future__ import annotations
 import sys

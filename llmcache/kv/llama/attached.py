@@ -126,7 +126,7 @@ class AttachedCache(BaseLlamaCache):
         """Evaluate tokens; those of a prompt that was looked up are then stored."""
         llama, (prompt, self._prompt) = self._owner(), (self._prompt, None)
         evaluate: Callable[[Llama, Sequence[int]], None] = type(llama).eval
-        is_prompt = prompt is not None and self._completing and self._cache.cuts(llama)
+        is_prompt = prompt is not None and self._completing and self._cache.cuts(llama, len(prompt))
         if is_prompt and len(tokens) > 1:
             evaluate(llama, tokens[:-1])
         evaluate(llama, tokens[-1:] if is_prompt else tokens)

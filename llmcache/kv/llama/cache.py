@@ -270,10 +270,10 @@ class PrefixCache(BaseLlamaCache):
         model = self._model(llama)
         return model.usable and any(True for _ in self._stored(_keys(model, tokens), model.whole))
 
-    def cuts(self, llama: Llama) -> bool:
-        """Return whether states of `llama` are stored, and in blocks."""
+    def cuts(self, llama: Llama, tokens: int) -> bool:
+        """Return whether a prompt of so many tokens is stored for `llama`, in blocks."""
         model = self._model(llama)
-        return not model.refused and not model.whole
+        return tokens >= LEAST_TOKENS and not model.refused and not model.whole
 
     def make_room(self, size_bytes: int) -> bool:
         """Drop prompts that wait to be written until so much memory is available; return whether it is."""
