@@ -11,23 +11,23 @@ from llmcache.cli import base, types
 
 @base.command("serve-llama", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": True})
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
-@click.option("--limit", metavar="SIZE", default="20G", help="Bytes that DIR may hold.")
-@click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
+@click.option("--limit", metavar="SIZE", default="20G", help="Maximum size of DIR.")
+@click.option("--ttl", metavar="TIME", help="Remove blocks not used for this time: 30d [default: never].")
 @click.option(
-    "--floor", metavar="SIZE", help="Space of the file system that is left free. [default: 1G, or 5 % of a smaller one]"
+    "--floor", metavar="SIZE", help="Space to leave free on the file system [default: 1G, or 5 % of a smaller file system]."
 )
 @click.option(
     "--queue",
     metavar="SIZE",
     default="1G",
-    help="Bytes of prompts that may wait in memory to be written, at most half of the memory that is available.",
+    help="Maximum memory for prompts that wait to be written; never more than half of the available memory.",
 )
 @click.option(
     "--shared",
     metavar="ADDRESS",
     envvar="LLMCACHE_SHARED",
     show_envvar=True,
-    help="A Redis-compatible server to share prompts over: redis://host:6379/0.",
+    help="Share prompts through this Redis-compatible server: redis://host:6379/0.",
 )
 @click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -39,11 +39,11 @@ def command(
     shared: str | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Serve models with llama-cpp-python; prompts are stored in DIR.
+    """Serve models with llama-cpp-python, and store evaluated prompts in DIR.
 
-    The server is 'python -m llama_cpp.server', which takes ARGUMENTS, with a cache that its own settings cannot name: what
-    a prompt has in common with those that are stored, also by an earlier server or another one, is not evaluated again.
-    GET /metrics tells hits, bytes and seconds saved (OpenMetrics).
+    The server is 'python -m llama_cpp.server' with ARGUMENTS and the prefix cache of llmcache: if a prompt begins like
+    a stored one, that beginning is restored instead of evaluated. Prompts stored by earlier or other servers count too.
+    GET /metrics returns hits, bytes and seconds saved (OpenMetrics).
 
     \b
     Examples:

@@ -198,7 +198,8 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories, *settings.named()] or words[1:]
     if user is not None:
         environment = user.environment(environment)
-    sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))
+    depth = models.DEPTH if settings.directories else 1
+    sources = session.without_memory(session.add(models.in_words(given, environment, _directory(), depth)))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
     has_ended = False

@@ -208,6 +208,11 @@ def test_pages_that_are_named_are_there() -> None:
         assert {word.replace("\\", "") for word in named} <= ours, name
 
 
+def test_a_paragraph_after_definitions_is_not_part_of_the_last_one() -> None:
+    made = make_man.section("FIELDS", "## Columns\nterm\n    meaning\n\nparagraph").split("\n")
+    assert made == [".SH FIELDS", '.SS "Columns"', ".TP", "\\fBterm\\fP", "meaning", ".PP", "paragraph"]
+
+
 @pytest.mark.mandoc
 @pytest.mark.parametrize("name", PAGES)
 def test_mandoc_finds_nothing(name: str, tmp_path: Path) -> None:

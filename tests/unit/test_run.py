@@ -57,6 +57,18 @@ def test_words_of_a_command_name_models(tmp_path: Path) -> None:
     assert given("-p", "Hello", "", "--flag=", "no\0path") == []
 
 
+def test_a_directory_of_the_user_is_searched_below_and_each_file_found_once(tmp_path: Path) -> None:
+    blob = sparse(tmp_path / f"hub/models--a--b/blobs/{'0' * 64}")
+    for revision in "12":
+        snapshot = tmp_path / f"hub/models--a--b/snapshots/{revision}/model.safetensors"
+        snapshot.parent.mkdir(parents=True)
+        snapshot.symlink_to(f"../../blobs/{blob.name}")
+    deep = sparse(tmp_path / "hub/1/2/3/4/5/model.gguf")
+    assert models.in_words(["hub"], {}, str(tmp_path), models.DEPTH) == [str(blob)]
+    assert models.in_words(["hub/1"], {}, str(tmp_path), models.DEPTH) == [str(deep)]
+    assert models.in_words(["hub"], {}, str(tmp_path)) == []
+
+
 def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     name = "0" * 64
     blob = sparse(tmp_path / f"hub/models--a--b/blobs/{name}")
