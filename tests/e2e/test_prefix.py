@@ -232,7 +232,8 @@ def test_another_model_of_the_same_name_and_other_settings_have_other_blocks(
 def changed(path: Path, tmp_path: Path) -> Path:
     """A model with four changed rows, in bytes that samples of it miss."""
     data = bytearray(path.read_bytes())
-    at = len(data) - 3 * 1024 - 1000
+    head = 4 << 20
+    at = head + (len(data) - head) // 1024 * 500 + 4200  # between two samples of 4 KiB
     data[at : at + 1000] = bytes(byte ^ 1 for byte in data[at : at + 1000])
     (tmp_path / "changed.gguf").write_bytes(data)
     return tmp_path / "changed.gguf"
@@ -643,20 +644,30 @@ def test_prompts_that_wait_are_dropped_for_the_scores_of_the_next_one(
     tiny: Path, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed: list[int] = []
-    monkeypatch.setattr("llmcache.kv.llama.cache._Writer.make_room", lambda writer, size: not needed.append(size))
+
+    def make_room(writer: object, size_bytes: int) -> bool:
+        needed.append(size_bytes)
+        return True
+
+    monkeypatch.setattr("llmcache.kv.llama.cache._Writer.make_room", make_room)
     with stored(tmp_path / "kv") as cache:
         model = opened(tiny, cache, logits_all=True)
-        rows = model.scores.shape[1] * 4
-        for tokens in (300, 300, 400):
-            answer(model, prompt(tokens), 10)
-        assert needed == [310 * rows, rows, 101 * rows], "the rest has memory since the prompt before"
+        row = model.scores.shape[1] * 4
+        answer(model, prompt(300), 100)
+        assert needed[0] == (364 + 128) * row, "64 more, and a batch in llama.cpp"
+        assert needed[1:] == [64 * row] * 2, "while the answer is generated"
+        needed.clear()
+        answer(model, prompt(300), 10)
+        answer(model, prompt(400), 10)
+        assert needed == [100 * row], "the rest has memory since the prompt before"
 
 
 def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt that is being written stays; those behind it make room, and their memory is free."""
     from llmcache.kv.llama import cache as module
 
-    may_write, gone = threading.Event(), []
+    may_write = threading.Event()
+    gone: list[int] = []
 
     class Freed(np.ndarray[Any, Any]):
         def __del__(self) -> None:
@@ -784,11 +795,12 @@ def test_a_prompt_survives_a_kill_during_its_answer(tiny: Path, opened: Open, tm
             process = context.Process(target=answer_at_length, args=(tiny, tmp_path / "kv", seed, says), daemon=True)
             process.start()
             says.close()
-            assert hears.poll(120)
-            time.sleep(turns.random() * 0.5)
+            for _ in range(1 + turns.integers(40)):
+                assert hears.poll(120)
+                is_written = hears.recv()
+            time.sleep(turns.random() * 0.05)
             process.kill()
             process.join()
-            is_written = False
             with contextlib.suppress(EOFError):
                 while True:
                     is_written = hears.recv()
@@ -797,7 +809,7 @@ def test_a_prompt_survives_a_kill_during_its_answer(tiny: Path, opened: Open, tm
             assert restored == 600 or not is_written, seed
             lost += restored < 600
         print(f"{lost} of {kills} prompts were lost, before they were evaluated or written")
-        assert lost < kills
+        assert lost <= kills // 2
         assert answer(model, prompt(600), 32) == reused(opened(tiny), prompt(600), prompt(600), 600, 32)
 
 
@@ -829,7 +841,8 @@ def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess
 
     def start() -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
-        words = f"--floor 0 -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1 --host 127.0.0.1 --port {port}".split()
+        words = f"--floor 0 --queue 100M -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1".split()
+        words += ["--host", "127.0.0.1", "--port", str(port)]
         command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path / "kv"), *words]
         with open(tmp_path / "log", "ab") as log:
             running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))

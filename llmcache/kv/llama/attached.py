@@ -30,6 +30,8 @@ log = logging.getLogger("llmcache.kv")
 
 EARLY_TOKENS = 64
 """A prompt is stored before its answer if at least so many tokens were evaluated, which takes longer than the copy."""
+GROWTH_TOKENS = 64
+"""While an answer is generated, memory is looked at after so many tokens."""
 _REPLACED = ("_create_completion", "eval", "save_state")
 _SCORE_BYTES = 4
 
@@ -49,7 +51,9 @@ class AttachedCache(BaseLlamaCache):
             setattr(llama, name, getattr(self, name))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the PrefixCache."""
+        """Return a public attribute of the PrefixCache."""
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._cache, name)
 
     def detach(self, llama: Llama) -> None:
@@ -77,7 +81,7 @@ class AttachedCache(BaseLlamaCache):
         """
         llama = self._owner()
         self._prompt, self._stored = key, None
-        self._cache.make_room(self._unscored_bytes(llama, len(key) + (self._answer_tokens or llama.n_ctx())))
+        self._make_room(llama, len(key))
         if llama._logits_all and self._echoes:
             llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
             raise KeyError("the request needs the scores of the prompt's tokens, which are not stored")
@@ -130,10 +134,11 @@ class AttachedCache(BaseLlamaCache):
         if is_prompt and len(tokens) > 1:
             evaluate(llama, tokens[:-1])
         evaluate(llama, tokens[-1:] if is_prompt else tokens)
-        self._scored = max(self._scored, llama.n_tokens)
+        if llama.n_tokens > self._scored + GROWTH_TOKENS - 1:
+            self._scored = llama.n_tokens
+            self._make_room(llama, llama.n_tokens)
         if is_prompt and len(tokens) >= EARLY_TOKENS:
-            room = min(self._answer_tokens or llama.n_ctx(), llama.n_ctx() - llama.n_tokens)
-            self._stored = self._cache.keep_prompt(llama, room, self._unscored_bytes(llama, llama.n_tokens + room))
+            self._stored = self._cache.keep_prompt(llama, self._answer_tokens or llama.n_ctx())
 
     def save_state(self) -> LlamaState:
         """Return the state of the Llama; for a completion that stores it, without scores, and empty if all is stored."""
@@ -143,9 +148,13 @@ class AttachedCache(BaseLlamaCache):
         stored, self._stored = self._stored, None
         return self._cache.handed(llama, stored)
 
-    def _unscored_bytes(self, llama: Llama, tokens: int) -> int:
-        """Memory that the scores of so many tokens will take and that is not in use yet."""
-        if not llama._logits_all:
-            return 0
-        tokens = min(tokens, len(llama.scores))
-        return max(0, tokens - self._scored) * llama.scores.shape[1] * _SCORE_BYTES
+    def _make_room(self, llama: Llama, tokens: int) -> None:
+        """Drop prompts that wait to be written if the scores of so many tokens, and some more, need their memory.
+
+        `Llama` has a row of scores for each token with logits_all, and llama.cpp one for each token of a batch; both take
+        memory when they are used first.
+        """
+        if llama._logits_all:
+            tokens = min(tokens + GROWTH_TOKENS, llama.n_ctx())
+            rows = [min(count, llama.n_ctx()) + min(count, llama.n_batch) for count in (self._scored, tokens)]
+            self._cache.make_room(max(0, rows[1] - rows[0]) * llama.scores.shape[1] * _SCORE_BYTES)

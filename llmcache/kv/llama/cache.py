@@ -285,15 +285,14 @@ class PrefixCache(BaseLlamaCache):
         if len(data) and (missing := self._missing(llama, tokens)):
             self._put(llama, tokens, missing, data)
 
-    def keep_prompt(self, llama: Llama, answer_tokens: int, answer_bytes: int) -> Task | None:
+    def keep_prompt(self, llama: Llama, answer_tokens: int) -> Task | None:
         """Write the blocks of what `llama` has evaluated that are not stored yet, in the background.
 
-        Its answer may have `answer_tokens`, for which it needs `answer_bytes` of memory. Returns what was begun, for
-        `handed` to use its memory again.
+        Its answer may have `answer_tokens`. Returns what was begun, for `handed` to use its memory again.
         """
         tokens = llama.input_ids[: llama.n_tokens].tolist()
         missing = self._missing(llama, tokens)
-        memory = self._memory(llama, len(missing), answer_tokens, answer_bytes) if missing else None
+        memory = self._memory(llama, len(missing), answer_tokens) if missing else None
         if memory is None:
             return None
         task = self._put(llama, tokens, missing, _copied(llama, memory))
@@ -314,16 +313,14 @@ class PrefixCache(BaseLlamaCache):
             data = data if memory is None else _copied(llama, memory)
         return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
 
-    def _memory(self, llama: Llama, blocks: int, more_tokens: int = 0, reserved_bytes: int = 0) -> Bytes | None:
+    def _memory(self, llama: Llama, blocks: int, more_tokens: int = 0) -> Bytes | None:
         """Memory for the state of `llama` and of `more_tokens`; None, and `blocks` are dropped, if too little is available.
 
         It does not come from the heap, which would not return it to the kernel.
         """
         size = llama_cpp.llama_state_get_size(llama.ctx)
-        if self._writer.admits(size, reserved_bytes, blocks):
-            with contextlib.suppress(OSError):
-                return huge_memory(size + size * more_tokens // max(1, llama.n_tokens))
-        return None
+        more = min(size, size * more_tokens // max(1, llama.n_tokens))  # takes no memory until it is used
+        return huge_memory(size + more) if self._writer.admits(size, blocks) else None
 
     def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
         """Have the blocks `missing` of the state `data` of `tokens` written; None if they cannot be."""
@@ -568,7 +565,7 @@ class PrefixCache(BaseLlamaCache):
                 return 0
             if keys[blocks - 1] not in self.store:
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-                if not self._writer.admits(size, 0, 1):
+                if not self._writer.admits(size, 1):
                     continue
                 data = huge_memory(size)[:size]
                 if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
@@ -607,11 +604,11 @@ class _Writer:
         """True if `key` waits to be written."""
         return key in self._pending
 
-    def admits(self, size_bytes: int, reserved_bytes: int, blocks: int) -> bool:
-        """Return whether so many more bytes may wait, if `reserved_bytes` are used elsewhere; if not, drop `blocks`."""
+    def admits(self, size_bytes: int, blocks: int) -> bool:
+        """Return whether so many more bytes may wait; if not, `blocks` are dropped."""
         with self._changed:
             why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else ""
-            if not why and size_bytes > (tightest().spare_bytes - reserved_bytes) // 2:
+            if not why and size_bytes > tightest().spare_bytes // 2:
                 why = "memory is short"
             if why:
                 self._drop(blocks, why, why)
