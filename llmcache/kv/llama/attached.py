@@ -88,7 +88,7 @@ class AttachedCache(BaseLlamaCache):
         self._prompt = None  # restoring may evaluate
         try:
             restored = self._cache.restore(llama, key)
-        except (LlmcacheError, OSError) as error:
+        except (LlmcacheError, OSError, MemoryError) as error:
             log.warning("nothing was restored: %s", error)
             restored = 0
         self._prompt = key

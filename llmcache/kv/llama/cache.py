@@ -292,8 +292,9 @@ class PrefixCache(BaseLlamaCache):
         """
         tokens = llama.input_ids[: llama.n_tokens].tolist()
         missing = self._missing(llama, tokens)
-        memory = self._memory(llama, len(missing), answer_tokens) if missing else None
-        if memory is None:
+        size = llama_cpp.llama_state_get_size(llama.ctx)
+        more = min(size, size * answer_tokens // max(1, llama.n_tokens))
+        if not missing or (memory := self._writer.memory(size, len(missing), more)) is None:
             return None
         task = self._put(llama, tokens, missing, _copied(llama, memory))
         if task is not None:
@@ -308,19 +309,11 @@ class PrefixCache(BaseLlamaCache):
         data: Bytes = np.empty(0, np.uint8)
         if missing := self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
             memory = stored.memory if stored is not None and stored.is_done else None
-            if memory is None or len(memory) < llama_cpp.llama_state_get_size(llama.ctx):
-                memory = self._memory(llama, len(missing))
+            size = llama_cpp.llama_state_get_size(llama.ctx)
+            if memory is None or len(memory) < size:
+                memory = self._writer.memory(size, len(missing))
             data = data if memory is None else _copied(llama, memory)
         return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
-
-    def _memory(self, llama: Llama, blocks: int, more_tokens: int = 0) -> Bytes | None:
-        """Memory for the state of `llama` and of `more_tokens`; None, and `blocks` are dropped, if too little is available.
-
-        It does not come from the heap, which would not return it to the kernel.
-        """
-        size = llama_cpp.llama_state_get_size(llama.ctx)
-        more = min(size, size * more_tokens // max(1, llama.n_tokens))  # takes no memory until it is used
-        return huge_memory(size + more) if self._writer.admits(size, blocks) else None
 
     def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
         """Have the blocks `missing` of the state `data` of `tokens` written; None if they cannot be."""
@@ -565,9 +558,9 @@ class PrefixCache(BaseLlamaCache):
                 return 0
             if keys[blocks - 1] not in self.store:
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-                if not self._writer.admits(size, 1):
+                if (data := self._writer.memory(size, 1)) is None:
                     continue
-                data = huge_memory(size)[:size]
+                data = data[:size]
                 if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
                     made = {keys[blocks - 1]: Block(data, tuple(tokens[at - BLOCK_TOKENS : at]))}
                     self._writer.put(Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
@@ -604,15 +597,19 @@ class _Writer:
         """True if `key` waits to be written."""
         return key in self._pending
 
-    def admits(self, size_bytes: int, blocks: int) -> bool:
-        """Return whether so many more bytes may wait; if not, `blocks` are dropped."""
+    def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
+        """Return memory for a state of `blocks` that is to wait; None, with the blocks dropped, if there is none for it.
+
+        It has room for `more_bytes`, which take no memory until they are used. It does not come from the heap, which would
+        not return it to the kernel.
+        """
         with self._changed:
-            why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else ""
-            if not why and size_bytes > tightest().spare_bytes // 2:
-                why = "memory is short"
-            if why:
-                self._drop(blocks, why, why)
-            return not why
+            why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"
+            if why == "memory is short" and size_bytes <= tightest().spare_bytes // 2:
+                with contextlib.suppress(OSError, MemoryError):
+                    return huge_memory(size_bytes + more_bytes)
+            self._drop(blocks, why, why)
+            return None
 
     def make_room(self, size_bytes: int) -> bool:
         """Drop tasks, the last one first, until so much memory is available; return whether it is."""
