@@ -777,9 +777,14 @@ def answer_at_length(model: Path, directory: Path, seed: int, said: Connection) 
     llama = llama_cpp.Llama(str(model), n_ctx=2048, n_threads=1, n_batch=128, verbose=False)
     cache = stored(directory)
     llama.set_cache(cache)
-    said.send(False)
-    for _ in llama.create_completion(prompt(600, seed=seed), max_tokens=1000, temperature=0, stream=True):
+
+    def send(*_: object) -> bool:
         said.send(cache.flush(0))
+        return False
+
+    said.send(False)
+    criteria = llama_cpp.StoppingCriteriaList([send])
+    llama.create_completion(prompt(600, seed=seed), max_tokens=1000, temperature=0, stopping_criteria=criteria)
 
 
 @pytest.mark.long
