@@ -159,9 +159,9 @@ def bench_command(
     from llmcache.report.output import check_target, tell
 
     if plot is not None and (flips or edram_run is not None):
-        raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
+        raise click.UsageError("--plot: --flips and --edram-run have no plot")
     if (bool(flips), edram_run is not None, task is not None).count(True) > 1:
-        raise click.UsageError("--flips, --edram-run, --task: one of them at a time")
+        raise click.UsageError("--flips, --edram-run, --task: give only one of them")
     if flips:
         from llmcache.report import edram_accuracy
 
@@ -172,7 +172,7 @@ def bench_command(
 
         check_target("--edram-run", edram_run, force)
         record_stream(BenchOptions(**options), tell).save(edram_run, force)
-        click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
+        click.echo(f"{edram_run} is written, for 'llmcache edram report'", err=True)
     else:
         bench = BenchOptions(**options)
         kv_bench.answer(bench if task is None else task_of(task, cases, bench), plot, force, as_json, tell)

@@ -73,7 +73,9 @@ def command(
     from llmcache.report.output import check_target, progress
 
     if scheduler is not None and jobs is not None:
-        raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
+        raise click.UsageError(
+            "--jobs and --scheduler cannot be combined: workers of a cluster set their own number of threads"
+        )
     models = partial(ModelHeaders, ())
     plan = plan_of(**options, drawn=report is not None)
     if report is not None:

@@ -167,11 +167,11 @@ def check_process(option: str, pid: int) -> None:
     if pid == os.getpid():
         raise UsageError(f"{option}: {pid} is llmcache itself", hint)
     if int(fields["Tgid"]) != pid:
-        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"use {option} {fields['Tgid']}")
     if fields["State"][0] in "ZX":
         raise EnvironmentProblem(f"{option}: process {pid} has ended", hint)
     if "VmSize" not in fields:
-        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a thread of the kernel, which reads no model", hint)
+        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a kernel thread, which reads no model", hint)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 

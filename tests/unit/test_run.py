@@ -153,7 +153,7 @@ def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
     assert raised.value.exit_code == NOT_FOUND
 
 
-@pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a thread of the kernel"), ("Z (zombie)", "has ended")])
+@pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
 def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
     with pytest.raises(LlmcacheError, match=text):
@@ -161,7 +161,7 @@ def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, t
 
 
 def test_user_of_a_command() -> None:
-    with pytest.raises(UsageError, match="no user 'nosuch-user'"):
+    with pytest.raises(UsageError, match="user 'nosuch-user' does not exist"):
         user_of("nosuch-user", {})
     if os.geteuid() != 0:
         with pytest.raises(UsageError, match="only root"):
@@ -169,7 +169,7 @@ def test_user_of_a_command() -> None:
         return
     assert user_of(None, {}) is None and user_of("root", {"SUDO_USER": "nobody"}) is None
     assert user_of(None, {"SUDO_USER": ""}) is None
-    with pytest.raises(UsageError, match="SUDO_USER: there is no user '²'"):
+    with pytest.raises(UsageError, match="SUDO_USER: user '²' does not exist"):
         user_of(None, {"SUDO_USER": "²"})
     sudo = user_of(None, {"SUDO_USER": "nobody"})
     assert sudo is not None and sudo.name == "nobody"

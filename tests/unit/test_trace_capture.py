@@ -232,7 +232,7 @@ def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     silent = LockedBytes(Mock(side_effect=MountProblem("the daemon does not answer")))
     silent.begin([FILE])
     silent.finish([FILE])
-    said = f"{FILE.path}: how much of it its mount keeps locked is not known: the daemon does not answer"
+    said = f"{FILE.path}: the bytes that its mount has pinned are unknown: the daemon does not answer"
     assert silent.by_file == {} and silent.remarks == [said]
 
 

@@ -138,7 +138,7 @@ class Engine:
 
     def _broken(self, service: str) -> None:
         """A service is not run again: the others cannot be relied on without it."""
-        log.error("service %s fails again and again: steering ends, and files are read from SOURCE", service)
+        log.error("service %s has failed repeatedly: steering ends, and files are read straight from SOURCE", service)
         threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
@@ -237,7 +237,7 @@ class Engine:
         if member.backing is backing:
             member.backing = None
         if not self.state.ended.wait_for(lambda: not member.loads, LOADS_S):
-            backing.keep_open(f"{member.loads} reads of it have not ended for {LOADS_S:.0f} s")
+            backing.keep_open(f"{member.loads} reads have not ended within {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
@@ -299,7 +299,7 @@ class Engine:
         }
         facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":
-            facts["unseen"] = "pinned extents are read without a request and are not in here"
+            facts["unseen"] = "pinned extents are read without a request, so these reads are not recorded"
         return {"extra": facts, "note": facts.get("unseen", "")}
 
     def stats(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class Engine:
             self._leave_to_client(group, member, extents, inode, code)
             return
         self._refused_ns = now_ns
-        log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
+        log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
             group.wanted[extent] = 0
         self.holder.release(group, extents)
@@ -383,7 +383,7 @@ class Engine:
         process when they are read again.
         """
         if not group.unlockable:
-            log.warning("inode %d: not pinned where it is charged to a cgroup of a client that has a memory limit", inode)
+            log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
         self.holder.release(group, extents)
         now_ns = time.monotonic_ns()
         for extent in extents:
@@ -467,7 +467,7 @@ class Engine:
                 limit = self.gauge.limit(self._held_bytes)
             except OSError as error:  # programs have as many files open as this process may: until they close some
                 if not blind:
-                    log.warning("memory pressure cannot be seen for now: %s", error.strerror)
+                    log.warning("cannot observe memory pressure for now: %s", error.strerror)
                 blind = True
                 continue
             blind = False
