@@ -33,6 +33,21 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Measured steps of an MoE model that are judged by themselves, `first` to `end`, and what a token needs there.
+
+    Bytes that miss where whole experts are kept in the same room: by exact LRU, and by Belady's policy. `storage_s`: the
+    time that storage takes for the latter.
+    """
+
+    first: int
+    end: int
+    lru_bytes: float
+    belady_bytes: float
+    storage_s: float
+
+
+@dataclass(frozen=True)
 class Experiment:
     """What is run, and under which limits.
 
@@ -41,6 +56,7 @@ class Experiment:
     `own_read_ahead`: the page cache with the machine's own is a side too, where that is not the small one.
     `read_ahead_kb`: what a mount in place is to set, as the documentation advises.
     `mean_reads`: bytes from storage are the mean of the steps: where most read nothing, the median would hide the others.
+    `windows` are judged one by one. `opponents_kb`: more values of `read_ahead_kb` with which the page cache runs.
     """
 
     case: str
@@ -60,6 +76,8 @@ class Experiment:
     own_read_ahead: bool = True
     read_ahead_kb: int = SMALL_READ_AHEAD_KB
     mean_reads: bool = False
+    windows: tuple[Window, ...] = ()
+    opponents_kb: tuple[int, ...] = ()
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -83,6 +101,11 @@ class SideRun:
             read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
             return statistics.fmean(read) if experiment.mean_reads else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
+
+    def _window_bytes(self, experiment: Experiment) -> list[float | None]:
+        """Return the mean bytes from storage per step of each window; None for a window that was not reached."""
+        read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
+        return [statistics.fmean(part) if (part := read[one.first : one.end]) else None for one in experiment.windows]
 
     def mount(self) -> dict[str, Any] | None:
         """Return mode, memory at its most, and the daemon's processor time per GB that came from storage while it was warm,
@@ -110,8 +133,12 @@ class SideRun:
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
             **warming,
             "storage_bytes_per_step": self.storage_bytes_per_step(experiment) if measured else None,
+            **({"window_bytes": self._window_bytes(experiment)} if experiment.windows else {}),
             "mount": self.mount(),
         }
+
+
+_NOT_TOLD = ("command", "direct", "own_read_ahead", "opponents_kb")
 
 
 @dataclass
@@ -153,7 +180,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return every measured step as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
+        shape = {key: value for key, value in asdict(each).items() if key not in _NOT_TOLD}
         return {
             **shape,
             "file": each.file.name,

@@ -1,7 +1,8 @@
 """Compare llmcachefs with the page cache: same total memory, same storage limit, interleaved runs.
 
 Cases: (a) a loop larger than memory, (b) a loop that fits, (c) one cold pass, (d) several readers, (e) loops of several
-sizes, (f) unlimited storage, (g) MoE models, (h) the stock llama.cpp server with its default flags.
+sizes, (f) unlimited storage, (g) MoE models, (h) the stock llama.cpp server with its default flags, (i) an MoE model of real
+size (`--moe-model`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from llmcache.cgroup import Cgroup
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from llmcache.storage import disk_of
@@ -26,11 +29,11 @@ from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose
 
 from . import routing
 from .clients.server_tokens import SITE
-from .experiment import Command, Experiment, Rig, Routed
+from .experiment import Command, Experiment, Rig, Routed, Window
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
 from .results import Bar, Document, markdown
-from .runner import MIB, client, crc_file, loop_bytes, loop_file
+from .runner import MIB, client, crc_file, loop_bytes, loop_file, run_client
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
 SCHEMA = "llmcache-bench-mount/2"
@@ -70,6 +73,14 @@ MISSES = 0.1
 CPU_S_PER_GB = {"inplace": 0.25, "steer": 0.8}
 """What the daemon may take, by mode."""
 
+MOE_SHARE = 0.6  # of an MoE model of real size, which fits in memory
+MOE_TOKENS, MOE_WARMUP = 400, 1
+MOE_OPPONENTS_KB = (32,)  # besides 128
+MOE_TARGETS = {None: (0.75, 0.60), RATES[0]: (0.75, 0.57)}
+"""Time of a token / page cache's time, in the first and second half of the tokens, by the limit of storage."""
+MOE_P99 = 2.5
+MOE_CPU_S_PER_GB = 0.45
+
 Result = dict[str, Any]
 Judged = tuple[str, str, float, str, float]
 """Key, what it is, value, sense, limit."""
@@ -79,6 +90,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, help="Q8_0 GGUF file (tools/make_model.py); without it, the llama.cpp cases are skipped"
     )
+    moe = "GGUF file of tools/make_model.py --like, on the file system of --dir; without it, case (i) is skipped"
+    parser.add_argument("--moe-model", type=Path, help=moe)
     parser.add_argument(
         "--dir",
         type=Path,
@@ -102,12 +115,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
 
 
-def sides(args: argparse.Namespace, source: Path, read_ahead_kb: int) -> tuple[Plain | Mounted, ...]:
+def sides(args: argparse.Namespace, source: Path, experiment: Experiment) -> tuple[Plain | Mounted, ...]:
     """Return the page cache, and llmcachefs in each mode that was asked for, mounted as the documentation advises."""
-    ahead = ("--read-ahead", f"{read_ahead_kb}Ki")
+    ahead = ("--read-ahead", f"{experiment.read_ahead_kb}Ki")
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
     modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
-    return (*kernels(source, args.read_ahead), *(modes or [Mounted()]))
+    more_kb = dict.fromkeys((*args.read_ahead, *experiment.opponents_kb))
+    return (*kernels(source, tuple(more_kb)), *(modes or [Mounted()]))
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -121,12 +135,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
-        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
+        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick, args.moe_model)
         measured: list[Result] = []
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
             if args.match in experiment.name:
                 console.print(f"({experiment.case}) {experiment.name}")
-                bench = Rig(scratch, sides(args, source, experiment.read_ahead_kb), args.repeat, console.print)
+                bench = Rig(scratch, sides(args, source, experiment), args.repeat, console.print)
                 measured.append(bench.measure(experiment).to_json())
                 yield {"complete": False, "results": measured}
         yield {"complete": True, "results": measured}
@@ -145,6 +159,7 @@ class CasePlan:
     threads: int
     fraction: float
     quick: bool
+    moe_model: Path | None = None
 
     @property
     def loop_size(self) -> int:
@@ -334,7 +349,67 @@ def stock_server(plan: CasePlan) -> Iterator[Experiment]:
     file.unlink()
 
 
-CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited, "g": mixtures, "h": stock_server}
+def real_size(plan: CasePlan) -> Iterator[Experiment]:
+    """(i) An MoE model of real size by llama.cpp: a generated text, with and without a limit of storage.
+
+    The model is alone in its directory. Two runs come first, with as much memory as there is: one reads the file with
+    O_DIRECT and so measures the storage, the other records which experts llama.cpp chooses, which gives the bounds.
+    """
+    if plan.moe_model is None:
+        return
+    alone = plan.source / "moe"
+    alone.mkdir()
+    file = alone / plan.moe_model.name
+    os.link(plan.moe_model.resolve(), file)
+    steps, warmup = (9 if plan.quick else MOE_TOKENS + MOE_WARMUP), MOE_WARMUP
+    recorded = plan.scratch / "routing.npy"
+    words = ("--threads", plan.threads, "--topics", 1)
+    with Cgroup("storage", directory=file) as group:
+        storage_bps = (
+            file.stat().st_size / run_client(group, client("loop_reader", file, "--how", "direct"), 600).steps[0].seconds
+        )
+        run_client(group, client("llama_tokens", file, steps, *words, "--routing", recorded), 3600)
+    chosen = np.load(recorded)
+    size, layout = file.stat().st_size, routing.layout_of(file)
+    dense, slices, cache = routing.dense_bytes(layout), Experts(layout), int(MOE_SHARE * size)
+    missed = routing.replay(chosen, (cache - dense) // slices.bytes_of(0), is_loaded=True)
+    asked = dense + slices.bytes_of(0) * chosen.shape[1] * chosen.shape[2]
+    half = (steps - warmup) // 2
+    for rate in (None, RATES[0]):
+        windows = []
+        for first, end in ((0, half), (half, 2 * half)):
+            lru, belady = (slices.bytes_of(0) * float(missed[one][warmup:][first:end].mean()) for one in ("lru", "belady"))
+            windows.append(Window(first, end, lru, belady, belady / min(storage_bps, rate or math.inf)))
+        yield Experiment(
+            "i",
+            f"{file.stem} {MOE_SHARE:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}",
+            file,
+            loop_bytes(file),
+            cache,
+            lambda _side, path: client("llama_tokens", path, steps, *words),
+            steps,
+            warmup,
+            rate,
+            routed=Routed(asked),
+            own_read_ahead=False,
+            read_ahead_kb=routing.read_ahead_kb(layout),
+            mean_reads=True,
+            windows=tuple(windows),
+            opponents_kb=MOE_OPPONENTS_KB,
+        )
+
+
+CASES = {
+    "a": larger,
+    "b": fits,
+    "c": cold,
+    "d": readers,
+    "e": sizes,
+    "f": unlimited,
+    "g": mixtures,
+    "h": stock_server,
+    "i": real_size,
+}
 
 
 # The figures of a result, and its bars
@@ -410,14 +485,16 @@ def bars(told: Document) -> list[Bar]:
     wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
     what = f"hangs, wrong bytes and failures with a mount, in {len(results)} cases"
     nothing = Bar("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
-    return [nothing, *(bar for result in results for side in mounts(result) for bar in judge(result, side))]
+    judged = (bar for result in results for side in mounts(result) for bar in judge(result, side))
+    return [nothing, *judged, *_limit_costs(results)]
 
 
 def judge(result: Result, side: str) -> Iterator[Bar]:
     """Yield the bars of one mount of one result."""
     slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
     name = result["name"]
-    command = f"tools/bench mount --model MODEL --only {result['case']} --match '{name}'"
+    model = "--moe-model" if result["case"] == "i" else "--model"
+    command = f"tools/bench mount {model} MODEL --only {result['case']} --match '{name}'"
     if side != "mount":
         slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
     for key, what, value, sense, limit in (*_judged(result, side), *_costs(result, side)):
@@ -457,6 +534,8 @@ def _judged(result: Result, side: str) -> Iterator[Judged]:
         yield "kernel", "time / page cache's time", over_kernel, "<=", limit
     elif case == "g":
         yield from _mixture(result, side, in_place)
+    elif case == "i":
+        yield from _real_size(result, side)
     elif case == "h":
         allowed = NEVER_SLOWER * storage_bytes(result, kernel(result)) + MORE_READ * size
         yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
@@ -482,6 +561,57 @@ def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     if times:
         late = sorted(times)[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
         yield "p99", "99th percentile of token times / median", late, "<=", 3
+
+
+def window_s(result: Result, side: str, number: int) -> float:
+    """Return the mean of the steps of one side in one window (s); no number without any."""
+    window, runs = result["windows"][number], (run for run in result["runs"] if run["side"] == side)
+    times = [step for run in runs for client in run["seconds"] for step in client[window["first"] : window["end"]]]
+    return statistics.fmean(times or [math.nan])
+
+
+def _window_kernel(result: Result, number: int) -> str:
+    """Return the page cache that is the fastest in one window."""
+    return kernel(result, lambda one, side: window_s(one, side, number))
+
+
+def window_bound_s(result: Result, number: int) -> float:
+    """Return max(compute, bytes that Belady's policy misses / bandwidth) of one window (s)."""
+    bound: float = max(result["compute_s"], result["windows"][number]["storage_s"])
+    return bound
+
+
+def _real_size(result: Result, side: str) -> Iterator[Judged]:
+    windows = result["windows"]
+    for number, (window, limit) in enumerate(zip(windows, MOE_TARGETS[result["read_bps"]], strict=True)):
+        own_s, tokens_of = window_s(result, side, number), f"tokens {window['first'] + 1} to {window['end']}"
+        yield (
+            f"kernel.{number + 1}",
+            f"{tokens_of}, mean time / page cache's time",
+            own_s / window_s(result, _window_kernel(result, number), number),
+            "<=",
+            limit,
+        )
+    late = windows[-1]
+    runs = (run for run in result["runs"] if run["side"] == side)
+    times = sorted(step for run in runs for client in run["seconds"] for step in client[late["first"] : late["end"]])
+    p99 = times[math.ceil(0.99 * len(times)) - 1] / statistics.median(times) if times else math.nan
+    yield "p99", "99th percentile of token times / median, last half", p99, "<=", MOE_P99
+    cpu = cpu_s_per_gb(result, side)
+    yield "cpu", "CPU seconds of the daemon per GB read from storage", cpu, "<=", MOE_CPU_S_PER_GB
+
+
+def _limit_costs(results: list[Result]) -> Iterator[Bar]:
+    """Yield the bars that a mount over unlimited storage is not slower than over limited storage (case i)."""
+    real = [result for result in results if result["case"] == "i"]
+    for free in (result for result in real if result["read_bps"] is None):
+        model = free["name"].removesuffix(" no limit")
+        for limited in (one for one in real if one["read_bps"] and one["name"].startswith(model)):
+            for side in (side for side in mounts(free) if side in limited["sides"]):
+                ratio = mean(free, side) / mean(limited, side)
+                what = f"{free['name']}, {side}: mean time / time with {limited['read_bps'] // 10**6} MB/s"
+                command = "tools/bench mount --only i --moe-model MODEL"
+                yield Bar(f"{model}.{side}.no-limit", what, ratio, "<=", NEVER_SLOWER, command=command)
 
 
 def _costs(result: Result, side: str) -> Iterator[Judged]:
@@ -517,14 +647,16 @@ def table(told: Document) -> str:
         f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
         f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}.\n\n"
     )
-    results = [result for result in told["results"] if result["case"] != "g"]
+    results = [result for result in told["results"] if result["case"] not in "gi"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
     mixed = [result for result in told["results"] if result["case"] == "g"]
-    return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
+    real = [result for result in told["results"] if result["case"] == "i"]
+    more = [f"\n{table_of(some)}" for table_of, some in ((_mixtures_table, mixed), (_real_size_table, real)) if some]
+    return "".join((about, markdown(head, rows) if rows else "", *more))
 
 
 def _row(result: Document, sides: Sequence[str]) -> list[str]:
@@ -559,3 +691,35 @@ def _mixtures_table(results: list[Result]) -> str:
         "bytes that three policies would read in a replay of the same routing."
     )
     return f"{about}\n\n{markdown(head, rows)}"
+
+
+def _real_size_table(results: list[Result]) -> str:
+    """Return what tokens of MoE models of real size took and read: measured means, and the modelled bounds."""
+    head = ["MoE model, share in memory, storage", "tokens", "side", "page cache s", "llmcachefs s", "bound s"]
+    head += ["/ page cache", "/ bound", "page cache MB", "llmcachefs MB", "exact LRU MB", "Belady MB"]
+    rows = []
+    for result, number in ((each, number) for each in results for number in range(len(each["windows"]))):
+        window, best = result["windows"][number], _window_kernel(result, number)
+        best_s, bound_s = window_s(result, best, number), window_bound_s(result, number)
+        for side in mounts(result):
+            own_s = window_s(result, side, number)
+            read = [
+                _median(run["window_bytes"][number] for run in result["runs"] if run["side"] == one) for one in (best, side)
+            ]
+            rows.append(
+                [
+                    result["name"],
+                    f"{window['first'] + 1} to {window['end']}",
+                    f"{mode_of(result, side)}, {best}",
+                    *(f"{one:.3f}" for one in (best_s, own_s, bound_s)),
+                    *(f"{own_s / one:.2f}" for one in (best_s, bound_s)),
+                    *(f"{one / 1e6:.0f}" for one in (*read, window["lru_bytes"], window["belady_bytes"])),
+                ]
+            )
+    about = (
+        "Mean time of a token and bytes that it read from storage (measured). The bound is the time of a token with "
+        "everything in memory (measured), or the bytes that Belady's policy misses by the bandwidth of storage (modelled), "
+        "whichever is more. Both modelled policies begin with the experts that are used first, because llama.cpp fills the "
+        "memory while it loads the model."
+    )
+    return f"{about}\n\n{markdown(head, rows, texts=(0, 1, 2))}"

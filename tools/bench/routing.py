@@ -110,28 +110,66 @@ def keys(routing: Routing) -> tuple[NDArray[np.int64], int]:
     return (routing + experts * np.arange(routing.shape[1])[:, None]).ravel(), experts * routing.shape[1]
 
 
-def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
-    """Uses of a token, after the first `warmup`, that miss among `room` whole experts, by who decides what leaves.
+def replay(routing: Routing, room: int, is_loaded: bool = False) -> dict[str, NDArray[np.int64]]:
+    """Return by policy how many uses of each token miss among `room` whole experts; `belady` knows the uses beforehand.
 
-    `known`: whose chance to be used by the next token is least leaves, by the very popularities of that moment. `learned`:
-    the same, but popularities are learned from the uses so far, by who knows how they are generated; no policy can be
-    expected to miss less. `belady` knows the uses themselves.
+    The cache is empty at first. With `is_loaded` it has the experts that are used first, as many as fit: no cache that an
+    engine has filled while it loaded the model is better for `belady`.
     """
     uses, count = keys(routing)
+    loaded = list(dict.fromkeys(uses.tolist()))[:room][::-1] if is_loaded else []
+    uses = np.concatenate((np.array(loaded, uses.dtype), uses))
     each = np.ones_like(uses)
     hits = {name: policy(room, count).replay(uses, each) for name, policy in (("lru", LRU), ("belady", Belady))}
+    hits["llmcache"] = _hot(uses, routing.shape[1] * routing.shape[2], room)
+    return {name: (1 - hit[len(loaded) :]).reshape(len(routing), -1).sum(1) for name, hit in hits.items()}
+
+
+def misses(routing: Routing, ranks: NDArray[np.int64], habits: Habits, room: int, warmup: int) -> dict[str, float]:
+    """Return the misses of a token after the first `warmup`, as `replay` counts them, also for policies with more knowledge.
+
+    `known`: the expert with the least chance to be used by the next token is evicted, by the popularities of that moment.
+    `learned`: the same, but the popularities are learned from the uses so far, by a policy that knows how they are
+    generated; no policy can be expected to miss less.
+    """
     chances = _chances(habits, ranks.shape[2], routing.shape[2])
     learner = _Learner(habits, chances, ranks.shape[1], ranks.shape[2])
-    hits["llmcache"] = _hot(routing, uses, room)
-    hits["known"] = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
-    hits["learned"] = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
-    tokens = len(routing)
-    return {name: float((1 - hit).reshape(tokens, -1)[warmup:].sum(1).mean()) for name, hit in hits.items()}
+    known = _by_chance(routing, habits, room, lambda token, layer: chances[ranks[token, layer]])
+    learned = _by_chance(routing, habits, room, lambda token, layer: learner.told(layer, routing[token, layer]))
+    found = {name: (1 - hit).reshape(len(routing), -1).sum(1) for name, hit in (("known", known), ("learned", learned))}
+    return {name: float(each[warmup:].mean()) for name, each in (replay(routing, room) | found).items()}
 
 
-def _hot(routing: Routing, uses: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class Locality:
+    """How much a routing repeats itself; means over layers and tokens.
+
+    `reused`: share of a token's experts that one of the last 1, 4 or 16 tokens used. `ninety`: share of a layer's experts
+    that serve 90 % of the uses, the most used first. `top`: share of the uses that go to the most used expert of a layer.
+    """
+
+    reused: dict[int, float]
+    ninety: float
+    top: float
+
+
+def locality(routing: Routing, experts: int) -> Locality:
+    """Return the locality of a routing through layers of so many experts."""
+    tokens, layers, used = routing.shape
+    uses = np.zeros((tokens, layers, experts), bool)
+    np.put_along_axis(uses, routing, True, axis=2)
+    reused = {}
+    for window in (1, 4, 16):
+        recent = np.stack([uses[window - back : tokens - back] for back in range(1, window + 1)]).any(0)
+        reused[window] = float((uses[window:] & recent).sum() / uses[window:].sum())
+    shares = np.sort(uses.sum(0) / (tokens * used), axis=1)[:, ::-1]
+    ninety = float(((shares.cumsum(1) < 0.9).sum(1) + 1).mean() / experts)
+    return Locality(reused, ninety, float(shares[:, 0].mean()))
+
+
+def _hot(uses: NDArray[np.int64], token_uses: int, room: int) -> NDArray[np.int64]:
     hot, hits = HotSet(), np.zeros(len(uses), np.int64)
-    hot.token_uses = len(uses) // len(routing)
+    hot.token_uses = token_uses
     for place, key in enumerate(uses.tolist()):
         hits[place] = key in hot
         hot.use(key)
