@@ -288,8 +288,8 @@ os._exit(0)
 @pytest.mark.long
 @pytest.mark.parametrize("rate", [200_000, 10**12], ids=["slow", "fast"])
 def test_a_slow_disk_does_not_exhaust_memory(tmp_path: Path, rate: int) -> None:
-    """LLMCACHE_PREFIX_CROWD (400M 36 1000): memory of the cgroup, prompts, and tokens of each."""
-    limit, count, tokens = os.environ.get("LLMCACHE_PREFIX_CROWD", "400M 36 1000").split()
+    """LLMCACHE_PREFIX_CROWD (400M 24 1000): memory of the cgroup, prompts, and tokens of each."""
+    limit, count, tokens = os.environ.get("LLMCACHE_PREFIX_CROWD", "400M 24 1000").split()
     path = make_wide(tmp_path / "wide.gguf")
     with Cgroup("crowd", directory=None, memory_bytes=parse_size(limit)) as group:
         command = [sys.executable, "-c", CROWDED, str(path), str(tmp_path / "kv"), str(rate), count, tokens]
