@@ -1,0 +1,237 @@
+"""The llama-server behind the proxy: which process it is, and all that its keys and values depend on beside the tokens.
+
+A saved slot fits a server whose model, build and settings are the same. The model counts by the digest of all of its bytes,
+wherever it lies, and so does every other file that the command line names (LoRA adapters, control vectors, a projector). The
+build counts by its number and by the digest of the program and its libraries. Of the settings, all words of the command line
+and all variables of llama.cpp count, except those that are known not to change keys and values: a setting that is not known
+here makes other prompts, never wrong ones. The order and the spelling of options count as well.
+
+/props does not tell most of this, so it is read from /proc: of the process that listens at the server's port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.proxy.http import Address
+from llmcache.procfs import mappings
+
+FORMAT = 1
+"""Of fingerprints: raised when other things go into them."""
+DEFAULT_PORT = 8080
+_ADDRESS = {"--host": "HOST", "--port": "PORT"}
+# What keys and values do not depend on, by option without dashes: with a value, and without one. Secrets are among them,
+# because what counts is stored in the clear.
+_VALUES = frozenset(
+    """host port reuse-port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
+    threads-batch tb threads-http cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb
+    cpu-strict-batch prio-batch poll-batch slot-save-path slot-prompt-similarity sps cache-ram cram hf-token hft log-file
+    log-colors verbosity lv log-verbosity log-prompts-dir predict n n-predict seed s temp temperature top-k top-p min-p
+    top-n-sigma top-nsigma xtc-probability xtc-threshold typical typical-p repeat-last-n repeat-penalty presence-penalty
+    frequency-penalty dry-multiplier dry-base dry-allowed-length dry-penalty-last-n dry-sequence-breaker dynatemp-range
+    dynatemp-exp mirostat mirostat-lr mirostat-ent samplers sampler-seq sampling-seq logit-bias grammar grammar-file j
+    json-schema json-schema-file sse-ping-interval sleep-idle-seconds cors-origins cors-methods cors-headers webui-config
+    webui-config-file ui-config ui-config-file mcp-servers-config mcp-servers-json tools media-path reasoning-format
+    reasoning-budget reasoning-budget-message""".split()
+)
+_FLAGS = frozenset(
+    """metrics slots no-slots props webui no-webui ui no-ui verbose v log-verbose log-disable log-prefix no-log-prefix
+    log-timestamps no-log-timestamps log-jsonl no-log-jsonl warmup no-warmup offline perf no-perf ignore-eos escape no-escape
+    cache-idle-slots no-cache-idle-slots cache-prompt no-cache-prompt cont-batching cb no-cont-batching nocb show-timings
+    no-show-timings cors-credentials no-cors-credentials webui-mcp-proxy no-webui-mcp-proxy ui-mcp-proxy no-ui-mcp-proxy
+    agent no-agent""".split()
+)
+_PERSISTENT = re.compile(r"(LLAMA_ARG_|--)(PROMPT_|KV_)?(CACHE|SLOT_CACHE)_(DISK|DIR|PATH|FILE|SAVE|PERSIST).*", re.IGNORECASE)
+_UNSUPPORTED = ("--models-dir", "--models-preset", "--ssl-key-file")
+_LIBRARY = re.compile(r"(lib)?(x?llama|ggml|mtmd).*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line and the environment of a llama-server."""
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+
+    def value(self, *names: str, variable: str = "") -> str | None:
+        """Return the last value of an option, or that of its variable; None if it has none."""
+        places = [place for place, word in enumerate(self.words[:-1]) if word in names]
+        return self.words[places[-1] + 1] if places else self.environment.get(variable) or None
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Where the server would listen. UsageError."""
+        hosts = self.value("--host", variable="LLAMA_ARG_HOST") or "127.0.0.1"
+        port = self.value("--port", variable="LLAMA_ARG_PORT") or str(DEFAULT_PORT)
+        if not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise UsageError(f"--port: '{port}' is no port", "name a number up to 65535")
+        if hosts.endswith(".sock"):
+            raise UsageError(f"--host: '{hosts}': the proxy listens at TCP addresses only", "name an address and --port")
+        return [Address(host, int(port)) for host in hosts.split(",")]
+
+    @property
+    def prefix(self) -> str:
+        """What the paths of all routes begin with."""
+        return (self.value("--api-prefix", variable="LLAMA_ARG_API_PREFIX") or "").rstrip("/")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the server's own key, if it has one, makes a request need. OSError."""
+        key = self.value("--api-key", variable="LLAMA_API_KEY")
+        if key is None and (file := self.value("--api-key-file", variable="LLAMA_ARG_API_KEY_FILE")):
+            key = Path(file).read_text().split("\n")[0]
+        return {"Authorization": f"Bearer {key.split(',')[0].strip()}"} if key else {}
+
+    @property
+    def own_cache(self) -> str | None:
+        """Return the option or variable that gives the server a persistent prompt cache of its own; None: it has none."""
+        named = [*(word for word in self.words if word.startswith("--")), *self.environment]
+        return next((name for name in named if _PERSISTENT.fullmatch(name.replace("-", "_").replace("__", "--", 1))), None)
+
+    @property
+    def unsupported(self) -> str | None:
+        """Return the option with which the proxy cannot be used; None: there is none."""
+        return next((word for word in self.words if word in _UNSUPPORTED), None)
+
+    def behind(self, address: Address, spool: str) -> list[str]:
+        """Return the command line with which the server listens at `address` and saves slots in `spool`."""
+        words, kept = iter(self.words), []
+        for word in words:
+            if word in _ADDRESS or word == "--slot-save-path":
+                next(words, None)
+            else:
+                kept.append(word)
+        return [*kept, "--host", address.host, "--port", str(address.port), "--slot-save-path", spool]
+
+    def that_count(self) -> list[str]:
+        """Return the words and variables that keys and values may depend on, in their order."""
+        words, counting = iter(self.words), []
+        for word in words:
+            name = word.lstrip("-") if word.startswith("-") else ""
+            if name in _VALUES:
+                next(words, None)
+            elif name not in _FLAGS or not name:
+                counting.append(word)
+        for name, value in sorted(self.environment.items()):
+            option = name.removeprefix("LLAMA_ARG_").replace("_", "-").lower()
+            is_known = name.startswith("LLAMA_LOG") or name in ("LLAMA_API_KEY", "LLAMA_CACHE", "LLAMA_ARG_MODEL")
+            if name.startswith(("LLAMA_", "GGML_")) and not is_known and option.removeprefix("no-") not in _VALUES | _FLAGS:
+                counting.append(f"{name}={value}")
+        return counting
+
+
+class Process:
+    """The process of a llama-server. EnvironmentProblem: it cannot be looked at."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._process = psutil.Process(pid)
+            self.options = Options(self._process.cmdline()[1:], self._process.environ())
+            self.directory, self.name = self._process.cwd(), self._process.name()
+        except psutil.Error as error:
+            hint = "run the proxy as the same user, or as root, in the same container; or let it start the server: -- llama-server …"
+            raise EnvironmentProblem(f"cannot look at the server's process {pid}: {error}", hint) from None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is the same process still, and not a new one of the same number."""
+        return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
+
+    def path(self, name: str) -> str:
+        """Return a path by which this process reaches a file that the server calls `name`."""
+        return f"/proc/{self._process.pid}/root{os.path.join(self.directory, name)}"
+
+    def libraries(self) -> list[str]:
+        """Return the files of llama.cpp's code that are mapped, by name; EnvironmentProblem if one was replaced."""
+        found = {mapped.path for mapped in mappings(self._process.pid) if _LIBRARY.fullmatch(os.path.basename(mapped.path))}
+        found = {path for path in found if ".gguf" not in path and not path.endswith(".bin")}
+        self._check_replaced(found)
+        return sorted(found)
+
+    def check_models(self, models: Sequence[str]) -> None:
+        """EnvironmentProblem if one of the files `models` was changed since the process has started."""
+        self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if ".gguf" in mapped.path})
+        for model in models:
+            if os.stat(model).st_mtime > self._process.create_time() + 1.0:
+                raise EnvironmentProblem(f"{os.path.basename(model)} was changed after the server has loaded it", "restart the server")
+
+    @staticmethod
+    def _check_replaced(paths: set[str]) -> None:
+        for path in paths:
+            if path.endswith(" (deleted)"):
+                name = os.path.basename(path.removesuffix(" (deleted)"))
+                raise EnvironmentProblem(f"{name} was replaced after the server has loaded it", "restart the server")
+
+
+def process_at(address: Address) -> Process:
+    """Return the process that listens at `address`, an address of this machine. EnvironmentProblem."""
+    hint = "run the proxy on the server's machine, as the same user or as root; or let it start the server: -- llama-server …"
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == address.port and connection.pid:
+                return Process(connection.pid)
+    raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", hint)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What names the prompts of a server: the fingerprint, what it stands for, and the model's file."""
+
+    fingerprint: str
+    described: dict[str, Any]
+    model: str
+
+
+def identify(process: Process, props: dict[str, Any], adapters: Any, context_tokens: int) -> Identity:
+    """Return the identity of a server with these /props, /lora-adapters and tokens per slot; takes as long as hashing files.
+
+    EnvironmentProblem: it cannot be known; OSError.
+    """
+    named = props.get("model_path")
+    if not isinstance(named, str) or not named or props.get("role") == "router":
+        raise EnvironmentProblem("the server has no model of its own: it loads several", "start the proxy for each model")
+    models = model_files(process.path(named))
+    process.check_models(models)
+    words = []
+    for word in process.options.that_count():
+        path = process.path(word) if word and not word.startswith("-") else ""
+        words.append(f"file {file_digest(path)}" if path and os.path.isfile(path) else word)
+    described = {
+        "format": FORMAT,
+        "file": os.path.basename(named),
+        "files": [file_digest(path) for path in models],
+        "build": str(props.get("build_info")),
+        "code": [[os.path.basename(path), file_digest(process.path(path))] for path in process.libraries()],
+        "options": words,
+        "adapters": [[each.get("id"), each.get("scale")] for each in adapters] if isinstance(adapters, list) else None,
+        "n_ctx": context_tokens,
+        "block_tokens": 1,
+    }
+    counting = json.dumps({key: value for key, value in described.items() if key != "file"}, sort_keys=True)
+    return Identity(hashlib.blake2b(counting.encode(), digest_size=16).hexdigest(), described, models[0])
+
+
+def file_digest(path: str) -> str:
+    """Return the digest of all bytes of a file; takes as long as reading it, unless it is remembered. EnvironmentProblem."""
+    try:
+        identity = FileIdentity(path)
+        while (digest := identity.digest(60.0)) is None:
+            pass
+    except OSError as error:
+        raise EnvironmentProblem(f"{path}: {error.strerror}") from None
+    return digest
+
+
+__all__ = ["Identity", "LlmcacheError", "Options", "Process", "file_digest", "identify", "process_at"]

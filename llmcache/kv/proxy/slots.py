@@ -1,0 +1,103 @@
+"""Slots: what the proxy knows of the slots of a llama-server, and which of them a request gets. No I/O.
+
+The server does not say which tokens a slot holds. What is known here is what was restored into it, what a request that was
+sent to it has had evaluated, and what its saved file lists. It may be out of date, where requests went to the server by
+another way: that costs time, because a prefix is restored that was there, or evaluated that was stored. The server itself
+compares the tokens of a request with those of its slot, so no answer depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+NONE: Tokens = np.empty(0, np.int32)
+LEAST_GAIN = 64
+"""Tokens that restoring has to save at least, over what a slot holds already."""
+
+
+@dataclass
+class Slot:
+    """One slot of the server: the tokens that it holds, how many of them are stored, and when it was used last."""
+
+    number: int
+    tokens: Tokens = field(default_factory=lambda: NONE)
+    stored: int = 0
+    last_use: int = 0
+    is_busy: bool = False
+
+    def hold(self, tokens: Tokens) -> None:
+        """Record that the slot holds `tokens` now."""
+        self.stored = min(self.stored, common(self.tokens, tokens))
+        self.tokens = tokens
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A slot for one request, and how many tokens of its prompt the slot holds."""
+
+    slot: Slot
+    held: int
+
+
+class SlotTable:
+    """The slots of one server. For the thread of one event loop."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(number) for number in range(count)]
+        self._uses = 0
+        self._freed = asyncio.Condition()
+
+    async def lease(self, tokens: Tokens, stored: int) -> Lease:
+        """Return a slot for a prompt of `tokens`, `stored` of which could be restored; waits until a slot is idle."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: any(not slot.is_busy for slot in self.slots))
+            lease = choose([slot for slot in self.slots if not slot.is_busy], tokens, stored)
+            self._uses += 1
+            lease.slot.is_busy, lease.slot.last_use = True, self._uses
+            return lease
+
+    async def release(self, slot: Slot) -> None:
+        """Let other requests have `slot`."""
+        async with self._freed:
+            slot.is_busy = False
+            self._freed.notify()
+
+    def forget_idle(self) -> None:
+        """Record that nothing is known of the idle slots: a request was sent for which the server chooses the slot."""
+        for slot in self.slots:
+            if not slot.is_busy:
+                slot.hold(NONE)
+
+
+def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
+    """Return which of the `idle` slots a prompt gets: the one that holds most of it, unless restoring is worth more.
+
+    To restore into, and for a prompt that no slot holds, it is the one whose tokens are the smallest loss: an empty one, one
+    whose tokens are stored, the one that was used the longest ago.
+    """
+    best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
+    held = common(best.tokens, tokens)
+    if held and stored < held + LEAST_GAIN:
+        return Lease(best, held)
+
+    def loss(slot: Slot) -> tuple[bool, bool, int]:
+        is_lost = len(slot.tokens) - slot.stored >= LEAST_GAIN and common(slot.tokens, tokens) < len(slot.tokens)
+        return bool(len(slot.tokens)), is_lost, slot.last_use
+
+    victim = min(idle, key=loss)
+    return Lease(victim, common(victim.tokens, tokens))
+
+
+def common(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    length = min(len(first), len(second))
+    if not length or first[0] != second[0]:
+        return 0
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if len(differ) else length
