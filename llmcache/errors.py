@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import TextIO
 
 EXIT_OK = 0
@@ -31,6 +32,27 @@ class LlmcacheError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]  # as add_note() does: a traceback ends with it, str() stays the message
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def with_hints(hook: Hook) -> Hook:
+    """Return an excepthook that calls `hook`, then prints the hint of an LlmcacheError."""
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        hook(kind, error, trace)
+        if isinstance(error, LlmcacheError) and error.hint:
+            with droppable(sys.stderr):
+                print(f"hint: {printable(error.hint)}", file=sys.stderr)
+
+    return shown
+
+
+if sys.version_info < (3, 11):  # its tracebacks do not show notes
+    sys.excepthook = with_hints(sys.excepthook)
 
 
 class UsageError(LlmcacheError):

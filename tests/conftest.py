@@ -27,6 +27,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 # Two tests run at a time: threads of torch and BLAS, which wait for each other by spinning, would take each other's time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# xdist sets it in its workers: output would be wrapped as on a terminal with some numbers of workers, and not with others.
+os.environ.pop("COLUMNS", None)
+
 # No property has a deadline, nor must its examples be made in a certain time: machines are shared. Every run of the same
 # tests tries the same examples, so that what fails is the change. `--hypothesis-profile=fresh` tries new ones: what it
 # finds becomes an explicit example.

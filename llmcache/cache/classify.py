@@ -219,7 +219,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         for run in runs(batch):
             detector.note(*run)
     if last is None:
-        raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
+        raise DataError("rows: the trace has no accesses", "record it again, or inspect it with: llmcache info FILE")
     detector.finish()
     rows: list[Classification] = []
     for (number, write), trail in detector.trails.items():

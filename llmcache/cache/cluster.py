@@ -80,7 +80,7 @@ def _client(address: str) -> Iterator[Any]:
         client = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
         raise EnvironmentProblem(
-            f"--scheduler: no Dask scheduler answers at '{address}': {error}",
+            f"--scheduler: cannot reach a Dask scheduler at '{address}': {error}",
             "start one with: dask scheduler; its address looks like tcp://host:8786",
         ) from error
     with client:
@@ -93,15 +93,15 @@ def _checked_threads(client: Any) -> int:
         client.wait_for_workers(1, timeout=CONNECT_S)
     except TimeoutError as error:
         raise EnvironmentProblem(
-            f"--scheduler: no worker came in {CONNECT_S} s", "start one with: dask worker ADDRESS"
+            f"--scheduler: no worker connected within {CONNECT_S} s", "start one with: dask worker ADDRESS"
         ) from error
     # Not a function of ours: where llmcache is missing it could not even be unpickled.
     versions = client.run(eval, "__import__('llmcache').__version__", on_error="return")
     for worker, version in versions.items():
         if version != __version__:
-            found = "none" if isinstance(version, Exception) else version
+            found = "no llmcache" if isinstance(version, Exception) else f"llmcache {version}"
             raise EnvironmentProblem(
-                f"--scheduler: worker {worker} has llmcache {found}, this is {__version__}",
+                f"--scheduler: worker {worker} has {found}, but this machine has {__version__}",
                 "install the same version on all workers",
             )
     return sum(client.nthreads().values())
@@ -121,7 +121,7 @@ def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress
         except Exception as error:
             raise EnvironmentProblem(
                 f"--scheduler: a worker failed on '{name}': {type(error).__name__}: {error}",
-                "its log says more; a local run (without --scheduler) tells whether the trace is to blame",
+                "see its log; a local run (without --scheduler) shows whether the trace is the cause",
             ) from error
         if progress is not None:
             progress(name, sum(name_of[key] == name for key in done), len(futures) // len(set(name_of.values())))

@@ -45,7 +45,7 @@ def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
         blocks = int(footprint_blocks * size.percent / 100)
         if blocks < 1 and not size.at_least_one:
             raise UsageError(
-                f"--cache: {size.percent}% of a footprint of {footprint_blocks} blocks is less than one block",
+                f"--cache: {size.percent}% of the {footprint_blocks} blocks that the trace accesses is less than one block",
                 "give a larger share, or a size: 16M",
             )
         found[max(1, blocks) * BLOCK_BYTES] = None
@@ -90,7 +90,7 @@ def plan_of(
     setup_ns = _named("--setup", setup, parse_duration)
     period_ns = None if t is None else _named("--t", t, parse_duration)
     if period_ns == 0:
-        raise UsageError(f"--t: '{t}' must be above 0", "write seconds: 0.1, or 100ms")
+        raise UsageError(f"--t: must be above 0, not '{t}'", "write seconds: 0.1, or 100ms")
     sizes = AUTO if cache.strip().lower() == "auto" else _parsed("--cache", cache, _cache_size)
     model = FetchModel(bandwidths, setup_ns=setup_ns, gpu_setup_ns=0)
     return Plan(policies, sizes, model, period_ns, mrc or (drawn and "lru" in policies))
@@ -102,7 +102,7 @@ def _cache_size(text: str) -> CacheSize:
         size_bytes = parse_size_with_unit(text)
         if size_bytes < BLOCK_BYTES:
             raise UsageError(
-                f"{size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
+                f"'{text}' is less than one block ({BLOCK_BYTES} bytes)",
                 f"give at least {format_size(BLOCK_BYTES)}, such as 16M or 4Ki",
             )
         return size_bytes
@@ -111,7 +111,7 @@ def _cache_size(text: str) -> CacheSize:
     except InvalidOperation:
         percent = Decimal(0)
     if not percent.is_finite() or not 0 < percent <= 100:
-        raise UsageError(f"'{text}' is no share of the footprint", "write above 0% up to 100%: 2%,10%")
+        raise UsageError(f"'{text}' is not a share from above 0% to 100%", "write, for example: 2%,10%")
     return FootprintShare(percent)
 
 
@@ -119,7 +119,7 @@ def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
     """What the words of `text`, commas between them, mean, each once; errors name the option."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise UsageError(f"{option}: nothing stands before or after a comma in '{text}'", "write: one,two,three")
+        raise UsageError(f"{option}: '{text}' has an empty item", "separate items with single commas: one,two,three")
     return tuple(dict.fromkeys(_named(option, word, parse) for word in words))
 
 

@@ -44,16 +44,16 @@ def ask(
 ) -> Question:
     """The question that the options put, in base units, `t` in ns; UsageError names what is missing or contradicted."""
     for first, one, second, other, why in (
-        ("--loop", loop, "--model", model, "the model says how long its loop is"),
-        ("--bw", bw, "--measure", measure, "the measurement gives the bandwidth"),
+        ("--loop", loop, "--model", model, "the model determines the size of the loop"),
+        ("--bw", bw, "--measure", measure, "the measurement determines the bandwidth"),
         ("--t", t, "--tokens-per-second", tokens_per_second, "T is 1 / tokens per second"),
     ):
         if one is not None and other is not None:
-            raise UsageError(f"{first} and {second} contradict each other: {why}", f"leave out {first} or {second}")
+            raise UsageError(f"{first} and {second} contradict each other: {why}", f"omit {first} or {second}")
     for option, size_bytes in (("--cache", cache), ("--ram", ram)):
         if size_bytes is not None and size_bytes < BLOCK_BYTES:
             least = format_size(BLOCK_BYTES)
-            raise UsageError(f"{option}: {size_bytes} bytes are less than one block ({least})", "write a size: 64M, 512Mi")
+            raise UsageError(f"{option}: {size_bytes} bytes is less than one block ({least})", "write a size: 64M, 512Mi")
     of = None if device is None else DEVICES[device]
     if cache is not None:
         caches: tuple[int, ...] = (cache,)
@@ -61,17 +61,17 @@ def ask(
         caches = () if of is None else tuple(sorted({of.least_cache_bytes, of.cache_bytes}))
     if loop is None and model is None and not caches:
         raise UsageError(
-            "--loop, --model and --cache are all missing: there is nothing to size",
-            "give the loop (--loop 70M or --model FILE), the cache (--cache 64M), or both",
+            "--loop, --model and --cache are all missing, so there is nothing to compute",
+            "specify the loop (--loop 70M or --model FILE), the cache (--cache 64M), or both",
         )
     if ram is not None and loop is None and model is None:
-        raise UsageError("--ram: what is to run in it?", "give the loop (--loop 70M), or --model FILE")
+        raise UsageError("--ram needs a loop or a model that runs in that memory", "add --loop 70M, or --model FILE")
     storage = None if bw is None else Storage(bw, "given")
     if storage is None and measure is None:
         if of is None:
             raise UsageError(
-                "--bw is missing: how fast is the storage?",
-                "--bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
+                "--bw is missing, so the bandwidth of the storage is unknown",
+                "add --bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
             )
         storage = Storage(of.bandwidth, "device", {"class": of.name, "storage": of.storage})
     if tokens_per_second is not None:

@@ -263,7 +263,7 @@ class _ModelUses:
         from llmcache.cache.policies.belady import why_not_exact  # loads numba, which few traces need
 
         mapped = (
-            "experts are read through mmap, and pages that stay mapped are read without a trace" if self._mapped else None
+            "experts are read through mmap, and reads of pages that stay mapped are not recorded" if self._mapped else None
         )
         return "; ".join(reason for reason in (why_not_exact(provenance), mapped) if reason) or None
 

@@ -242,14 +242,14 @@ class TraceRun:
         seers = [name for name in plan.policies if policy_class(name).offline]
         if seers and (reason := why_not_exact(self.source.provenance)) is not None:
             raise DataError(
-                f"provenance: {seers[0]} cannot be exact on '{self.name}': {reason}",
-                f"leave {seers[0]} out of --policy",
+                f"provenance: '{self.name}' is incomplete, so {seers[0]} would not be exact: {reason}",
+                f"remove {seers[0]} from --policy",
             )
         space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
         if plan.period_ns is not None and self._rows > 1 and self._last_ns <= self._first_ns:
             raise DataError(
-                "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
-                "leave --t out, or take a trace that was recorded with times",
+                "t_ns: all rows of the trace have the same time, so --t cannot divide them into slices of T",
+                "omit --t, or use a trace that has times",
             )
         sizes = resolved(plan.sizes, space.footprint)
         # First references stall whatever the cache: LRU of everything misses nothing else.

@@ -104,7 +104,7 @@ class Space:
         for part in self.parts:
             if extent < part.base + part.count:
                 return part
-        raise IndexError(f"extent {extent} of {self.count}")
+        raise IndexError(f"extent: must be from 0 to {self.count - 1}, not {extent}")
 
 
 HIT, KEPT, MISS = range(3)
@@ -205,7 +205,7 @@ class Steering:
         """Takes one event: the name of a method below and its arguments. ValueError for a name that is not in EVENTS."""
         name, *arguments = event
         if name not in self.EVENTS:
-            raise ValueError(f"unknown event {name!r}")
+            raise ValueError(f"event: must be one of {', '.join(self.EVENTS)}, not {name!r}")
         getattr(self, name)(*arguments)
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
@@ -375,6 +375,6 @@ def _extents(ranges: Ranges, count: int) -> array[int]:
     extents = array("I")
     for first, end in ranges:
         if not 0 <= first <= end <= count or len(extents) + end - first > count:
-            raise IndexError(f"extents {first} to {end} of {count}")
+            raise IndexError(f"ranges: {first} to {end} is not within the {count} extents of the space")
         extents.extend(range(first, end))
     return extents

@@ -201,7 +201,9 @@ class Axes:
     def configurations(self) -> list[Configuration]:
         """Returns every combination, the last axis changing fastest; UsageError if there are more than a million."""
         if len(self) > MOST:
-            raise UsageError(f"{len(self):,} configurations are more than {MOST:,}", "vary less at a time")
+            raise UsageError(
+                f"{len(self):,} configurations are more than the limit of {MOST:,}", "vary fewer options in one sweep"
+            )
         workloads, systems = list(self._workloads()), list(self._systems())
         return [
             Configuration(model, workload, system, profile)

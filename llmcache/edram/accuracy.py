@@ -267,6 +267,6 @@ def record_run(
                 recorder.observe((sequence, number), "x", layer.inputs.positions, layer.x_high_scores(hst))
             decoder.step(token, cache)
         recorder.end_step(step_ns)
-    clock = "not said" if step_ns is None else f"modelled: {format_duration(step_ns)} a step"
+    clock = "unknown" if step_ns is None else f"modelled: {format_duration(step_ns)} per step"
     title = f"AERP, {len(caches)} texts of {asked.ids.shape[1]} tokens"
     return recorder.finish(title, clock, {"policy": "aerp", **asdict(settings), "format": cells.format})

@@ -49,11 +49,11 @@ class AerpSettings:
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.window < 0:
-            raise ValueError(f"sinks: {self.sinks}, and a window of {self.window}: at least 0 is needed")
+            raise ValueError(f"sinks, window: must be at least 0, not {self.sinks} and {self.window}")
         if self.budget <= self.sinks:
-            raise ValueError(f"budget: {self.budget} tokens leave none beside {self.sinks} sinks")
+            raise ValueError(f"budget: must be more than the {self.sinks} sinks, not {self.budget} tokens")
         if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute: '{self.recompute}', known are {', '.join(RECOMPUTE)}")
+            raise ValueError(f"recompute: must be one of {', '.join(RECOMPUTE)}, not '{self.recompute}'")
 
     @property
     def recent(self) -> int:
@@ -76,9 +76,9 @@ class LayerShape:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least 1 is needed")
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads: {self.heads} is no multiple of the {self.kv_heads} key-value heads")
+            raise ValueError(f"heads: must be a multiple of the {self.kv_heads} key-value heads, not {self.heads}")
 
     def x_pays(self, retaining: int) -> bool:
         """Whether x is smaller than keys and values of the `retaining` key-value heads: strictly, or nothing is saved.
@@ -116,7 +116,7 @@ class Slots:
         Sinks, the last tokens of the window, and of the rest those with the highest sums; of equal ones the newer.
         """
         if self.newest != NONE:
-            raise ValueError("sums: the layer holds tokens already, a prompt comes first")
+            raise ValueError("sums: the layer already has tokens, but a prompt must come first")
         tokens = sums.shape[1]
         rank = sums.copy()
         rank[:, : self.settings.sinks] = np.inf
@@ -373,7 +373,7 @@ class AerpLayer:
         self.values = Cells(places, shape.head_dim, self.cells)
         self.x_index: Int64s = np.full(places, NONE)
         if settings.recompute != "none" and (recompute is None or not shape.channels):
-            raise ValueError(f"recompute: '{settings.recompute}' needs projections and the layer's channels")
+            raise ValueError(f"recompute: '{settings.recompute}' needs projections, and a shape with channels")
         self.inputs = InputRows(shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
@@ -383,7 +383,7 @@ class AerpLayer:
         """
         wanted = (len(keys), self.shape.kv_heads, self.shape.head_dim)
         if keys.shape != wanted or values.shape != wanted:
-            raise ValueError(f"keys: shapes {keys.shape} and {values.shape}, {wanted} is needed")
+            raise ValueError(f"keys, values: shapes must be {wanted}, not {keys.shape} and {values.shape}")
         inputs = _given(x) if self.settings.recompute != "none" else None
         kept = self.slots.fill(sums)
         heads, slots = np.indices(kept.shape).reshape(2, -1)
@@ -512,5 +512,5 @@ class AerpLayer:
 
 def _given(x: Floats | None) -> Floats:
     if x is None:
-        raise ValueError("x: it is needed to recompute")
+        raise ValueError("x: must be given if something is recomputed")
     return x

@@ -65,7 +65,7 @@ def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
 
 DEFAULTS = {"profile": "paper", "model": "llama2-7b", "workload": "PG19", "system": "Kelle+eDRAM"}
 """Kinds of tables, and what a new one of each begins with if it does not say."""
-WANTED = {"bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number"}
+WANTED = {"bool": "true or false", "str": "a string", "int": "a whole number", "float": "a number"}
 
 
 def read_constants(path: str | Path | None) -> Catalogue:
@@ -78,16 +78,16 @@ def read_constants(path: str | Path | None) -> Catalogue:
     for kind, tables in ({} if path is None else _document(Path(path))).items():
         _check_key(f"{path}", kind, DEFAULTS)
         if not isinstance(tables, dict):
-            raise UsageError(f"{path}: {kind}: a table is needed", f"write [{kind}.NAME]")
+            raise UsageError(f"{path}: {kind}: must be a table", f"write [{kind}.NAME]")
         parts = known[f"{kind}s"]
         for name, table in tables.items():
             where = f"{path}: {kind}.{name}"
             if not isinstance(table, dict):
-                raise UsageError(f"{where}: a table is needed", "write [profile.NAME], then one constant a line")
+                raise UsageError(f"{where}: must be a table", f"write [{kind}.NAME], then one constant per line")
             changes = dict(table)
             base = changes.pop("base", name if name in parts else DEFAULTS[kind])
             if not isinstance(base, str):
-                raise UsageError(f"{where}.base: '{base}' is not a name")
+                raise UsageError(f"{where}.base: must be a name, not {base!r}", f"one of: {', '.join(parts)}")
             if base not in parts:
                 raise UsageError(f"{where}.base: there is no {kind} '{base}'", f"one of: {', '.join(parts)}")
             parts[name] = _derived(parts[base], name, changes, where)
@@ -115,7 +115,7 @@ def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> An
         hardware, policy, intervals = _changed(parts, changes, where)
         return AcceleratorSystem(name, hardware, replace(policy, intervals=intervals))
     (made,) = _changed([base], changes, where)
-    title = f"of the user, beginning with '{base.name}'"
+    title = f"defined by the user, based on '{base.name}'"
     return replace(made, name=name, **({"title": title} if "title" not in changes and hasattr(base, "title") else {}))
 
 

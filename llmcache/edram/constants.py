@@ -29,7 +29,7 @@ class RefreshIntervals:
     def __post_init__(self) -> None:
         for group, interval_ns in zip(GROUPS, self.in_order(), strict=True):
             if not interval_ns > 0:
-                raise ValueError(f"{group}_ns: {interval_ns}, more than 0 is needed")
+                raise ValueError(f"{group}_ns: must be more than 0, not {interval_ns}")
 
     @classmethod
     def uniform(cls, interval_ns: float) -> RefreshIntervals:
@@ -156,10 +156,10 @@ class Profile:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"{field.name}: {value}, at least 0 is needed")
+                raise ValueError(f"{field.name}: must be at least 0, not {value}")
         for name in ("access_bytes", "array_bytes"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)}, more than 0 is needed")
+                raise ValueError(f"{name}: must be more than 0, not {getattr(self, name)}")
 
     @property
     def sram_j_per_byte(self) -> float:
@@ -186,7 +186,7 @@ _PE_CYCLE_J = CHIP.power_shares[0] * CHIP.power_w / (CHIP.array_rows**2 * CHIP.c
 
 PAPER = Profile(
     name="paper",
-    title="as printed: table 1 and the powers of section 8",
+    title="table 1 and the powers of section 8, as printed",
     dram_j_per_byte=CHIP.dram_w / CHIP.dram_bytes_per_s,  # 183 pJ/B
     sram_access_j=SRAM_4MB.access_j,
     edram_access_j=EDRAM_4MB.access_j,
@@ -198,7 +198,7 @@ PAPER = Profile(
 # eDRAM by the ratio of table 1. Refresh as printed.
 PUBLIC = Profile(
     name="public",
-    title="access energies of public tools, refresh as printed",
+    title="access energies from public tools, refresh as printed",
     dram_j_per_byte=64e-12,
     sram_access_j=0.826e-9,
     edram_access_j=0.826e-9 * EDRAM_4MB.access_j / SRAM_4MB.access_j,
@@ -211,7 +211,7 @@ PUBLIC = Profile(
 SILICON = replace(
     PUBLIC,
     name="silicon",
-    title="access energies of public tools, refresh as measured on silicon (Chun 2011)",
+    title="access energies from public tools, refresh as measured on silicon (Chun 2011)",
     refresh_pass_j=91.3e-6 * 32 * 1.25e-3,
 )
 PROFILES: dict[str, Profile] = {profile.name: profile for profile in (PAPER, PUBLIC, SILICON)}

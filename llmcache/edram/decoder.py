@@ -21,7 +21,7 @@ from llmcache.edram.flips import CellSettings
 from llmcache.errors import DataError, UsageError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
-_HINT = "a directory with config.json and model.safetensors (float32) of a Llama, Mistral or Qwen2 model is needed"
+_HINT = "name a directory with config.json and model.safetensors (float32) of a Llama, Mistral or Qwen2 model"
 _LONGEST_HEADER = 1 << 26
 
 
@@ -43,18 +43,18 @@ class Config:
         """Returns the sizes in the plain data of a config.json; DataError naming what is missing or not supported."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
-            raise DataError(f"model_type: {found!r}, known are {', '.join(MODEL_TYPES)}", _HINT)
+            raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         # Older files say "type" in place of "rope_type".
         plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
         if not plain:
-            raise DataError(f"rope_parameters: {rope}, only default rotations are supported", _HINT)
+            raise DataError(f"rope_parameters: only the default rope_type is supported, not {rope}", _HINT)
         # A Mistral has a window unless it says that there is none, a Qwen2 where it says so.
         is_mistral = data["model_type"] == "mistral"
         if data.get("sliding_window", 4096) if is_mistral else data.get("use_sliding_window"):
-            raise DataError("sliding_window: only attention to all tokens is supported", _HINT)
+            raise DataError("sliding_window: sliding windows are not supported", _HINT)
         if data.get("hidden_act", "silu") != "silu":
-            raise DataError(f"hidden_act: {data['hidden_act']!r}, only silu is supported", _HINT)
+            raise DataError(f"hidden_act: only silu is supported, not {data['hidden_act']!r}", _HINT)
         heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")
         return cls(
             layers=_whole(data, "num_hidden_layers"),
@@ -72,13 +72,13 @@ def parse_tensors(raw: bytes) -> dict[str, Floats]:
     """Returns the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
-        raise DataError(f"model.safetensors: a header of {length} bytes in a file of {len(raw)}", _HINT)
+        raise DataError(f"model.safetensors: a header of {length} bytes does not fit in a file of {len(raw)} bytes", _HINT)
     try:
         header = json.loads(raw[8 : 8 + length])
     except (ValueError, RecursionError) as error:
-        raise DataError(f"model.safetensors: its header is no JSON: {error}", _HINT) from error
+        raise DataError(f"model.safetensors: the header is not JSON: {error}", _HINT) from error
     if not isinstance(header, dict):
-        raise DataError(f"model.safetensors: its header is a {type(header).__name__}, not an object", _HINT)
+        raise DataError(f"model.safetensors: the header is a {type(header).__name__}, not an object", _HINT)
     body = raw[8 + length :]
     return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
 
@@ -87,7 +87,7 @@ def _tensor(name: str, entry: Any, body: bytes) -> Floats:
     try:
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         if entry["dtype"] != "F32":
-            raise DataError(f"{name}: {entry['dtype']}, F32 is needed", _HINT)
+            raise DataError(f"{name}: dtype must be F32, not {entry['dtype']}", _HINT)
         return np.frombuffer(body[begin:end], np.float32).reshape(shape)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name}: {error}", _HINT) from error
@@ -97,7 +97,7 @@ def _whole(data: dict[str, Any], name: str, default: int | None = None) -> int:
     value = data.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}: {value!r}, a whole number of at least 1 is needed", _HINT)
+        raise DataError(f"{name}: must be a whole number of at least 1, not {value!r}", _HINT)
     return value
 
 
@@ -105,7 +105,7 @@ def _number(data: dict[str, Any], name: str, default: float) -> float:
     value = data.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise DataError(f"{name}: {value!r}, a number above 0 is needed", _HINT)
+        raise DataError(f"{name}: must be a number above 0, not {value!r}", _HINT)
     return float(value)
 
 
@@ -144,7 +144,7 @@ class Decoder:
         except OSError as error:
             raise UsageError(f"model: '{root}' cannot be read: {error.strerror}", _HINT) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"config.json: no JSON: {error}", _HINT) from error
+            raise DataError(f"config.json: not JSON: {error}", _HINT) from error
         return cls(Config.parse(config), parse_tensors(raw))
 
     def _projections(self, prefix: str) -> Projections:
@@ -156,7 +156,7 @@ class Decoder:
 
     def _tensor(self, name: str) -> Floats:
         if name not in self._tensors:
-            raise DataError(f"{name}: missing in the model")
+            raise DataError(f"{name}: the model has no such tensor", _HINT)
         return self._tensors[name]
 
     def _apply(self, name: str, rows: Floats) -> Floats:

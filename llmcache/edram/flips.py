@@ -68,7 +68,7 @@ class FlipRates:
     def __post_init__(self) -> None:
         for name, rate in zip(GROUPS, self.in_order(), strict=True):
             if not 0 <= rate <= 1:
-                raise ValueError(f"{name}: {rate}, 0 to 1 is needed")
+                raise ValueError(f"{name}: must be from 0 to 1, not {rate}")
 
     @classmethod
     def uniform(cls, rate: float) -> FlipRates:
@@ -143,11 +143,11 @@ def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
         try:
             return one_sided(kind, float(value))
         except ValueError:
-            raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT) from None
+            raise UsageError(f"flips: '{text}' has no rate from 0 to 1", _HINT) from None
     if kind == "2drp" and not value:
         return FlipRates.of_intervals(KELLE_INTERVALS, curve)
     if kind not in ("interval", "2drp") or not value:
-        raise UsageError(f"flips: '{text}' is not understood", _HINT)
+        raise UsageError(f"flips: '{text}' is neither rates nor intervals", _HINT)
     try:
         intervals = parse_intervals(value)
     except UsageError as error:
@@ -156,7 +156,7 @@ def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
         columns = {printed: column for printed, column in TABLE4_INTERVALS.items() if abs(intervals.mean_ns - printed) < 1}
         if not columns:
             known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
-            raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+            raise UsageError(f"flips: table 4 has no column '{value}'", f"one of: {known}")
         (intervals,) = columns.values()
     return FlipRates.of_intervals(intervals, curve)
 
@@ -231,7 +231,7 @@ class CellSettings:
 
     def __post_init__(self) -> None:
         if self.format == "exact" and self.rates.any:
-            raise ValueError("rates: format 'exact' has no bits to lose")
+            raise ValueError("rates: must be 0 for the format 'exact'")
 
 
 @dataclass

@@ -29,7 +29,7 @@ class KelleRecorder(RunRecorder):
         """Returns the run, which ends here. ValueError if nothing was recorded."""
         policy = self._policy
         policy.end_record()
-        clock = "not said" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} a step"
+        clock = "unknown" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} per step"
         given = {"policy": policy.name, "evicted": policy.settings.evicted, "token_budget": policy.settings.token_budget}
         return self.finish(title or f"{policy.title}, {policy.store.shape.model}", clock, given | settings)
 
@@ -42,7 +42,7 @@ def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambd
     setup = setup_of(options)
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy)
     if [variant.policy for variant in variants] != [Kelle.name]:
-        raise UsageError("--edram-run: only Kelle's runs can be recorded", "--policy kelle")
+        raise UsageError("--edram-run: only the policy kelle can be recorded", "add --policy kelle")
     check_space(setup, 1)
     with PolicySession(setup, variants[0]) as session:
         policy = session.policy

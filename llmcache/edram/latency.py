@@ -39,7 +39,7 @@ class ConfigurationColumns:
 
     def __init__(self, configurations: Sequence[Configuration]) -> None:
         if not configurations:
-            raise ValueError("configurations: none are given")
+            raise ValueError("configurations: must not be empty")
         parts = ("model", "workload", "hardware", "policy", "profile")
         self._parts = [[getattr(one, part) for one in configurations] for part in parts]
 

@@ -87,7 +87,9 @@ class Tracker:
         ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
         grown = len(ids) - len(self._ids)
         if grown < 0:
-            raise ValueError(f"ids: {len(ids)} places, there were {len(self._ids)}: free ones are -1")
+            raise ValueError(
+                f"ids: must have at least the {len(self._ids)} places of the last step (-1 if free), not {len(ids)}"
+            )
         before = np.pad(self._ids, (0, grown), constant_values=NONE)
         was_high = np.pad(self._high, (0, grown))
         new, gone = (ids != before) & (ids != NONE), (ids != before) & (before != NONE)
@@ -116,7 +118,7 @@ class Tracker:
 SCHEMA = "llmcache.edram-run/1"
 FLOWS = tuple(name.name for name in fields(Flow))
 COLUMNS = tuple(f"{flow}_{kind}" for kind in KINDS for flow in FLOWS)
-_HINT = f"a file of {SCHEMA} is needed, as `llmcache kv bench --policy kelle --edram-run FILE` records it"
+_HINT = "record a run with: llmcache kv bench --policy kelle --edram-run FILE"
 _LARGEST = 1 << 53
 
 
@@ -152,7 +154,7 @@ class EdramRun:
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
         """Returns the run with every step taking `step_ns`, as `clock` explains."""
         if not 0 < step_ns < _LARGEST:
-            raise UsageError(f"step: {step_ns:g} ns, more than 0 is needed")
+            raise UsageError(f"step_ns: must be more than 0, not {step_ns:g}")
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
 
     def to_json(self) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class EdramRun:
         """Writes it to `path` as a whole; UsageError if that exists (and not `force`), EnvironmentProblem if it cannot."""
         target = Path(path)
         if target.exists() and not force:
-            raise UsageError(f"run: '{target}' exists", "choose another name, or --force")
+            raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
         try:
             with replacing(target, 0o666) as stream:
                 stream.write(json.dumps(self.to_json(), separators=(",", ":")).encode())
@@ -183,7 +185,7 @@ def read_run(path: str | os.PathLike[str]) -> EdramRun:
     except OSError as error:
         raise UsageError(f"run: '{os.fspath(path)}' cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"run: '{os.fspath(path)}' is no JSON: {error}", _HINT) from error
+        raise DataError(f"run: '{os.fspath(path)}' is not JSON: {error}", _HINT) from error
     return parse_run(data)
 
 
@@ -191,13 +193,13 @@ def parse_run(data: Any) -> EdramRun:
     """Returns the run in plain `data` of `SCHEMA`; DataError naming the field that is missing or cannot be."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise DataError(f"schema: {found!r}, '{SCHEMA}' is needed", _HINT)
+        raise DataError(f"schema: must be '{SCHEMA}', not {found!r}", _HINT)
     steps = _field(data, "steps", dict)
     columns = {name: [_whole(n, f"steps.{name}", 0) for n in _field(steps, name, list)] for name in COLUMNS}
     count = len(columns[COLUMNS[0]])
     for name, column in columns.items():
         if len(column) != count:
-            raise DataError(f"steps.{name}: {len(column)} steps, {COLUMNS[0]} has {count}", _HINT)
+            raise DataError(f"steps.{name}: has {len(column)} steps, but {COLUMNS[0]} has {count}", _HINT)
     flows = {kind: tuple(Flow(*row) for row in zip(*(columns[f"{f}_{kind}"] for f in FLOWS), strict=True)) for kind in KINDS}
     run = EdramRun(
         pair_bytes=_whole(_field(data, "pair_bytes", int), "pair_bytes", 1),
@@ -220,10 +222,12 @@ def _check(run: EdramRun) -> None:
         for step, flow in enumerate(run.flows[kind]):
             living = flow.high + flow.low
             if living != before + flow.appended - flow.evicted or flow.promoted > flow.high:
-                raise DataError(f"steps.high_{kind}: step {step} has {living} rows, which its flows do not explain", _HINT)
+                raise DataError(
+                    f"steps.high_{kind}: the {living} rows of step {step} contradict its appended and evicted rows", _HINT
+                )
             before = living
         if any(flow.high + flow.low for flow in run.flows[kind]) and not run.half_bytes(kind):
-            raise DataError(f"{kind}_bytes: 0, but there are rows", _HINT)
+            raise DataError(f"{kind}_bytes: must be more than 0, because the run has rows of {kind}", _HINT)
         if run.lives is not None:
             _check_lives(run, kind, run.lives)
 
@@ -240,20 +244,22 @@ def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
     for group, rows in zip(("low", "high"), np.cumsum(changes, axis=1)[:, :-1], strict=True):
         unlike = np.nonzero(rows != run.column(kind, group))[0]
         if len(unlike):
-            raise DataError(f"lives: {rows[unlike[0]]} of {kind} in step {unlike[0]}, steps.{group}_{kind} differs", _HINT)
+            raise DataError(
+                f"lives: {rows[unlike[0]]} rows of {kind} in step {unlike[0]}, but steps.{group}_{kind} differs", _HINT
+            )
 
 
 def _field(data: dict[str, Any], name: str, kind: type) -> Any:
     value = data.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        found = "missing" if name not in data else repr(value)[:40]
-        raise DataError(f"{name}: {found}, {kind.__name__} is needed", _HINT)
+        found = "missing" if name not in data else f"must be a {kind.__name__}, not {repr(value)[:40]}"
+        raise DataError(f"{name}: {found}", _HINT)
     return value
 
 
 def _whole(value: Any, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LARGEST:
-        raise DataError(f"{name}: {value!r}, a whole number of at least {least} is needed", _HINT)
+        raise DataError(f"{name}: must be a whole number of at least {least}, not {value!r}", _HINT)
     return value
 
 
@@ -262,10 +268,10 @@ def _durations(steps: dict[str, Any], count: int) -> tuple[float, ...] | None:
         return None
     values = _field(steps, "duration_ns", list)
     if len(values) != count:
-        raise DataError(f"steps.duration_ns: {len(values)} steps, {COLUMNS[0]} has {count}", _HINT)
+        raise DataError(f"steps.duration_ns: has {len(values)} steps, but {COLUMNS[0]} has {count}", _HINT)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
-            raise DataError(f"steps.duration_ns: {value!r}, more than 0 is needed", _HINT)
+            raise DataError(f"steps.duration_ns: must be more than 0, not {value!r}", _HINT)
     return tuple(map(float, values))
 
 
@@ -273,21 +279,23 @@ def _lives(data: Any, steps: int) -> tuple[Life, ...] | None:
     if data is None:
         return None
     if not isinstance(data, list):
-        raise DataError(f"lives: {type(data).__name__}, a list or null is needed", _HINT)
+        raise DataError(f"lives: must be a list or null, not {type(data).__name__}", _HINT)
     return tuple(_life(entry, steps) for entry in data)
 
 
 def _life(entry: Any, steps: int) -> Life:
     if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
-        raise DataError(f"lives: {repr(entry)[:60]}, its kind must be one of {', '.join(KINDS)}", _HINT)
+        raise DataError(f"lives: kind must be one of {', '.join(KINDS)}, in {repr(entry)[:60]}", _HINT)
     begin, count = _whole(entry.get("begin"), "lives.begin", 0), _whole(entry.get("count"), "lives.count", 1)
     path = entry.get("path")
     if not isinstance(path, list) or not path or not all(isinstance(part, list) and len(part) == 2 for part in path):
-        raise DataError(f"lives.path: {repr(path)[:60]}, pairs of a group and a step are needed", _HINT)
+        raise DataError(f"lives.path: must be pairs of a group and a step, not {repr(path)[:60]}", _HINT)
     ends = [begin, *(_whole(end, "lives.path", 0) for _, end in path)]
     ascending = all(early < late for early, late in itertools.pairwise(ends))
     if not all(isinstance(high, bool) for high, _ in path) or not ascending or ends[-1] > steps:
-        raise DataError(f"lives.path: {repr(path)[:60]}, true or false and ascending steps up to {steps} are needed", _HINT)
+        raise DataError(
+            f"lives.path: must be pairs of a bool and ascending steps up to {steps}, not {repr(path)[:60]}", _HINT
+        )
     return Life(entry["kind"], begin, tuple((high, end) for high, end in path), count)
 
 
@@ -299,7 +307,7 @@ class RunRecorder:
 
     def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
         if pair_bytes < 1 or x_bytes < 0:
-            raise ValueError(f"pair_bytes: {pair_bytes} and {x_bytes}, at least 1 and 0 are needed")
+            raise ValueError(f"pair_bytes, x_bytes: must be at least 1 and 0, not {pair_bytes} and {x_bytes}")
         self.pair_bytes, self.x_bytes = pair_bytes, x_bytes
         self._lives: Counter[Life] = Counter()
         self._trackers: dict[tuple[Hashable, str], Tracker] = {}
@@ -313,7 +321,7 @@ class RunRecorder:
         `ids`: what tells the rows in the places apart (their positions; -1: free), `high`: which are high-score tokens.
         """
         if kind not in KINDS:
-            raise ValueError(f"kind: '{kind}', known are {', '.join(KINDS)}")
+            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not '{kind}'")
         tracker = self._trackers.setdefault((layer, kind), Tracker(kind, self._lives))
         self._now[kind] += tracker.observe(len(self._flows[kind]), ids, high)
 
@@ -321,10 +329,10 @@ class RunRecorder:
         """The step that was observed is over; it takes `duration_ns` on the modelled clock (None in all steps: not said)."""
         timed = len(self._durations) if duration_ns is None else len(self._flows["kv"]) - len(self._durations)
         if timed:
-            raise ValueError("duration_ns: it must be given for all steps or for none")
+            raise ValueError("duration_ns: must be given for all steps or for none")
         if duration_ns is not None:
             if not duration_ns > 0:
-                raise ValueError(f"duration_ns: {duration_ns}, more than 0 is needed")
+                raise ValueError(f"duration_ns: must be more than 0, not {duration_ns}")
             self._durations.append(float(duration_ns))
         for kind in KINDS:
             self._flows[kind].append(self._now[kind])
@@ -400,15 +408,15 @@ def account(
     a capacity.
     """
     if rule not in RULES:
-        raise UsageError(f"rule: '{rule}'", f"known are {', '.join(RULES)}")
+        raise UsageError(f"rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
     if run.durations_ns is None or not run.steps:
-        raise DataError("steps.duration_ns: the run does not say how long its steps took", "say it: --step 20ms")
+        raise DataError("steps.duration_ns: the run has no duration of its steps", "specify it, for example --step 20ms")
     durations, each_ns = np.array(run.durations_ns), np.array(intervals.in_order())
     times = np.concatenate([[0.0], np.cumsum(durations)])
     rows, size, raised, raised_size = _loads(run)
     if rule in ("floor", "ceil"):
         if capacity_bytes is not None:
-            raise UsageError(f"rule: '{rule}' follows single rows and cannot pin a share of them", "use ticks or expected")
+            raise UsageError(f"rule: '{rule}' counts single rows, and cannot pin a share of them", "use ticks or expected")
         share = np.ones(run.steps)
         counted, joules = _by_row(run, times.tolist(), intervals.in_order(), joules_per_byte, rule)
     else:
@@ -450,7 +458,7 @@ def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:
-        raise UsageError(f"capacity: {capacity_bytes:g} bytes, more than 0 is needed")
+        raise UsageError(f"capacity_bytes: must be more than 0, not {capacity_bytes:g}")
     share: Doubles = np.minimum(1.0, capacity_bytes / np.maximum(living, 1))
     return share
 
@@ -460,7 +468,7 @@ def _by_row(
 ) -> tuple[Doubles, float]:
     """Returns refreshes of rows, of them promotions, and refreshed bytes [3, groups]; and the joules of all, row by row."""
     if run.lives is None:
-        raise DataError("lives: the run did not follow its rows one by one", "use the rule ticks or expected")
+        raise DataError("lives: the run did not record single rows", "use the rule ticks or expected")
     counted, joules = np.zeros((3, len(GROUPS))), 0.0
     for life in run.lives:
         refreshes, promotions = _refreshes(life, times, intervals, rule)

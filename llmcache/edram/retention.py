@@ -28,9 +28,9 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         if not 0 < self.median_ns < math.inf:
-            raise ValueError(f"median_ns: {self.median_ns}, more than 0 is needed")
+            raise ValueError(f"median_ns: must be more than 0 and finite, not {self.median_ns}")
         if not 0 < self.sigma < math.inf:
-            raise ValueError(f"sigma: {self.sigma}, more than 0 is needed")
+            raise ValueError(f"sigma: must be more than 0 and finite, not {self.sigma}")
 
     def failure(self, interval_ns: float) -> float:
         """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
@@ -50,13 +50,15 @@ class Points:
 
     def __post_init__(self) -> None:
         if len(self.points) < 2:
-            raise UsageError(f"points: {len(self.points)}, a curve needs at least 2", _POINTS_HINT)
+            raise UsageError(f"points: a curve needs at least 2, not {len(self.points)}", _POINTS_HINT)
         for interval, failure in self.points:
             if not 0 < interval < math.inf or not 0 < failure < 1:
-                raise UsageError(f"points: {interval:g} ns loses {failure:g}, impossible", _POINTS_HINT)
+                raise UsageError(
+                    f"points: {interval:g} ns={failure:g} is not an interval and a failure between 0 and 1", _POINTS_HINT
+                )
         for (early, low), (late, high) in zip(self.points, self.points[1:], strict=False):
             if early >= late or low >= high:
-                raise UsageError(f"points: {early:g} ns, {low:g} and {late:g} ns, {high:g} do not both rise", _POINTS_HINT)
+                raise UsageError(f"points: must both rise, not {early:g} ns={low:g}, {late:g} ns={high:g}", _POINTS_HINT)
 
     def failure(self, interval_ns: float) -> float:
         """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
@@ -66,7 +68,7 @@ class Points:
 
 RetentionCurve = LogNormal | Points
 """P(a bit fails | refreshed every so often): never falls as the interval grows."""
-_POINTS_HINT = "write intervals and failures, both rising: 45us=1e-6,1.05ms=3e-4,7.2ms=4e-3"
+_POINTS_HINT = "write intervals and failure rates, both rising: 45us=1e-6,1.05ms=3e-4,7.2ms=4e-3"
 
 
 @functools.cache
@@ -95,7 +97,7 @@ def parse_curve(text: str) -> RetentionCurve:
         try:
             points.append((float(parse_duration(interval)), float(failure)))
         except ValueError:
-            raise UsageError(f"points: '{part.strip()}' is not an interval and its failure", _POINTS_HINT) from None
+            raise UsageError(f"points: '{part.strip()}' is not an interval and its failure rate", _POINTS_HINT) from None
     return Points(tuple(points))
 
 
@@ -103,7 +105,9 @@ def parse_intervals(text: str) -> RefreshIntervals:
     """Returns the intervals meant by `text`: one for all groups ("1050us") or four, in the order of `GROUPS`."""
     parts = [float(parse_duration(part)) for part in text.split(",")]
     if len(parts) not in (1, 4) or min(parts) <= 0:
-        raise UsageError(f"'{text}' is neither one interval nor four, of more than 0", "write 360us,5.4ms,1.44ms,7.2ms")
+        raise UsageError(
+            f"'{text}' is neither one interval nor four above 0", "write, for example: 360us,5.4ms,1.44ms,7.2ms"
+        )
     return RefreshIntervals.uniform(parts[0]) if len(parts) == 1 else RefreshIntervals(*parts)
 
 
@@ -114,7 +118,7 @@ def _cumulative(z: float) -> float:
 
 def _quantile(probability: float) -> float:
     if not 0 < probability < 1:
-        raise ValueError(f"failure: {probability}, between 0 and 1 is needed")
+        raise ValueError(f"failure: must be between 0 and 1, not {probability}")
     return NormalDist().inv_cdf(probability)
 
 

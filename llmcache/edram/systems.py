@@ -42,9 +42,9 @@ class LlmShape:
     def __post_init__(self) -> None:
         for field in ("layers", "channels", "heads", "kv_heads", "head_dim", "hidden", "vocabulary"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)}, at least 1 is needed")
+                raise ValueError(f"{field}: must be at least 1, not {getattr(self, field)}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
+            raise ValueError(f"kv_heads: must divide the {self.heads} heads, not {self.kv_heads}")
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
@@ -117,9 +117,9 @@ class GenerationWorkload:
     def __post_init__(self) -> None:
         for field, least in (("context", 1), ("decode", 1), ("batch", 1), ("window", 0), ("sinks", 0)):
             if getattr(self, field) < least:
-                raise ValueError(f"{field}: {getattr(self, field)}, at least {least} is needed")
+                raise ValueError(f"{field}: must be at least {least}, not {getattr(self, field)}")
         if self.budget <= self.sinks:
-            raise ValueError(f"budget: {self.budget}, more than the {self.sinks} sinks is needed")
+            raise ValueError(f"budget: must be more than the {self.sinks} sinks, not {self.budget}")
 
     @property
     def eviction_bound(self) -> float:
@@ -182,10 +182,10 @@ class AcceleratorHardware:
         positive = ("array_rows", "kv_bytes_per_s", "weight_capacity_bytes", "sram_bytes_per_s", "dram_bytes_per_s")
         for field in (*positive, "dram_capacity_bytes", "clock_hz", "macs_per_pe"):
             if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: {getattr(self, field)}, more than 0 is needed")
+                raise ValueError(f"{field}: must be more than 0, not {getattr(self, field)}")
         for field in ("kv_capacity_bytes", "activation_bytes"):
             if getattr(self, field) < 0:
-                raise ValueError(f"{field}: {getattr(self, field)}, at least 0 is needed")
+                raise ValueError(f"{field}: must be at least 0, not {getattr(self, field)}")
 
     @property
     def int8_ops_per_s(self) -> float:
@@ -211,13 +211,13 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE_MODES:
-            raise ValueError(f"recompute: '{self.recompute}', one of {', '.join(RECOMPUTE_MODES)} is needed")
+            raise ValueError(f"recompute: must be one of {', '.join(RECOMPUTE_MODES)}, not '{self.recompute}'")
         if self.recompute_share > 1:
-            raise ValueError(f"recompute_share: {self.recompute_share}, at most 1 is needed")
+            raise ValueError(f"recompute_share: must be at most 1, not {self.recompute_share}")
         if not self.activation_interval_ns > 0:
-            raise ValueError(f"activation_interval_ns: {self.activation_interval_ns}, more than 0 is needed")
+            raise ValueError(f"activation_interval_ns: must be more than 0, not {self.activation_interval_ns}")
         if not 0 <= self.hst_share <= 1:
-            raise ValueError(f"hst_share: {self.hst_share}, 0 to 1 is needed")
+            raise ValueError(f"hst_share: must be from 0 to 1, not {self.hst_share}")
 
     @property
     def recomputes(self) -> bool:

@@ -61,7 +61,7 @@ class StreamSpec:
 
     def __post_init__(self) -> None:
         if self.head_dim % 4:
-            raise UsageError(f"head_dim: {self.head_dim}, a multiple of 4 is needed", "see the model's config.json")
+            raise UsageError(f"head_dim: must be a multiple of 4, not {self.head_dim}", "see the model's config.json")
 
     @property
     def shape(self) -> KvShape:

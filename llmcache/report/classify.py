@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classify import Classification, TraceClasses
@@ -29,22 +27,20 @@ _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
     """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
-    console = Console()
-    # Whatever reads it instead of a terminal wants the names whole.
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else output.UNBOUND
-    output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width), width)
+    width = output.output_width()
+    output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width))
 
 
 def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Iterator[str | Table]:
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
     duration = format_duration(found.duration_ns)
-    yield f"{trace}: {found.accesses} blocks accessed in {duration}; {found.tier}{lost}"
+    yield f"{trace}: {found.accesses} block accesses in {duration}; source: {found.tier}{lost}"
     if rows := [row for row in found.rows if row.size_bytes >= min_bytes]:
         yield table(rows, width)
     if smaller := [row for row in found.rows if row.size_bytes < min_bytes]:
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
-        less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
-        yield f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)"
+        less = f"not shown (--min-bytes): {len(smaller)} row{'s' if len(smaller) > 1 else ''} below {format_size(min_bytes)}"
+        yield f"{less}, {format_size(size)} in total, {share:.1%} of the accesses"
     yield from layer_tables(found.layers, width)
     yield from expert_tables(found.mixtures, width)
     yield from summary(found)
@@ -110,11 +106,11 @@ def _notes(row: Classification) -> str:
     if row.stride_blocks:
         notes.append(f"every {row.stride_blocks} blocks")
     elif len(row.pieces) > 1:
-        notes.append(f"{len(row.pieces)} places")
+        notes.append(f"{len(row.pieces)} ranges")
     if row.order not in (None, "ascending"):
-        notes.append("downwards" if row.order == "descending" else "in another order")
+        notes.append("descending" if row.order == "descending" else "mixed order")
     if row.active is False:
-        notes.append("over before the end")
+        notes.append("ended early")
     return f" ({', '.join(notes)})" if notes else ""
 
 
@@ -126,7 +122,7 @@ def names_line(row: Classification) -> str:
 def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
     """Returns numbers of experts as ranges; how many they are where the layers are more than a few."""
     if len(experts) > SHOWN_NAMES:
-        return f"{sum(map(len, experts.values()))} experts of {len(experts)} layers"
+        return f"{sum(map(len, experts.values()))} experts in {len(experts)} layers"
     return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
 
 
@@ -163,19 +159,19 @@ def summary(found: TraceClasses) -> list[str]:
     reads = (
         f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
     )
-    shares = f"{totals.loop_share:.1%} loops, {totals.hot_share:.1%} hot, {totals.once_share:.1%} once"
-    lines = [f"read: {reads}; of all accesses {shares}"]
+    shares = f"loops {totals.loop_share:.1%}, hot {totals.hot_share:.1%}, once {totals.once_share:.1%}"
+    lines = [f"read: {reads}", f"share of all accesses: {shares}"]
     lines += [
-        f"also in the loop: {format_size(each.size_bytes)} of {each.path} that its mount keeps locked, read without faults"
+        f"also in the loop: {format_size(each.size_bytes)} of {each.path}, locked by its mount and read without faults"
         for each in found.locked
     ]
     if totals.write_loop_bytes or totals.write_once_bytes:
         writes = f"loops {format_size(totals.write_loop_bytes)}, once {format_size(totals.write_once_bytes)}"
         lines.append(f"written: {writes}")
     if found.size_command is not None:
-        lines.append(f"how large a cache that needs: {found.size_command} --bw RATE")
+        lines += ["size a cache for these loops with:", f"  {found.size_command} --bw RATE"]
     else:
-        lines.append("no read loops: a cache saves what is hot, and nothing else")
+        lines.append("no read loops: a cache saves only the reads of hot blocks")
     return lines
 
 
@@ -189,10 +185,10 @@ def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
-        yield f"layers of {path}, in the order {'of a pass' if ordered else 'of the file: none came round twice'}:"
+        yield f"layers of {path}, {'in the order of a pass' if ordered else 'in file order (no layer was read twice)'}:"
         yield layer_table(of_file[:MOST_LAYERS], width)
         if len(of_file) > MOST_LAYERS:
-            yield f"and {len(of_file) - MOST_LAYERS} more, which --json lists"
+            yield f"and {len(of_file) - MOST_LAYERS} more layers (--json lists them)"
 
 
 def layer_table(layers: Sequence[Layer], width: int) -> Table:
@@ -228,7 +224,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)
-        yield f"hits of a cache of whole experts, by its part of their {format_size(mixture.size_bytes)}:"
+        yield f"hit ratio of a cache of whole experts, by its share of the {format_size(mixture.size_bytes)} of all experts:"
         yield _caches(mixture, width)
         yield from _remarks(mixture)
 
@@ -255,7 +251,7 @@ def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
     figures = list(zip(*(_figures(layer) for layer in layers), strict=True))
     names = [layer.name for layer in layers]
     if len(layers) > MOST_EXPERT_LAYERS:
-        names = [f"{place} of {len(layers)}" for place in ("least", "median", "most")]
+        names = [f"{place} of {len(layers)}" for place in ("minimum", "median", "maximum")]
         figures = [_spread(column) for column in figures]
     columns = {
         heading: [f"{cell:.0f}" if heading in COUNTS else _share(cell) for cell in column]
@@ -285,9 +281,9 @@ def _caches(mixture: MixtureUses, width: int) -> Table:
 
 def _remarks(mixture: MixtureUses) -> Iterator[str]:
     if not mixture.equal:
-        yield "experts differ in size: that of the caches is of the mean, their hits approximate"
+        yield "experts differ in size: the caches count experts of the mean size, so hit ratios are approximate"
     if mixture.incomplete is not None:
-        yield f"not all uses may be in the trace: {mixture.incomplete}"
+        yield f"uses may be missing from the trace: {mixture.incomplete}"
 
 
 def _share(value: float | None) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from llmcache import __version__
@@ -29,14 +28,14 @@ from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.report import output
-from llmcache.report.output import check_target
+from llmcache.report.output import check_target, plain_table
 
 _TITLES = {
     "budgets": "budgets (table 3)",
-    "uniform": "losses of all bits (figure 8a)",
-    "sided": "losses of some bits (figure 8b, 8c)",
-    "intervals": "intervals (table 4)",
-    "flips": "as asked",
+    "uniform": "losses in all bits (figure 8a)",
+    "sided": "losses in some bits (figures 8b, 8c)",
+    "intervals": "refresh intervals (table 4)",
+    "flips": "given by --flips",
 }
 
 
@@ -66,7 +65,7 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
         check_target("--record", options.record, options.force)
     if options.context <= 2 * options.pairs:
         raise UsageError(
-            f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
+            f"--context: {options.context} tokens are too few for {options.pairs} pairs", "increase it, or reduce --pairs"
         )
     decoder = Decoder.load(RECALL_MODEL if options.model is None else options.model)
     setup = AccuracySetup(options.context + 2 * options.questions, options.format, parse_curve(options.curve))
@@ -92,7 +91,7 @@ def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[
 
 def _record(options: AccuracyOptions, target: str, decoder: Decoder, asked: Questions) -> None:
     if options.budget <= SINKS:
-        raise UsageError(f"--budget: {options.budget} tokens leave none beside {SINKS} sinks", "give a larger one")
+        raise UsageError(f"--budget: must be more than the {SINKS} sinks, not {options.budget} tokens", "increase it")
     settings = AerpSettings(options.budget, SINKS, WINDOW)
     recorded = record_run(decoder, asked, settings, CellSettings(options.format), step_ns=options.step_ns)
     recorded.save(target, options.force)
@@ -100,25 +99,23 @@ def _record(options: AccuracyOptions, target: str, decoder: Decoder, asked: Ques
 
 def show(found: Accuracies, as_json: bool) -> None:
     """Prints `found`, as a table or as JSON."""
-    output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, [_table(found)])
+    output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, _parts(found))
+
+
+def _parts(found: Accuracies) -> Iterator[str | Table]:
+    yield "Answers (measured) with caches that evict tokens and lose bits (modelled)"
+    yield _table(found)
+    yield f"without eviction and losses: {_share(found.baseline)} right"
+    yield f"{found.sequences} texts of {found.questions} questions, up to {found.tokens} tokens; {found.format} unless named"
+    yield "±: standard error over texts; rate: of lost bits, mean of the groups"
 
 
 def _table(found: Accuracies) -> Table:
-    title = "Answers (measured) over caches that evict and lose bits (modelled)"
-    caption = (
-        f"{found.sequences} texts of {found.questions} questions, up to {found.tokens} tokens; {found.format} unless named; "
-        f"± standard error over texts; rate: of lost bits, mean of the groups. "
-        f"Nothing evicted, nothing lost: {_share(found.baseline)} right."
-    )
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
-    table.title_justify = table.caption_justify = "left"
-    table.add_column("variant", no_wrap=True)
-    for name in ("right", "harm, nats", "rate"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("variant", "right", "harm, nats", "rate")
     before = None
     for row in found.rows:
         if row.experiment != before:
-            table.add_section()
+            table.add_row()
             table.add_row(_TITLES.get(row.experiment, row.experiment), style="bold")
         before = row.experiment
         rates = f"{row.rates.mean:.2g}" if row.rates.any else "0"

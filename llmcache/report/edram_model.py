@@ -124,7 +124,7 @@ def _by_profile(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
 
 def _tables(every: Sequence[Compared]) -> Iterator[Table]:
     for name, rows in _by_profile(every).items():
-        costs = titled_table(f"Profile {name}: {rows[0].configuration.profile.title} ({MODELLED})", "system", *COSTS)
+        costs = titled_table(f"Profile {name}, {MODELLED}: {rows[0].configuration.profile.title}", "system", *COSTS)
         for row in rows:
             costs.add_row(*(CELLS[heading](row) for heading in ("system", *COSTS)))
         yield costs
@@ -139,23 +139,23 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
         for name in LATENCIES
         if any(of[name] for of in waited.values())
     }
-    yield _by_system(f"What the time is spent waiting for ({MODELLED})", "resource", waited, waits)
+    yield _by_system(f"Time by the resource that is waited for ({MODELLED})", "resource", waited, waits)
     parts = [*(field.name for field in fields(Area)), "chip_mm2"]
     areas = {name.removesuffix("_mm2"): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts}
     on_chip = {name: area_of(one.system) for name, one in own.items()}
-    yield _by_system(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", on_chip, areas)
+    yield _by_system(f"Area in mm² ({MODELLED} from table 1, for comparison only)", "part", on_chip, areas)
     if lifetimes := {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
         lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
-        yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", lifetimes, lasts)
+        yield _by_system(f"Lifetimes in eDRAM, last step ({MODELLED}, equations 4-8)", "data", lifetimes, lasts)
     if evictors := _evictors(rows):
         cells: Mapping[str, Callable[[EvictorCost], str]] = {
-            "stall": lambda one: format_duration(one.stall_ns),
-            "a scan of the scores instead": lambda one: format_duration(one.search_ns),
+            "stall time": lambda one: format_duration(one.stall_ns),
+            "time to scan the scores instead": lambda one: format_duration(one.search_ns),
             "scores of all heads and layers": lambda one: format_size(one.register_bytes),
             "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
         }
-        yield _by_system(f"Systolic evictor, a step with a full cache ({MODELLED})", "", evictors, cells)
+        yield _by_system(f"Systolic evictor, one step with a full cache ({MODELLED})", "cost", evictors, cells)
 
 
 def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
@@ -201,10 +201,9 @@ CELLS: dict[str, Callable[[Compared], str]] = {
 }
 """Cells of tables, by heading."""
 COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "power", "recomputed", "weights and KV", "fits")
-SWEPT = ("model", "workload", "system", "profile")
-SWEPT_NUMBERS = (
-    "context", "decode", "batch", "N'", "interval", "latency", "speed-up", "energy", "efficiency", "refresh", "fits"
-)  # fmt: skip
+NAMED = ("model", "workload", "system", "profile")
+SWEPT = (*NAMED, "context", "decode", "batch", "N'", "interval")
+SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
@@ -309,16 +308,24 @@ def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
 
 def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
     many = len(sweep.rows)
-    table = Table(title=f"Latency and energy ({MODELLED}), against {sweep.baseline}", title_justify="left")
-    for name in (*SWEPT, *SWEPT_NUMBERS):
-        table.add_column(name, justify="left" if name in SWEPT else "right")
-    for row in sorted(sweep.rows, key=lambda row: -row.efficiency)[:SHOWN] if many > SHOWN else sweep.rows:
-        cells = {name: CELLS[name](row) for name in (*SWEPT, *SWEPT_NUMBERS)}
-        table.add_row(*(cells if row.configuration.hardware.edram else cells | {"refresh": "-"}).values())
+    shown = sorted(sweep.rows, key=lambda row: -row.efficiency)[:SHOWN] if many > SHOWN else sweep.rows
+    rows = [{name: CELLS[name](row) for name in (*SWEPT, *SWEPT_COSTS)} for row in shown]
+    for cells, row in zip(rows, shown, strict=True):
+        if not row.configuration.hardware.edram:
+            cells["refresh"] = "-"
+    varied = [name for name in SWEPT if len({cells[name] for cells in rows}) > 1] or ["system"]
+    yield ", ".join(f"{name} {rows[0][name]}" for name in SWEPT if name not in varied)
+    first, *others = varied
+    table = titled_table(f"Latency and energy against {sweep.baseline} ({MODELLED})", first, *others, *SWEPT_COSTS)
+    table.keys = len(varied)
+    for name, column in zip(varied, table.columns, strict=False):
+        column.justify = "left" if name in NAMED else "right"
+    for cells in rows:
+        table.add_row(*(cells[name] for name in (*varied, *SWEPT_COSTS)))
     yield table
     if many > SHOWN:
-        yield f"the {SHOWN} most efficient of {many:,}; --json has all"
-    yield f"{many:,} configurations in {sweep.seconds:.2f} s"
+        yield f"shown: the {SHOWN} most efficient of {many:,} (--json has all)"
+    yield f"{many:,} configuration{'s' if many > 1 else ''} in {sweep.seconds:.2f} s"
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from llmcache.report.html import Section, html_page
 from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, logarithmic, style
 
-HINT = "save one with: llmcache edram model --json > FILE"
+HINT = "create one with: llmcache edram model --json > FILE"
 NAMES = ("model", "workload", "system", "profile")
 NUMBERS = (
     "context", "decode", "batch", "budget", "dram_bytes_per_s", "kv_capacity_bytes", "latency_s", "energy_j", "speedup",
@@ -79,11 +79,11 @@ def saved(document: Any) -> Saved:
     """Returns `document`, as `json.loads` gives it, checked."""
     schema = _checked(document, "", {"schema": str})["schema"]
     if schema not in (MODEL_SCHEMA, SWEEP_SCHEMA):
-        raise DataError(f"schema: '{schema}' is not one that can be drawn", HINT)
+        raise DataError(f"schema: must be '{MODEL_SCHEMA}' or '{SWEEP_SCHEMA}', not '{schema}'", HINT)
     kinds = {"results": list, "baseline": str} | ({"rooflines": dict} if schema == MODEL_SCHEMA else {})
     found = _checked(document, "", kinds)
     if not found["results"]:
-        raise DataError("results: there are none", HINT)
+        raise DataError("results: the document has none", HINT)
     rows = [_row(result, f"results[{place}]") for place, result in enumerate(found["results"])]
     roofs = [_roof(name, roof, f"rooflines.{name}") for name, roof in found.get("rooflines", {}).items()]
     return Saved(schema, rows, roofs, found["baseline"])
@@ -113,14 +113,14 @@ def _rates(holder: Any, where: str, *names: str) -> list[float]:
     found = _checked(holder, where, dict.fromkeys(names, float))
     for name, value in found.items():
         if not 0 < value < 1e100:
-            raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
+            raise DataError(f"{where}.{name}: must be more than 0, not {value:g}", HINT)
     return list(found.values())
 
 
 def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
     """Returns the fields of `holder` that `kinds` names, float for numbers; DataError names what is not of its kind."""
     if not isinstance(holder, dict):
-        raise DataError(f"{where or 'document'}: not an object", HINT)
+        raise DataError(f"{where or 'document'}: not a JSON object", HINT)
     found = {}
     for name, kind in kinds.items():
         place = f"{where}.{name}".lstrip(".")
@@ -357,7 +357,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
         data = page(found, offered).encode() if form == "html" else figure_bytes(offered[chosen].draw(), form)
     if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
         # What a picture without a caption cannot say.
-        print(f"llmcache: {left_out:,} are not drawn: sweep less at a time", file=sys.stderr)
+        print(f"llmcache: {left_out:,} configurations are not drawn; vary fewer options in one sweep", file=sys.stderr)
     return write_target("-o", output, data, force)
 
 

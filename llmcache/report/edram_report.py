@@ -78,7 +78,7 @@ def parse_intervals(text: str) -> RefreshIntervals:
     try:
         return retention.parse_intervals(text)
     except UsageError as error:
-        hint = f"a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
+        hint = f"write a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
         raise UsageError(error.message, hint) from error
 
 
@@ -89,22 +89,22 @@ def show(found: RefreshReport, as_json: bool) -> None:
 
 def _parts(found: RefreshReport) -> Iterator[str | Table]:
     run, first = found.run, next(iter(found.by_profile.values()))
-    yield f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})"
+    yield f"{run.title or 'run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})"
     pinned = "all rows pinned" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)} pinned"
-    share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the living bytes"
+    share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the live bytes"
     yield f"eDRAM: {pinned}{share}; rule: {first.rule}"
     rules = {rule: {"": one} for rule, one in found.by_rule.items()}
     for table in (
         *(_groups(name, one) for name, one in found.by_profile.items()),
-        _totals("By strategy of refreshing", "intervals", found.by_strategy),
-        _totals(f"By rule of counting, profile {next(iter(found.by_profile))}", "rule", rules),
+        _totals("By refresh strategy", "intervals", found.by_strategy),
+        _totals(f"By counting rule, profile {next(iter(found.by_profile))}", "rule", rules),
     ):
         yield ""
         yield table
 
 
 def _groups(profile: str, found: RefreshAccount) -> Table:
-    figures = ("interval", "mean rows", "refreshes of rows", "of them promotions", "bytes", "energy")
+    figures = ("interval", "mean rows", "row refreshes", "promotions", "bytes", "energy")
     table = titled_table(f"Refresh by group, profile {profile} ({MODELLED})", "group", *figures)
     for group in found.groups:
         table.add_row(

@@ -108,7 +108,7 @@ class Table:
 
     def _row(self, cells: Sequence[Cell]) -> str:
         if len(cells) != len(self.columns):
-            raise ValueError(f"rows: {len(cells)} cells under {len(self.columns)} columns")
+            raise ValueError(f"rows: a row has {len(cells)} cells, but the table has {len(self.columns)} columns")
         return "".join(self._cell(cell, place) for place, cell in enumerate(cells))
 
     def _cell(self, cell: Cell, place: int) -> str:

@@ -68,7 +68,7 @@ class Claim:
     rule: str
     confirmed: str
     partly: str = ""
-    told: str = "{ours} where {paper} is printed"
+    told: str = "{ours}; the paper has {paper}"
     paper: float | None = None
     unit: str = ""
     why: str = ""
@@ -150,7 +150,7 @@ def holds(condition: str, values: Values) -> bool:
 def _compared(term: str, values: Values) -> bool:
     found = _TERM.fullmatch(term.strip())
     if found is None:
-        raise ValueError(f"condition: '{term}' is not understood")
+        raise ValueError(f"condition: must be 'NAME <= NUMBER', or the like with <, > or >=, not '{term}'")
     name, sign, other = found.groups()
     return bool(_HOLDS[sign](values[name], values[other] if other in values else float(other)))
 

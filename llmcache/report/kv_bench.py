@@ -35,7 +35,7 @@ _REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, 
 _TITLES = {COMPUTE: "accelerator", DEVICE: "computational SSD"}
 _WHAT = {
     "measured": "measured on this machine, with a synthetic stream of keys and values",
-    "modelled": "modelled, on a machine that is not here",
+    "modelled": "modelled for another machine, nothing was run",
 }
 
 
@@ -48,8 +48,8 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
     yield f"One decode step ({_WHAT[bench.kind]})"
     yield "; ".join(f"{name} {value}" for name, value in conditions(bench))
     if (marks := bench.marks) is not None:
-        bound = "" if marks.m0 is None else f", memory ends at {marks.m0:.3g}"
-        yield f"beta by the rule f_c / f_s = {marks.rule:.3g}{bound}; expected minimum at {marks.expected:.3g}"
+        bound = "" if marks.m0 is None else f", memory is full at {marks.m0:.3g}"
+        yield f"beta: {marks.rule:.3g} by the rule f_c / f_s{bound}, expected minimum at {marks.expected:.3g}"
     yield from bench.notes
     headings, *rows = latency_cells(bench)
     made = plain_table(*headings)
@@ -77,13 +77,13 @@ def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
 
 
 def latency_cells(bench: Bench) -> Iterator[list[str]]:
-    """Yields headings, then rows: time by stage, each as if alone; what of it nothing computes; times the fastest."""
-    yield ["policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest"]
+    """Yield headings, then rows: time by stage, each as if alone; the share that no computing hides; relative time."""
+    yield ["policy", "beta", "per token", *STAGES, "exposed", "idle", "vs fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
         times = (row.token_ns, *(row.stages_ns[stage] for stage in STAGES), row.exposed_ns)
         beta = "-" if row.beta is None else f"{row.beta:.3g}"
-        relative = f"{row.idle_share:.1%}", f"{row.token_ns / fastest:.2f}"
+        relative = f"{row.idle_share:.1%}", f"{row.token_ns / fastest:.2f}x"
         yield [row.title, beta, *map(format_duration, times), *relative]
 
 
@@ -92,14 +92,14 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
     baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
     for row in bench.rows:
         if row not in baselines and baselines:
-            times = ", ".join(f"{row.speedup_over(one):.2f} x {one.title}" for one in baselines)
-            yield f"{row.title}: {times} (speed-up)"
+            times = ", ".join(f"{row.speedup_over(one):.2f}x over {one.title}" for one in baselines)
+            yield f"speed-up of {row.title}: {times}"
 
 
 def traffic_table(bench: Bench) -> Table:
     """Bytes of a step over the link to the SSD by reason, where chosen tokens were, pages that moved between the pools."""
     links = [f"link: {name}" for name in _REASONS]
-    made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "down", "ping-pong")
+    made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
     for row in bench.rows:
         if (seen := row.observed) is not None:
             inside = {link: size for link, size in row.moved_bytes.items() if "device" in link}
@@ -123,8 +123,8 @@ def device_lines(bench: Bench) -> Iterator[str]:
         if row.observed is not None and row.observed.device is not None:
             device = row.observed.device
             yield (
-                f"{row.title}: emulated device ({device['profile']}): {device['commands']} commands in all steps, "
-                f"modelled {format_duration(device['modelled_ns'])}, wall {format_duration(device['wall_ns'])}"
+                f"emulated device of {row.title} ({device['profile']}): {device['commands']} commands in all steps, "
+                f"{format_duration(device['modelled_ns'])} modelled, {format_duration(device['wall_ns'])} of wall time"
             )
 
 
@@ -136,7 +136,7 @@ def beta_figure(bench: Bench, source: str) -> Figure:
     """Returns latency and evaluation by beta; DataError if `bench` is no sweep."""
     rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
     if bench.marks is None or len(rows) < 2:
-        raise DataError(f"{source}: marks: no sweep of beta", "write one with 'llmcache kv bench --sweep-beta --json'")
+        raise DataError(f"{source}: marks: not a sweep of beta", "create one with 'llmcache kv bench --sweep-beta --json'")
     with theme.style():
         figure, (panel,) = theme.grid_of(1)
         betas = [row.beta for row in rows if row.beta is not None]
@@ -166,7 +166,7 @@ def timeline_figure(bench: Bench, source: str) -> Figure:
     """Returns a panel for each policy, all to one scale; DataError if `bench` has no timelines (modelled ones have none)."""
     shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
     if not shown:
-        raise DataError(f"{source}: rows: {bench.kind} ones have no timeline", "draw a run of '--profile measured'")
+        raise DataError(f"{source}: rows: a {bench.kind} run has no timeline", "draw a run of '--profile measured'")
     with theme.style():
         figure = Figure(figsize=(9.0, 0.9 + 1.75 * len(shown)), layout="constrained")
         longest = max(max((span.end_ns for span in timeline.spans), default=_NS_PER_MS) for _, timeline in shown)
@@ -209,12 +209,12 @@ def plot(run: str, output: str, force: bool) -> Written:
 
     UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
     """
-    form, hint = form_of("-o", output, force), "write it with 'llmcache kv bench --json'"
+    form, hint = form_of("-o", output, force), "create one with 'llmcache kv bench --json'"
     try:
         with Path(run).open("rb") as stream:
             told = json.loads(stream.read(_LARGEST_BYTES))
     except OSError as error:
-        raise UsageError(f"{run}: cannot read it: {error.strerror}", hint) from error
+        raise UsageError(f"{run}: cannot be read: {error.strerror}", hint) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{run}: not JSON: {error}", hint) from error
     if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
@@ -243,7 +243,7 @@ def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_
             write_target("--plot", output, kv_task.drawn(answers, form), force)
         return
     if output is not None and asked.profile == "paper" and not asked.sweep_beta:
-        raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
+        raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
     bench = run(asked, tell)
     show(bench, as_json)
     if output is not None:

@@ -13,7 +13,7 @@ from llmcache.kv.planning.plan import KvPlan
 from llmcache.kv.planning.profile import SCHEMA as PROFILE_SCHEMA
 from llmcache.kv.planning.profile import KnownProfile
 from llmcache.report import output
-from llmcache.report.output import titled_table
+from llmcache.report.output import plain_table, titled_table
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.kv-plan/1"
@@ -21,46 +21,47 @@ SCHEMA = "llmcache.kv-plan/1"
 
 def show(plan: KvPlan, as_json: bool) -> None:
     """Prints `plan` on stdout."""
-    output.show(as_json, lambda: document(plan), _parts(plan), width=None)
+    output.show(as_json, lambda: document(plan), _parts(plan))
 
 
 def _parts(plan: KvPlan) -> Iterator[str | Table]:
     yield from _understood(plan)
-    yield _tiers(plan)
+    yield from ("", _tiers(plan), "")
     yield from _pools(plan)
     if plan.latencies:
-        yield _latencies(plan)
-    limits = titled_table("Largest context that fits (modelled), tokens", "batch", "GPU only", "GPU and RAM", "and SSD")
+        yield from ("", _latencies(plan))
+    tiers = ("GPU only", "GPU and RAM", "GPU, RAM and SSD")
+    limits = titled_table("Largest context that fits, in tokens (modelled)", "batch", *tiers)
     for one in plan.limits:
         tokens = (
             "-" if count is None else f"{count:,}" if count else "none" for count in (one.gpu, one.gpu_and_ram, one.with_ssd)
         )
         limits.add_row(str(one.batch), *tokens)
-    yield limits
+    yield from ("", limits)
 
 
 def _understood(plan: KvPlan) -> Iterator[str]:
     model, workload, machine = plan.model, plan.workload, plan.machine
     yield (
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
-        f"{model.layers} layers, {model.kv_heads} of {model.heads} heads keep KV in {model.kv_dtype}"
+        f"{model.layers} layers, {model.heads} heads, {model.kv_heads} KV heads, KV cache of {model.kv_dtype}"
     )
     if (mixture := model.mixture) is not None:
         yield (
-            f"            a mixture: a token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
-            f"{model.token_parameters / 1e9:.2f} billion weights"
+            f"            MoE: each token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
+            f"{model.token_parameters / 1e9:.2f} billion weights in total"
         )
     for note in model.notes:
         yield f"            {note}"
     if model.context_limit and workload.context > model.context_limit:
-        yield f"            made for {model.context_limit:,} tokens: a longer context may answer badly"
+        yield f"            trained for {model.context_limit:,} tokens: answers may be poor with a longer context"
     yield f"workload    {workload.context:,} tokens x {workload.batch}, alpha {workload.alpha:g}"
     memory = f"GPU {format_size(machine.gpu_bytes)}, " if machine.has_gpu else "no GPU, "
     yield f"machine     {machine.title}: {memory}RAM {format_size(machine.host_bytes)}"
     if plan.profile is not None:
         yield f"            its speeds were measured {_age(plan.profile)}; its device is emulated"
-        if plan.profile.profile.key.in_memory:
-            yield f"            {plan.ssd} is in memory ({plan.profile.profile.key.filesystem}): no speeds of storage"
+        if (key := plan.profile.profile.key).in_memory:
+            yield f"            {plan.ssd} is in memory ({key.filesystem}): these are not the speeds of an SSD"
         if machine.has_gpu:
             yield f"            the GPU's speeds are {machine.origins['gpu_bytes_per_s']}"
     if plan.ssd is not None and plan.ssd_bytes is not None:
@@ -74,7 +75,7 @@ def _tiers(plan: KvPlan) -> Table:
         ("weights", found.weights_on_gpu, found.weights_on_host, 0),
         ("KV cache", places.gpu, places.host, places.ssd),
         ("system and runtime", machine.gpu_reserved_bytes * machine.has_gpu, machine.host_reserved_bytes, 0),
-        ("there is", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
+        ("capacity", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
     ):
         made.add_row(name, *("not given" if size is None else format_size(size) if size >= 1 else "-" for size in sizes))
     return made
@@ -82,26 +83,24 @@ def _tiers(plan: KvPlan) -> Table:
 
 def _pools(plan: KvPlan) -> Iterator[str]:
     """The sizes of the pools and why."""
-    yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} a token"
+    yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} per token"
     if plan.places.gpu:
         yield "pools       none: weights and KV cache fit on the GPU"
         return
     machine = plan.machine
     host, device = format_rate(machine.score_bytes_per_s), format_rate(machine.device_bytes_per_s)
-    yield f"M0          {format_size(plan.found.host_kv)} of RAM are left for KV"
-    binds = f"M0 binds: beta {plan.places.beta:.3g}, " if plan.m0_binds else "M0 leaves room for it: "
+    yield f"M0          {format_size(plan.found.host_kv)} of RAM is left for the KV cache"
+    binds = f"M0 limits it to {plan.places.beta:.3g}: " if plan.m0_binds else "M0 has room for it: "
     shares = f"Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)}"
-    yield f"beta        {plan.beta_rule:.3g} (f_c {host} / f_s {device}) by the rule Mc/fc = Ms/fs; {binds}{shares}"
+    yield f"beta        {plan.beta_rule:.3g} by the rule Mc/fc = Ms/fs (f_c {host}, f_s {device}); {binds}{shares}"
     if plan.lacking_bytes:
-        yield f"            it does NOT fit: {format_size(plan.lacking_bytes)} of space are missing on the SSD"
+        yield f"            it does NOT fit: the SSD needs {format_size(plan.lacking_bytes)} more free space"
 
 
 def _latencies(plan: KvPlan) -> Table:
     """Modelled times by system and stage; HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
-    made = Table(title=title, title_justify="left")
-    for heading in ("system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up"):
-        made.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
+    made = titled_table(title, "system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up")
     for one in plan.latencies:
         stages = [one.stages[name] for name in ("evaluate", "fetch", "compute")]
         hidden = max(0.0, sum(stages) - one.token_ns)
@@ -141,7 +140,7 @@ def document(plan: KvPlan) -> dict[str, Any]:
 
 def show_profile(found: KnownProfile, as_json: bool) -> None:
     """Prints `found` on stdout."""
-    output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), _speeds(found)), width=None)
+    output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), "", _speeds(found)))
 
 
 def _profile_lines(found: KnownProfile) -> Iterator[str]:
@@ -150,11 +149,11 @@ def _profile_lines(found: KnownProfile) -> Iterator[str]:
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
     yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
     yield f"measured    {_age(found)}, in {profile.seconds:.1f} s"
-    yield f"kept in     {found.file}" if found.file else "kept in     nowhere: the cache directory cannot be written to"
+    yield f"saved in    {found.file}" if found.file else "saved in    not saved: the cache directory is not writable"
     if profile.key.in_memory:
-        yield f"note        {profile.key.filesystem} is memory: these are no speeds of storage"
+        yield f"note        {profile.key.filesystem} is in memory: these are not the speeds of an SSD"
     if not profile.storage.direct:
-        yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
+        yield "note        without O_DIRECT, which this file system lacks, reads may have come from the page cache"
 
 
 def _age(found: KnownProfile) -> str:
@@ -170,17 +169,17 @@ def _speeds(found: KnownProfile) -> Table:
     rows = (
         ("f_c", "keys scored by the processors", format_rate(host.score_bytes_per_s), "measured"),
         ("f_s", "keys scored by the device", format_rate(storage.device_bytes_per_s), "emulated"),
-        ("f_c / f_s", "beta by the rule", f"{_beta(found):.3g}", "follows"),
+        ("f_c / f_s", "beta by the rule", f"{_beta(found):.3g}", "computed"),
         ("link", "pages from device to host", format_rate(storage.link_bytes_per_s), "emulated"),
-        ("command", "fetching one page", format_duration(storage.command_ns), "emulated"),
-        ("disk, in sequence", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
-        ("disk, pages", f"scattered reads of {page}", format_rate(storage.random_bytes_per_s), "measured"),
-        ("memory", "reading, all processors", format_rate(host.memory_bytes_per_s), "measured"),
-        ("computing", "products of float32", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
+        ("command", "one page fetched", format_duration(storage.command_ns), "emulated"),
+        ("disk, sequential", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
+        ("disk, random", f"reads of pages of {page}", format_rate(storage.random_bytes_per_s), "measured"),
+        ("memory", "reads by all processors", format_rate(host.memory_bytes_per_s), "measured"),
+        ("compute", "float32 matrix products", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
     )
-    made = Table()
-    for heading in ("", "what", "speed", "kind"):
-        made.add_column(heading, justify="right" if heading == "speed" else "left")
+    made = plain_table("", "what", "speed", "kind")
+    for column in made.columns:
+        column.justify = "right" if column.header == "speed" else "left"
     for row in rows:
         made.add_row(*row)
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -51,12 +50,12 @@ def show_model(model: StoredModel, as_json: bool) -> None:
 
 
 def _model(model: StoredModel) -> Iterator[str]:
-    kinds = {"kv": "whole", "part": "begun", "state": "whole states"}
+    kinds = {"kv": "whole", "part": "partial", "state": "whole states"}
     blocks = ", ".join(f"{count:,} {kinds[kind]}" for kind, count in model.blocks.items())
     yield f"fingerprint  {model.fingerprint}"
     yield f"stored       {format_size(model.size_bytes)}, blocks: {blocks or 'none'}"
-    yield f"longest      {model.longest_tokens:,} tokens in whole blocks"
-    yield f"used         {_ago(model.used_ns_ago)}, the oldest block {_ago(model.unused_ns)}"
+    yield f"longest      prompt of {model.longest_tokens:,} tokens in whole blocks"
+    yield f"used         {_ago(model.used_ns_ago)}, its least recently used block {_ago(model.unused_ns)}"
     size = format_size(model.restored_bytes)
     yield f"restored     {model.restores:,} times, {model.restored_tokens:,} tokens, {size}"
     for key, value in model.described.items():
@@ -65,14 +64,13 @@ def _model(model: StoredModel) -> Iterator[str]:
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
     """Prints what was removed."""
-    removed = f"{found.removed_blocks:,} blocks removed, {format_size(found.removed_bytes)}"
-    left = f"{found.left_blocks:,} left, {format_size(found.left_bytes)}"
+    removed = f"removed {found.removed_blocks:,} blocks, {format_size(found.removed_bytes)}"
+    left = f"{found.left_blocks:,} blocks left, {format_size(found.left_bytes)}"
     _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
 
 
 def _show(as_json: bool, document: dict[str, object], parts: Iterable[str | Table]) -> None:
-    # Fingerprints and names are whole where something reads them.
-    output.show(as_json, lambda: document, parts, None if sys.stdout.isatty() else output.UNBOUND)
+    output.show(as_json, lambda: document, parts)
 
 
 def _ago(age_ns: int) -> str:

@@ -223,25 +223,25 @@ def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
     answers = {
         **{name: f"{one[0]:.4f} ± {one[1]:.4f}" for name, one in nats.items() if one},
         "right": f"{row.answers.share:.1%} ± {row.answers.error:.1%}",
-        "of full's": "-" if kept is None else f"{kept:.1%}",
+        "still right": "-" if kept is None else f"{kept:.1%}",
         "questions": f"{row.answers.questions}",
         "top-k found": "-" if row.attention is None else f"{row.attention.recall:.1%}",
         "attention": "-" if row.attention is None else f"{row.attention.mass:.1%}",
         "KV in memory": format_size(row.memory.kv_bytes),
-        "of full": f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
+        "vs full": f"{row.memory.kv_bytes / full.memory.kv_bytes:.1%}",
         "index": format_size(row.memory.index_bytes),
         "spilled": format_size(row.spilled_bytes),
     }
     times = {
         "2nd token": row.speed.tt2t_ns,
-        "a token": row.speed.tpot_ns,
+        "per token": row.speed.tpot_ns,
         **{part: row.speed.parts_ns[part] for part in PARTS},
     }
     links = dict.fromkeys(link for other in bench.rows for link in other.moved_bytes)
     return answers, {
         **{name: format_duration(taken) for name, taken in times.items()},
-        "of full": f"{row.speed.tpot_ns / full.speed.tpot_ns:.2f}x",
-        **{f"{link} a step": format_size(round(moved.get(link, 0))) for link in links},
+        "vs full": f"{row.speed.tpot_ns / full.speed.tpot_ns:.2f}x",
+        **{f"{link} per step": format_size(round(moved.get(link, 0))) for link in links},
     }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +24,109 @@ from llmcache.units import shortened
 
 FORMS = ("png", "svg", "html")
 UNBOUND = 400
-"""Of a console: a table is as wide as its columns, so that on a narrow terminal its lines wrap, but no figure is cut."""
+"""Width of a table in a file or a pipe: wide enough for all columns."""
 
 
-def show(
-    as_json: bool,
-    document: Callable[[], object],
-    parts: Iterable[str | Table],
-    width: int | None = UNBOUND,
-) -> None:
-    """Prints an answer on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
+def show(as_json: bool, document: Callable[[], object], parts: Iterable[str | Table]) -> None:
+    """Print an answer on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
 
-    `width`: letters that a table may have; None for what the terminal has.
+    On a terminal, lines are wrapped at words, and a table that is too wide is printed as several.
     """
     if as_json:
         print(json.dumps(document(), indent=1))
         return
-    console = _PrintableConsole(highlight=False, markup=False, width=width)
+    width = output_width()
+    console = _PrintableConsole(highlight=False, markup=False, width=UNBOUND)
     for part in parts:
-        console.print(part, soft_wrap=width is None or isinstance(part, str))
+        if isinstance(part, str):
+            console.print("\n".join(_wrapped(printable(line), width) for line in part.split("\n")), soft_wrap=True)
+            continue
+        if isinstance(part.title, str):
+            console.print(_wrapped(printable(part.title), width), soft_wrap=True)
+            part.title = None
+        for number, table in enumerate(_fitted(part, console, width)):
+            if number:
+                console.print()
+            console.print(table)
+
+
+def output_width() -> int:
+    """Return the columns of the terminal, or of $COLUMNS; UNBOUND if stdout is a file or a pipe."""
+    console = Console()
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUND
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Return `line` in lines of `width`, broken at spaces; all but the first are indented to the text behind its label."""
+    if len(line) <= width:
+        return line
+    label = re.match(r" *\S+(?: \S+)* {2,}| *", line)
+    indent = label.end() if label is not None and label.end() <= width // 2 else 0
+    line = re.sub(r"(?<=\d) (?=[^\W\d_]{1,4}\b|%)", "\0", line)  # a number stays with its unit
+    broken = textwrap.wrap(
+        line, width, subsequent_indent=" " * (indent or 2), break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(broken).replace("\0", " ")
+
+
+def _fitted(table: Table, console: Console, width: int) -> Iterator[Table]:
+    """Yield `table`, or tables of at most `width` that together have its columns, each with its key columns.
+
+    Before it is split, long headings are broken at spaces, and the gaps between columns shrink to one space.
+    """
+
+    def fits(some: Table) -> bool:
+        return console.measure(some).maximum <= width
+
+    if fits(table):
+        yield table
+        return
+    keys, count = table.keys if isinstance(table, KeyedTable) else 1, len(table.columns)
+    for lines, gap in ((2, 2), (2, 1), (3, 1)):
+        if fits(whole := _narrowed(table, range(count), lines, gap)):
+            yield whole
+            return
+    for parts in range(2, count - keys + 1):
+        size = -(-(count - keys) // parts)
+        places = [[*range(keys), *range(start, min(start + size, count))] for start in range(keys, count, size)]
+        split = [_narrowed(table, chosen, 3, 2) for chosen in places]
+        if size == 1 or all(map(fits, split)):
+            yield from split
+            return
+    yield table
+
+
+def _narrowed(table: Table, places: Sequence[int], lines: int, gap: int) -> Table:
+    """Return the columns of `table` at `places`, `gap` spaces between them, with headings in up to `lines` lines."""
+    columns = [table.columns[place] for place in places]
+    top, right, bottom, left = table.padding
+    made = Table(
+        box=table.box,
+        pad_edge=table.pad_edge,
+        padding=(top, min(right, gap), bottom, left),
+    )
+    for column in columns:
+        room = max((len(line) for cell in column.cells for line in str(cell).split("\n")), default=0)
+        heading = _in_lines(str(column.header), room, lines)
+        made.add_column(heading, justify=column.justify, no_wrap=column.no_wrap, vertical="bottom")
+    for row, *cells in zip(table.rows, *(column.cells for column in columns), strict=True):
+        made.add_row(*cells, style=row.style, end_section=row.end_section)
+    return made
+
+
+def _in_lines(heading: str, room: int, lines: int) -> str:
+    """Return `heading` broken at spaces into at most `lines`, as wide as needed, but at least `room`."""
+    for width in range(max(1, room, *map(len, heading.split(" "))), len(heading)):
+        broken = textwrap.wrap(heading, width, break_on_hyphens=False)
+        if len(broken) <= lines:
+            return "\n".join(broken)
+    return heading
+
+
+class KeyedTable(Table):
+    """A table whose first `keys` columns name its rows: they are in each part of a table that is split."""
+
+    keys = 1
 
 
 class _PrintableConsole(Console):
@@ -69,7 +155,7 @@ def form_of(option: str, path: str, force: bool) -> str:
     """
     form = Path(path).suffix.lower().removeprefix(".")
     if form not in FORMS:
-        raise UsageError(f"{option}: '{path}' must end in .png, .svg or .html", "the ending says what is written")
+        raise UsageError(f"{option}: '{path}' must end in .png, .svg or .html", "the extension selects the format")
     check_target(option, path, force)
     return form
 
@@ -107,7 +193,7 @@ class Progress:
     def compiling(self, begins: bool) -> None:
         """Says that policies are being compiled, which a first run waits for, until it is told that they are."""
         if self._compiling is None:
-            self._compiling = self._shown.add_task("compiling, once after an installation", total=None)
+            self._compiling = self._shown.add_task("compiling (once per installation)", total=None)
         self._shown.update(self._compiling, visible=begins)
 
 
@@ -132,9 +218,10 @@ def trimmed(text: str) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
-def plain_table(first: str, *figures: str, gap: int = 2) -> Table:
-    """Returns a table without lines, `gap` spaces between columns, whose cells are never broken."""
-    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+def plain_table(first: str, *figures: str, gap: int = 2, keys: int = 1) -> KeyedTable:
+    """Return a table without lines, `gap` spaces between columns, whose cells are never broken."""
+    made = KeyedTable(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    made.keys = keys
     made.add_column(first, no_wrap=True)
     for heading in figures:
         made.add_column(heading, justify="right", no_wrap=True)
@@ -167,10 +254,8 @@ def fitted_table(
     return made
 
 
-def titled_table(title: str, first: str, *figures: str) -> Table:
-    """Returns a table with lines and a title."""
-    made = Table(title=title, title_justify="left")
-    made.add_column(first)
-    for heading in figures:
-        made.add_column(heading, justify="right")
+def titled_table(title: str, first: str, *figures: str) -> KeyedTable:
+    """Return a plain table with a title."""
+    made = plain_table(first, *figures)
+    made.title = title
     return made

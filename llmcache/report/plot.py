@@ -102,7 +102,7 @@ def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Surv
         for span in _spans(batch.file[keep], batch.first[keep].astype(np.int64), batch.count[keep].astype(np.int64)):
             spans[span.file] = _joined(spans.get(span.file), span)
     if not spans:
-        raise DataError("rows: there are none to draw", "look at the trace with: llmcache info FILE")
+        raise DataError("rows: the trace has no accesses to draw", "inspect the trace with: llmcache info FILE")
     return Survey(t0_ns, t1_ns, rows, tuple(spans[file] for file in sorted(spans)))
 
 
@@ -434,7 +434,7 @@ def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[i
     )
     if not found:
         known = ", ".join(file.path for file in files[:5]) + (", …" if len(files) > 5 else "")
-        raise UsageError(f"--files: no file of the trace matches '{pattern}'", f"the trace has: {known}")
+        raise UsageError(f"--files: no file of the trace matches '{pattern}'", f"files in the trace: {known}")
     return found
 
 

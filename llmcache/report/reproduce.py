@@ -125,9 +125,9 @@ def measurements(name: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no measurements: {error}", hint) from error
+        raise DataError(f"{path}: cannot read the measurements: {error}", hint) from error
     if found.get("schema") != f"llmcache.papers.{name}/1":
-        raise DataError(f"{path}: schema: '{found.get('schema')}'", hint)
+        raise DataError(f"{path}: schema: '{found.get('schema')}' is not 'llmcache.papers.{name}/1'", hint)
     return found
 
 

@@ -13,7 +13,7 @@ from llmcache.report import output
 from llmcache.report.output import plain_table, trimmed
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
 
-_NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"
+_NOTE = "hits: hit ratio of all blocks; reads: hit ratio of the bytes read"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
@@ -25,38 +25,35 @@ def _parts(simulation: Simulation) -> Iterator[str | Table]:
     for number, summary in enumerate(simulation.traces):
         rows = [row for row in simulation.results if row.trace == summary.trace]
         yield ("\n" if number else "") + headline(summary)
-        yield f"{_NOTE}\n{latency_note(simulation.model)}"
+        yield f"{_NOTE}\nlatency by bandwidth (modelled): {latency_note(simulation.model)}"
         yield table(rows)
         if simulation.period_ns is not None:
-            slices = f"slices of {format_duration(simulation.period_ns)} of the trace's time in which more is missed than"
-            yield f"Stalls (modelled): {slices} storage delivers in one, and the time they wait in all"
+            length = format_duration(simulation.period_ns)
+            yield f"Stalls (modelled): slices of {length} in which misses exceed what storage delivers, and their total wait"
             yield stall_table(summary, rows)
         yield from (curve_line(item) for item in simulation.curves if item.trace == summary.trace)
 
 
 def latency_note(model: FetchModel) -> str:
     """What a modelled latency is made of."""
-    setup = format_duration(model.setup_ns) if model.setup_ns else "nothing"
-    gpu = f" and {format_duration(model.gpu_setup_ns)} for {model.request_bytes} bytes" if model.gpu_setup_ns else ""
-    return (
-        f"misses at the bandwidth of storage and {setup} for each block (--setup), "
-        f"then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
-    )
+    setup = f" plus {format_duration(model.setup_ns)} per missed block" if model.setup_ns else ", no setup time (--setup)"
+    gpu = f" plus {format_duration(model.gpu_setup_ns)} per {model.request_bytes} bytes" if model.gpu_setup_ns else ""
+    return f"misses at the bandwidth of storage{setup}, then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
 
 
 def headline(summary: Summary) -> str:
     """One line on a trace: what it holds and where it comes from."""
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
-        f"{summary.trace}: {summary.accesses} blocks referenced ({summary.reads} read, {summary.writes} written) of "
-        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {summary.tier}{lost}"
+        f"{summary.trace}: {summary.accesses} block accesses ({summary.reads} reads, {summary.writes} writes) to "
+        f"{summary.footprint_blocks} distinct blocks ({format_size(summary.footprint_bytes)}); source: {summary.tier}{lost}"
     )
 
 
 def table(rows: list[Result]) -> Table:
     """The rows of one trace."""
     made = plain_table(
-        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1
+        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1, keys=2
     )
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
@@ -84,8 +81,8 @@ def _seconds(seconds: float) -> str:
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
     """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
-    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1)
-    made.add_row("(no cache avoids)", "", *_stall_cells(summary.cold_stalls))
+    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1, keys=2)
+    made.add_row("(any cache)", "", *_stall_cells(summary.cold_stalls))
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
         made.add_row(row.title if first else "", format_size(row.cache_bytes), *_stall_cells(row.stalls))
@@ -106,9 +103,9 @@ def curve_line(item: TraceCurve) -> str:
     curve = item.curve
     best = int(curve.hits[-1])
     if best == 0:
-        return f"{curve.policy.upper()} at all sizes: no hits, no block is referenced twice"
-    shares = []
+        return f"{curve.policy.upper()} at all sizes: no hits, because no block is accessed twice"
+    shares: list[str] = []
     for percent in (50, 90, 100):
         blocks = int(curve.sizes[np.searchsorted(curve.hits, best * percent / 100)])
-        shares.append(f"{percent} % of them from {format_size(blocks * BLOCK_BYTES)} on")
+        shares.append(f"{percent} % {'' if shares else 'of the hits '}need {format_size(blocks * BLOCK_BYTES)}")
     return f"{curve.policy.upper()} at all sizes: hit ratio up to {best / curve.accesses:.4f}; {', '.join(shares)}"

@@ -10,7 +10,7 @@ from rich.table import Table
 from llmcache.cache.mixture import STAY, ZIPF, MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
 from llmcache.report import output
-from llmcache.report.output import trimmed
+from llmcache.report.output import titled_table, trimmed
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -20,7 +20,7 @@ _FORMULA = "S = max(0, N - BW*T)"
 
 def show(answer: Answer, as_json: bool) -> None:
     """Prints `answer` on stdout."""
-    output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)), width=None)
+    output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)))
 
 
 def size_text(size_bytes: float) -> str:
@@ -39,20 +39,20 @@ def lines(answer: Answer) -> Iterator[str]:
     yield ""
     if answer.need is not None:
         staged = size_text(answer.setting.staged_bytes)
-        rule = _FORMULA if mixture is None else "dense first, then experts, until a token misses BW*T"
+        rule = _FORMULA if mixture is None else "dense tensors first, then experts, until a token misses BW*T"
         yield f"Smallest cache without stalls (modelled: {rule}, BW*T = {staged}):"
         yield f"  loop cache  {size_text(answer.need.loop_cache_bytes)} ({answer.need.loop_cache_blocks} blocks of 4 KiB)"
-        yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
+        yield f"  total       {size_text(answer.need.cache_bytes)} (with the hot set)"
         for place, mode in enumerate(answer.modes):
             window = f"a window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
-            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: with {window})"
+            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: {window})"
     for item in answer.capacities:
         yield from _capacity(item, mixture)
     if answer.ram is not None:
         yield from _ram(answer.ram, mixture)
         if answer.ram.fits_repacked is False and answer.model is not None:
             copies = f"llama.cpp copies {size_text(answer.model.repacked_bytes)} of the model"
-            yield f"  by default  {copies}, which this memory has no room for: it is killed (--no-repack avoids the copy)"
+            yield f"  by default  {copies}, which do not fit: the kernel kills it (--no-repack avoids the copy)"
 
 
 def _mixture(answer: Answer) -> MixtureBytes | None:
@@ -60,18 +60,18 @@ def _mixture(answer: Answer) -> MixtureBytes | None:
 
 
 def _ram(ram: Ram, mixture: MixtureBytes | None) -> Iterator[str]:
-    whose = "" if ram.source == "given" else " of this machine"
-    yield f"With the {size_text(ram.ram_bytes)} of memory{whose}, if nothing else is in it (modelled):"
+    where = "" if ram.source == "given" else " on this machine"
+    yield f"With {size_text(ram.ram_bytes)} of memory{where}, if nothing else uses it (modelled):"
     mode = "" if mixture is None else "--mode inplace "
     yield f"  llmcachefs  {_speed(ram.mount)}, {mode}--cache {ram.mount_cache_bytes // 10**6}M"
     if mixture is not None:
         yield f"              {_kept(ram.mount, mixture)}"
-    whole = "" if ram.page_cache.loop_cache_bytes else ": all of it"
+    whole = "" if ram.page_cache.loop_cache_bytes else " (nothing stays cached)"
     yield f"  page cache  {'' if mixture is None or whole else 'at best '}{_speed(ram.page_cache)}{whole}"
     if mixture is not None and not whole:
         yield f"              {_kept(ram.page_cache, mixture)}"
     if not ram.mount.stall_free:
-        needed = f"{size_text(ram.needed_ram_bytes)} of memory, or storage of {format_rate(ram.needed_bandwidth)}"
+        needed = f"{size_text(ram.needed_ram_bytes)} of memory, or storage at {format_rate(ram.needed_bandwidth)}"
         yield f"  no stalls   with {needed}"
 
 
@@ -84,11 +84,11 @@ def _kept(went: Passes, mixture: MixtureBytes) -> str:
     """What fits: dense first, then experts."""
     room_bytes = went.loop_cache_bytes - mixture.dense_bytes
     if room_bytes < 0:
-        return f"of what is dense {went.loop_cache_bytes / mixture.dense_bytes:.0%} fit, and no experts"
+        return f"{went.loop_cache_bytes / mixture.dense_bytes:.0%} of the dense tensors fit, and no experts"
     hits = f"{went.expert_hit_ratio:.0%} of their reads hit"
     if went.even is not None and went.even.missing_bytes > went.missing_bytes:
         hits += f" ({went.even.expert_hit_ratio:.0%}, {went.even.tokens_per_s:.3g} tokens/s, if all are used equally often)"
-    return f"all that is dense fits, and {room_bytes / mixture.expert_bytes:.0%} of the experts: {hits}"
+    return f"all dense tensors and {room_bytes / mixture.expert_bytes:.0%} of the experts fit: {hits}"
 
 
 def _inputs(answer: Answer) -> Iterator[str]:
@@ -105,17 +105,17 @@ def _inputs(answer: Answer) -> Iterator[str]:
         yield f"loop        {size_text(size_bytes)} read once per token{_model_note(answer)}"
         if answer.model is not None and answer.model.repacked_bytes:
             copied = size_text(answer.model.repacked_bytes)
-            yield f"            llama.cpp copies {copied} of it by default (repacking); assumed here is that it does not:"
-            yield "            --no-repack, or a build with GGML_CPU_REPACK=OFF"
+            yield f"            by default, llama.cpp copies {copied} of it into its own memory (repacking);"
+            yield "            this is for --no-repack, or a build with GGML_CPU_REPACK=OFF"
         if mixture is not None:
             yield (
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
                 f"{mixture.used} of {mixture.experts} in each layer"
             )
-            zipf, stay = f"Zipf's law, exponent {ZIPF:g}", f"{STAY:.0%} stay for the next token"
-            yield f"            popularity assumed ({zipf}; {stay}); kept: those used last"
+            zipf, stay = f"Zipf's law with exponent {ZIPF:g}", f"{STAY:.0%} are used again by the next token"
+            yield f"            popularity assumed: {zipf}, {stay}; the cache keeps the most recently used"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
-    assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
+    assumed = "; assumed, set it with --t" if answer.period_source == "assumed" else ""
     rate = f"{SECOND_NS / setting.period_ns:.3g} tokens/s"
     yield f"T           {_duration_text(setting.period_ns)} per token ({rate}{assumed})"
     yield f"hot set     {size_text(setting.hot_bytes)}"
@@ -124,10 +124,10 @@ def _inputs(answer: Answer) -> Iterator[str]:
 def _model_note(answer: Answer) -> str:
     if answer.model is None:
         return ""
-    note = f"; {size_text(answer.model.row_bytes)} of embedding by rows" if answer.model.row_bytes else ""
+    note = f"; plus {size_text(answer.model.row_bytes)} of embeddings, read by row" if answer.model.row_bytes else ""
     if answer.model.sparse_bytes and _mixture(answer) is None:
-        note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} are experts, of which a token reads some"
-        note += ": how many is said neither in the header nor in a config.json beside it"
+        note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} of it are experts, and neither the header nor a "
+        note += "config.json beside the file says how many of them a token uses"
     return note
 
 
@@ -142,14 +142,14 @@ def _measured_note(answer: Answer) -> str:
 
 
 def _file_text(file: str) -> str:
-    return "temporary file" if file == "temporary" else f"file that was there, {file}"
+    return "temporary file" if file == "temporary" else f"existing file, {file}"
 
 
 def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
     yield f"With a cache of {size_text(item.cache_bytes)} (modelled):"
     yield f"  largest loop without stalls  {size_text(item.largest_loop_bytes)}"
     if item.passes is not None and mixture is not None:
-        yield f"  this mixture                 {_verdict(item.passes)}"
+        yield f"  this model                   {_verdict(item.passes)}"
         yield f"                               {_kept(item.passes, mixture)}"
     elif item.passes is not None:
         yield f"  this loop                    {_verdict(item.passes)}"
@@ -157,9 +157,9 @@ def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
 
 def _verdict(went: Passes) -> str:
     if went.stall_free:
-        return f"stall-free: {size_text(went.missing_bytes)} per token are read in {_duration_text(went.fetch_ns)}"
+        return f"stall-free: reads {size_text(went.missing_bytes)} per token in {_duration_text(went.fetch_ns)}"
     return (
-        f"stalls {_duration_text(went.stall_ns)} per token: {size_text(went.missing_bytes)} are read in "
+        f"stalls {_duration_text(went.stall_ns)} per token: reads {size_text(went.missing_bytes)} in "
         f"{_duration_text(went.fetch_ns)}; {went.tokens_per_s:.3g} tokens/s, {went.tokens_per_s_lost:.3g} lost"
     )
 
@@ -167,15 +167,13 @@ def _verdict(went: Passes) -> str:
 def sensitivity_table(answer: Answer) -> Table:
     """The answer for shorter and longer T: one row each."""
     largest = max((item.cache_bytes for item in answer.capacities), default=None)
-    table = Table(title="Sensitivity to T (modelled)", title_justify="left")
-    headings = ["change of T", "T"]
-    headings += ["loop cache", "in all"] if answer.need is not None else []
+    headings = ["T"]
+    headings += ["loop cache", "total"] if answer.need is not None else []
     if largest is not None:
-        headings.append(f"largest loop, {size_text(largest)}")
+        headings.append(f"largest loop in {size_text(largest)}")
     if largest is not None and answer.loop is not None:
         headings += ["stall per token", "tokens/s"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = titled_table("Sensitivity to T (modelled)", "change of T", *headings)
     for row in answer.sensitivity:
         table.add_row(*_cells(row))
     return table

@@ -174,7 +174,7 @@ def test_what_would_not_stay_cannot_be_saved_nor_restored_into_another_model(lla
     for directory in (tmp_path, None):
         with SpillCache(llama.config, path=directory) as cache:
             generate(llama, cache, prompt())
-            with pytest.raises(UsageError, match="path: no spill file that stays"):
+            with pytest.raises(UsageError, match="path: the cache has only a temporary"):
                 cache.save()
     path = tmp_path / "talk.kv"
     assert not list(tmp_path.iterdir())
@@ -226,11 +226,11 @@ def test_one_changed_weight_or_setting_is_another_model(tmp_path: Path, change: 
     with SpillCache(model, path=path) as cache:
         generate(model, cache, prompt())
         cache.save()
-    with pytest.raises(DataError, match="another model's spill file"):
+    with pytest.raises(DataError, match="spill file of another model"):
         SpillCache.restore(saved_model(tmp_path / "model", CHANGES[change]), path)
     with torch.no_grad():
         CHANGES[change](model)
-    with pytest.raises(DataError, match="another model's spill file"):
+    with pytest.raises(DataError, match="spill file of another model"):
         SpillCache.restore(model, path)
     with SpillCache(model, path=tmp_path / "next.kv") as cache:  # the identity is not the one of before the change
         generate(model, cache, prompt())
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_identified_saves_nothing_that_could_be_restored(
         with pytest.raises(UsageError, match=r"model: the weight norm.weight is a Packed"):
             cache.save()
     model.model.norm.weight = weight
-    with pytest.raises(DataError, match="another model's spill file"):
+    with pytest.raises(DataError, match="spill file of another model"):
         SpillCache.restore(model, path)
 
 

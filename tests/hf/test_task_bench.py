@@ -69,7 +69,7 @@ def test_a_model_with_a_tokenizer_is_asked_in_words_and_one_without_is_refused(t
         Subject(directory)
     with pytest.raises(DataError, match="not a model"):
         Subject(tmp_path)
-    with pytest.raises(UsageError, match="is not a directory"):
+    with pytest.raises(UsageError, match="is neither a directory"):
         Subject(tmp_path / "nowhere")
 
 

@@ -223,7 +223,7 @@ def test_a_model_with_other_layers_or_heads(llama: Any) -> None:
     other = enable(copy.deepcopy(tiny("llama-mha")))
     with SpillCache(llama.config, "full") as cache:
         llama(**single(), **cache_argument(cache))
-        with pytest.raises(UsageError, match="model: 4 key heads of 16 dimensions, the cache has 2 of 16"):
+        with pytest.raises(UsageError, match="model: has 4 key heads of 16 dimensions, but the cache 2 of 16"):
             other(input_ids=torch.tensor([[5]]), **cache_argument(cache))
 
 
@@ -243,7 +243,7 @@ def test_half_precision_after_enable() -> None:
     with SpillCache(model.config, "full") as cache:
         generate(model, cache, single())
         model.half()
-        with pytest.raises(UsageError, match="dtype: keys of type float16, the cache has float32"):
+        with pytest.raises(UsageError, match="dtype: keys are float16, but those of the cache float32"):
             model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
         cache.reset()
         check_same(generate(model, stock(model), single()), generate(model, cache, single()))

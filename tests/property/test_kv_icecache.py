@@ -127,7 +127,7 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
         other = IceCache(store, BUDGET)
         with caplog.at_level("WARNING"):
             other.restored()
-        assert "tokens: the index is of 301, the spill file of 290: trees are built anew" in caplog.text.replace("\n", " ")
+        assert "tokens: the index has 301, but the spill file 290: the trees are rebuilt" in caplog.text.replace("\n", " ")
         assert other.indexes.found[0][0] is None
 
 

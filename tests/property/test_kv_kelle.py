@@ -92,7 +92,7 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(batch=2), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
         recorder = KelleRecorder(run.policy, step_ns=2e6)
-        with pytest.raises(ValueError, match=r"^record: "):
+        with pytest.raises(ValueError, match=r"^end_record: "):
             recorder.run()
         for _ in range(20):
             run.step()

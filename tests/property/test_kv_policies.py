@@ -189,10 +189,10 @@ def test_budgets(tmp_path: Path) -> None:
     assert PolicySettings(alpha=0.1).attended(30) == 3 and PolicySettings(alpha=0.1).attended(31) == 4
     assert PolicySettings().attended(1000) == 200  # the paper's alpha
     assert PolicySettings(token_budget=100).attended(60) == 60
-    with pytest.raises(UsageError, match=r"^token_budget: given together with alpha"):
+    with pytest.raises(UsageError, match=r"^token_budget: cannot be combined with alpha"):
         PolicySettings(alpha=0.2, token_budget=100)
     with KvStore(replace(CASE, pool=None).config(tmp_path)) as store:
-        with pytest.raises(UsageError, match=r"^token_budget: 47, sink and window alone take 48"):
+        with pytest.raises(UsageError, match=r"^token_budget: must be at least 48, which sink and window take, not 47"):
             policy_class("full")(store, PolicySettings(token_budget=47))
         policy_class("full")(store, PolicySettings(token_budget=48))
 

@@ -31,9 +31,7 @@ LAYER_BYTES = 100 * BLOCK
 
 
 def classify(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("COLUMNS", "200")
-        return called("classify", *args)
+    return called("classify", *args)
 
 
 def document(*args: str | Path) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def test_a_row_stays_in_its_lines_on_a_narrow_terminal(width: int, columns: str)
     assert " ".join(head.split()) == columns and max(map(len, (head, loop, names, *parts))) <= width
     assert loop.startswith("LOOP") and "8.00 GB" in loop and "100 ms" in loop and "90.0%" in loop
     assert "/home/" in loop and loop.endswith("model.Q8_0.gguf") and names.strip().startswith("model.layers.0-31 (32)")
-    assert parts[0].startswith("SEQ") and "small.conf" in parts[0] and "(2 places, downwards)" in "".join(parts)
+    assert parts[0].startswith("SEQ") and "small.conf" in parts[0] and "(2 ranges, descending)" in "".join(parts)
     assert len(parts) <= 2
 
 

@@ -1,10 +1,12 @@
 """The command group: help, version, the end of a process; errors become messages and exit codes, the same for all."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 
 from llmcache import __version__, cli
 from llmcache.cli.mount import command as mount_command
-from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli
+from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli, with_hints
 from tests.unit.command_parts import called, ended
 
 
@@ -176,3 +178,26 @@ def test_what_is_temporary_goes_when_a_command_is_told_to_end(
         _, told = process.communicate(timeout=120)
     assert process.returncode == code and b"Traceback" not in told, told
     assert not list(spill.iterdir())
+
+
+def test_a_traceback_in_python_shows_the_hint() -> None:
+    error = DataError("a.gguf: damaged", "download it again")
+    assert str(error) == "a.gguf: damaged" and error.hint == "download it again"
+    shown = "".join(traceback.format_exception(error))
+    assert sys.version_info < (3, 11) or shown.endswith("DataError: a.gguf: damaged\nhint: download it again\n")
+    code = "from llmcache.errors import DataError; raise DataError('damaged', 'download it again')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("DataError: damaged\nhint: download it again\n")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.hint) == (str(error), error.hint) and "hint" not in "".join(
+        traceback.format_exception(DataError("a.gguf: damaged"))
+    )
+
+
+def test_where_python_shows_no_notes_a_hook_prints_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python 3.10: the hook is installed there, and tested with every version."""
+    told: list[BaseException] = []
+    hook = with_hints(lambda _kind, error, _trace: told.append(error))
+    for error in (DataError("damaged", "download it again"), DataError("damaged"), ValueError("damaged")):
+        hook(type(error), error, None)
+    assert len(told) == 3 and capsys.readouterr().err == "hint: download it again\n"

@@ -134,7 +134,7 @@ def test_a_run_is_recorded_once(tmp_path: Path) -> None:
     told = called(*command)
     assert told.returncode == 0 and all(word in told.stdout for word in ("measured", "modelled", "none"))
     run = read_run(path)
-    assert run.steps == 8 and run.clock == "modelled: 20.0 ms a step" and run.settings["budget"] == 40
+    assert run.steps == 8 and run.clock == "modelled: 20.0 ms per step" and run.settings["budget"] == 40
     assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
     assert called(*command).returncode == 2
     assert "HST MSB" in called("edram", "report", path).stdout
@@ -163,5 +163,5 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path) -> None:
     assert called(*command, "--force").returncode == 0
     assert called("kv", "bench", "--flips", "2drp", "--edram-run", tmp_path / "2").returncode == 2
     other = called("kv", "bench", "--policy", "h2o", "--edram-run", tmp_path / "2", *options)
-    assert other.returncode == 2 and "only Kelle's runs" in other.stderr
+    assert other.returncode == 2 and "only the policy kelle" in other.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]

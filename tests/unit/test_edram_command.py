@@ -90,7 +90,7 @@ MANY = ",".join(map(str, range(1, 1002)))
     ("args", "named"),
     [
         (("model", "gpt-5"), "--model: there is no model 'gpt-5'"),
-        (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
+        (("sweep", "--budget", "10"), "--budget: must be more than the 10 sinks, not 10"),
         (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is no bandwidth: it must be above 0"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
         (("report", "/nowhere.json"), "run: '/nowhere.json' cannot be read"),
@@ -130,10 +130,13 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(written: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda data: data.update(schema="llmcache.size/1"), "schema: 'llmcache.size/1'"),
+        (lambda data: data.update(schema="llmcache.size/1"), "not 'llmcache.size/1'"),
         (lambda data: data["results"][1].pop("speedup"), "results[1].speedup: missing"),
         (lambda data: data["results"][0].update(energy_j=10**400), "results[0].energy_j: '10"),
-        (lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0), "dram_bytes_per_s: 0, more than 0"),
+        (
+            lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0),
+            "dram_bytes_per_s: must be more than 0, not 0",
+        ),
         (None, "not JSON"),
     ],
 )
@@ -161,7 +164,7 @@ def test_a_recorded_run_is_accounted(written: Path) -> None:
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     options = ["--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected"]
     told = called("edram", "report", file, *options).stdout
-    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the living bytes"):
+    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the live bytes"):
         assert words in told
 
 
@@ -191,7 +194,7 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
     found = read_constants(file)
     mine = found.profiles["mine"]
     assert (mine.refresh_pass_j, mine.dram_j_per_byte) == (3.65e-6, PAPER.dram_j_per_byte)
-    assert mine.name == "mine" and "of the user" in mine.title
+    assert mine.name == "mine" and "by the user" in mine.title
     assert found.profiles["silicon"].sfu_w == 1.0
     assert found.profiles["silicon"].refresh_pass_j == pytest.approx(3.65e-6, rel=1e-3)
     assert (found.models["tiny"].layers, found.models["tiny"].kv_heads) == (8, MODELS["llama3-8b"].kv_heads)
@@ -208,8 +211,11 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
     [
         ("[profile.mine]\nrefresh_j = 1", "profile.mine: there is no constant 'refresh_j'"),
         ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
-        ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
-        ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
+        ("[model.x]\nkv_heads = 5", "model.x.kv_heads: must divide the 32 heads, not 5"),
+        (
+            "[system.x]\nrecompute = 'often'",
+            "system.x.recompute: must be one of none, first-principles, declared, not 'often'",
+        ),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
         ("[profile", "not TOML"),
     ],

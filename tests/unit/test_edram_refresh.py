@@ -90,11 +90,11 @@ def test_what_a_rule_needs_of_a_run() -> None:
     with pytest.raises(DataError, match=r"^steps.duration_ns: "):
         account(untimed, KELLE_INTERVALS, 1e-12)
     assert account(untimed.with_step(2e6, "modelled: 2 ms"), KELLE_INTERVALS, 1e-12).seconds == pytest.approx(0.12)
-    with pytest.raises(UsageError, match=r"^step: "):
+    with pytest.raises(UsageError, match=r"^step_ns: "):
         untimed.with_step(0, "")
     with pytest.raises(DataError, match=r"^lives: "):
         account(replace(changing(), lives=None), KELLE_INTERVALS, 1e-12, rule="floor")
-    for rule, capacity, named in (("floor", 100, "rule"), ("ticks", 0, "capacity")):
+    for rule, capacity, named in (("floor", 100, "rule"), ("ticks", 0, "capacity_bytes")):
         with pytest.raises(UsageError, match=rf"^{named}: "):
             account(changing(), KELLE_INTERVALS, 1e-12, rule=rule, capacity_bytes=capacity)
 

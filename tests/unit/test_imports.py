@@ -21,7 +21,7 @@ ALLOWED = {
     "files": {"errors"},
     "arrays": set(),
     "procfs": {"units", "errors"},
-    "storage": {"procfs", "errors"},
+    "storage": {"procfs", "units", "errors"},
     "cgroup": {"procfs", "storage", "errors"},
     "memory": {"procfs"},
     "bpf": BASE,

@@ -55,7 +55,7 @@ def test_a_measured_run_of_all_policies(tmp_path: Path, model: str) -> None:
     )  # fmt: skip
     assert list(spill.iterdir()) == [], "no spill file is left"
     assert told["kind"] == "measured" and told["conditions"]["stream"]["synthetic"]
-    assert "emulated: 3.00 ms a layer" in told["conditions"]["compute"]
+    assert "emulated, 3.00 ms per layer" in told["conditions"]["compute"]
     rows = {row["policy"]: row for row in told["rows"]}
     assert list(rows) == ["full", "prefetch", "hillinfer", "hillinfer-no-app"]
     for row in rows.values():
@@ -136,15 +136,15 @@ def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--policy lru", "--policy: there is no 'lru'"),
+        ("--policy lru", "--policy: there is no policy 'lru'"),
         ("--policy window --profile paper", "--policy: 'window' has no latency model"),
-        ("--context 1k,2k", "--context: '1024,2048' are several"),
+        ("--context 1k,2k", "--context: takes one value without --task, not 1024,2048"),
         ("--alpha 0.2 --budget 64", "--budget"),
         ("--csd floppy", "--csd"),
         ("--path /nowhere", "--path"),
-        ("--budget 16", "token_budget: 16"),
+        ("--budget 16", "token_budget: must be at least .*, not 16"),
         ("--ram 1k", "cpu_pages"),
-        ("--context 1000M --layers 1000", "--path: /tmp: .* are needed"),
+        ("--context 1000M --layers 1000", "--path: /tmp: spill files need"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_by_its_name(words: str, named: str) -> None:
@@ -215,7 +215,7 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         ({"schema": "llmcache.size/1"}, "schema"),
         ({"kind": "guessed"}, "kind"),
-        ({"rows": []}, "rows: none"),
+        ({"rows": []}, "rows: the document has none"),
         ({"rows": [{**asdict(row("full", 90)), "token_ns": "soon"}]}, "token_ns: 'soon'"),
         ({"rows": [{**asdict(MEASURED.rows[0]), "observed": {**asdict(observed()), "timeline": {}}}]}, "emulated: missing"),
     ],
@@ -230,11 +230,11 @@ def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.Cap
     kv_bench.show(MEASURED, False)
     told = capsys.readouterr().out
     assert "measured on this machine, with a synthetic stream" in told and "a note" in told
-    assert "Full: emulated device (smartssd): 9 commands in all steps, modelled 4.00 ms, wall 7.00 ms" in told
+    assert "device of Full (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms of wall time" in told
     lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
-    assert lines[0][-1] == "3.00" and lines[1][-2:] == ["3", "(25.0%)"]
+    assert lines[0][-1] == "3.00x" and lines[1][-2:] == ["3", "(25.0%)"]
     assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
-    assert "stream synthetic" in told and "Hillinfer: 3.00 x Full (speed-up)" in told
+    assert "stream synthetic" in told and "speed-up of Hillinfer: 3.00x over Full" in told
     assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
 
 

@@ -173,12 +173,12 @@ def test_a_fork_has_threads_of_its_own() -> None:
 def test_arguments_that_do_not_fit() -> None:
     queries, keys = np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)
     calls: list[tuple[str, Any, Any, Any]] = [
-        ("queries: shape", np.zeros((1, 3, 8), np.float32), keys, None),
-        ("queries: type", np.zeros((1, 2, 8)), keys, None),
-        ("keys: type", queries, keys.astype(np.float64), None),
-        ("keys: shape", queries, keys[0], None),
-        ("scales: they belong", queries, keys.astype(np.int8), None),
-        ("scales: shape", queries, keys.astype(np.int8), np.zeros((2, 5), np.float32)),
+        ("queries: must be", np.zeros((1, 3, 8), np.float32), keys, None),
+        ("queries: dtype", np.zeros((1, 2, 8)), keys, None),
+        ("keys: dtype", queries, keys.astype(np.float64), None),
+        ("keys: must be", queries, keys[0], None),
+        ("scales: must be given for int8", queries, keys.astype(np.int8), None),
+        ("scales: must be", queries, keys.astype(np.int8), np.zeros((2, 5), np.float32)),
     ]
     for message, wrong_queries, wrong_keys, scales in calls:
         with pytest.raises(ValueError, match=message):
@@ -229,7 +229,7 @@ def test_top_of_many_rows() -> None:
     for wrong in (scores.astype(np.float64), np.float32(1)):
         with pytest.raises(ValueError, match="scores: "):
             top(wrong, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="k: 0"):
+    with pytest.raises(ValueError, match="k: must be at least 1, not 0"):
         top(scores, 0)
 
 

@@ -297,7 +297,7 @@ def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_
         assert isinstance(store.ssd, CsdTier)
         os.kill(store.ssd.device.process.pid, signal.SIGKILL)
         engine.ahead(1, STREAM.queries(1, 1))
-        with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
+        with pytest.raises(EnvironmentProblem, match="emulated device was ended by signal 9"):
             layer_step(engine, 1, 1)
         store.restart_device()
         found.append([first, *(layer_step(engine, layer, 1) for layer in (1, 2))])

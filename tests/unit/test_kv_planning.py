@@ -165,11 +165,11 @@ def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
     [
         ({"num_hidden_layers": ...}, "num_hidden_layers"),
         ({"num_hidden_layers": True}, "num_hidden_layers: True"),
-        ({"num_key_value_heads": 5}, "kv_heads: 5"),
+        ({"num_key_value_heads": 5}, "kv_heads: must divide the heads .*, not 5"),
         ({"hidden_size": -1}, "hidden_size: -1"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"num_local_experts": 8}, "num_experts_per_tok"),
-        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "used: 9"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "used: must be from 1 to the number of experts .*, not 9"),
         ({"mamba_d_state": 16}, "mamba_d_state"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),

@@ -95,12 +95,15 @@ def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (state_bytes([(1, False, 2)], [0, 2]), "lacks positions"),
-        (state_bytes([(1, False, 2)], [0, 0]), "lacks positions"),
-        (state_bytes([(1, False, 2)], [0, 1])[:-1], "ends within a layer"),
+        (state_bytes([(1, False, 2)], [0, 2]), "positions are missing"),
+        (state_bytes([(1, False, 2)], [0, 0]), "positions are missing"),
+        (state_bytes([(1, False, 2)], [0, 1])[:-1], "truncated within a layer"),
         (state_bytes([], []), "no tokens"),
         (state_bytes([(1, False, 2)], [0, 1], head=b"recurrent"), "header"),
-        (np.concatenate([state_bytes([(1, False, 2)], [0]), state_bytes([(1, False, 2)], [0, 1], head=b"")]), "another 2"),
+        (
+            np.concatenate([state_bytes([(1, False, 2)], [0]), state_bytes([(1, False, 2)], [0, 1], head=b"")]),
+            "another one 2",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_told(data: Bytes, reason: str) -> None:
@@ -190,9 +193,9 @@ def test_a_cut_off_or_exchanged_file_is_not_used(store: BlockStore, caplog: pyte
     os.replace(store.directory / key(2).file, store.directory / key(3).file)
     assert [store.read(key(number)) for number in range(4)] == [None] * 4
     assert [record.message.rpartition(": ")[0].rpartition(": ")[2] for record in caplog.records] == [
-        "is cut off",
-        "its size is wrong",
-        "is another block",
+        "truncated",
+        "wrong size",
+        "not this block, but another one",
     ]
     assert not store.entries()
 
@@ -385,7 +388,7 @@ def test_links_that_another_user_puts_there_lead_nowhere(store: BlockStore, monk
     store.used([key(1)])
     other = "b" * 32
     (store.directory / other).symlink_to(outside)
-    with pytest.raises(EnvironmentProblem, match="storing"):
+    with pytest.raises(EnvironmentProblem, match="cannot store"):
         store.write(key(2, model=other), block(2))
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
         store.describe(other, {"file": "a"})
@@ -450,7 +453,7 @@ def test_what_the_lock_tells_is_counted_anew_if_it_is_damaged(tmp_path: Path, lo
 @pytest.mark.parametrize("make", [lambda path: path.write_bytes(b""), lambda path: path.symlink_to("nowhere")])
 def test_a_directory_that_is_none(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "kv")
-    with pytest.raises(UsageError, match="no directory"):
+    with pytest.raises(UsageError, match="not a directory"):
         BlockStore(tmp_path / "kv", 10**9)
 
 

@@ -121,7 +121,7 @@ def test_packed_keys_take_two_bits_a_number() -> None:
         spread = np.std(queries.reshape(HEADS, -1, DIM) @ (keys - means).swapaxes(1, 2))
         assert np.std(small.products(queries) - exact.products(queries)) < 0.4 * spread, "four levels: 0.345"
     assert np.mean([recall_of(small.top(one, 64), exact.top(one, 64)) for one in asked]) > 0.6
-    with pytest.raises(UsageError, match="30 numbers"):
+    with pytest.raises(UsageError, match="a multiple of 4 numbers, not 30"):
         PackedScorer(KvShape("m", 1, HEADS, 30))
 
 
@@ -295,5 +295,5 @@ def test_what_does_not_fit_is_named() -> None:
             scorer.add(wrong)
     with pytest.raises(ValueError, match="queries: "):
         scorer.top(asked[0][:1], 3)
-    with pytest.raises(ValueError, match="k: 0"):
+    with pytest.raises(ValueError, match="k: must be at least 1, not 0"):
         scorer.top(asked[0], 0)

@@ -145,7 +145,7 @@ def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
         lambda: store.read_side(1, 0, np.array([9]), 0),
         lambda: list(store.score_ssd(1, 0, queries)),
     ):
-        with pytest.raises(DataError, match="keys: the checksum of page 9") as caught:
+        with pytest.raises(DataError, match="keys: wrong checksum of page 9") as caught:
             call()
         assert caught.value.exit_code == 5 and caught.value.hint
     store.move_down(1, 0, np.array([17]))
@@ -194,7 +194,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
         return receive(self)
 
     monkeypatch.setattr(Connection, "recv", dying)
-    with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
+    with pytest.raises(EnvironmentProblem, match="emulated device was ended by signal 9"):
         store.gather(1, store.everything)
     monkeypatch.undo()
     store.restart_device()
@@ -234,7 +234,7 @@ def test_the_spill_file_of_another_model(make: Make, tmp_path: Path) -> None:
     store.close()
     other = KvShape("other", 2, 2, 8, page_tokens=4)
     files = sorted(os.listdir(tmp_path))
-    with pytest.raises(DataError, match="another model's spill file") as caught:
+    with pytest.raises(DataError, match="spill file of another model") as caught:
         KvStore.restore(tmp_path / "a.kv", StoreConfig(other))
     assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
     with pytest.raises(EnvironmentProblem, match="opening"):
@@ -319,7 +319,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
 def test_a_directory_that_is_none(tmp_path: Path, make: Make) -> None:
     (tmp_path / "a.txt").write_text("a file")
     for where in ("nowhere", "a.txt"):
-        with pytest.raises(UsageError, match=f"{where}: is not a directory"):
+        with pytest.raises(UsageError, match=f"{where}: not a directory"):
             make(path=tmp_path / where / "a.kv", ssd="csd")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
@@ -405,6 +405,6 @@ def _restored_once_free(path: Path, config: StoreConfig) -> KvStore:
         try:
             return KvStore.restore(path, config)
         except EnvironmentProblem as error:
-            if "another process writes" not in error.message or time.monotonic() > deadline:
+            if "another process is writing" not in error.message or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

@@ -117,10 +117,10 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (lambda: recall(random(), 1, 128), "tokens: 128"),
-        (lambda: passkey(random(), 1, 2, depth=0.5), "tokens: 2"),
+        (lambda: recall(random(), 1, 128), "tokens: must be at least 129 .*, not 128"),
+        (lambda: passkey(random(), 1, 2, depth=0.5), "tokens: must be at least 3 .*, not 2"),
         (lambda: symbols("sorting", random(), 100, 1), "the recall model has no 'sorting'"),
-        (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: 100 tokens"),
+        (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: must be at least .*, not 100"),
     ],
 )
 def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> None:
@@ -170,7 +170,7 @@ def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are
         assert read[int(letter) :].startswith(told)
     again = list(documents(random(), 100, 3, letters, [0], tmp_path))
     assert [one.source for one in again] == [one.source for one in found]
-    with pytest.raises(EnvironmentProblem, match="3 texts of 165 tokens, 4 are needed"):
+    with pytest.raises(EnvironmentProblem, match="only 3 of the 4 texts of 165 tokens"):
         list(documents(random(), 100, 4, letters, [], tmp_path))
 
 
@@ -184,7 +184,7 @@ def test_defaults_ask_the_recall_model() -> None:
         (STOCK, None), ("full", None), ("quest", 64),
     ]  # fmt: skip
     assert [Candidate("icecache-reuse", 64).title, Candidate(STOCK, None).title] == ["IceCache (reuse)", "DynamicCache"]
-    with pytest.raises(UsageError, match="no 'icecache-magic'") as error:
+    with pytest.raises(UsageError, match="no policy 'icecache-magic'") as error:
         replace(setup, policies=["icecache-magic"])
     assert "icecache-reuse" in (error.value.hint or "")
 
@@ -193,7 +193,7 @@ def test_defaults_ask_the_recall_model() -> None:
     ("words", "field"),
     [
         ("--task sorting", "--task"),
-        ("--policy magic", "--policy: there is no 'magic'"),
+        ("--policy magic", "--policy: there is no policy 'magic'"),
         ("--budget 64,0", "--budget: 0"),
         ("--alpha 0.2", "--alpha"),
         ("--context 1k,much", "--context: 'much'"),
@@ -234,9 +234,9 @@ def test_what_is_saved_comes_back_whole() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "field"),
     [
-        (["rows"], [], "rows: none"),
-        (["rows", 0, "policy"], "quest", "none of 'stock'"),
-        (["rows", 1, "answers", "right"], [1], "not of the same contexts"),
+        (["rows"], [], "rows: the document has none"),
+        (["rows", 0, "policy"], "quest", "'stock' has none"),
+        (["rows", 1, "answers", "right"], [1], "different lengths"),
         (["rows", 1, "memory"], {}, "kv_bytes"),
     ],
 )

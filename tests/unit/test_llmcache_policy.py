@@ -191,7 +191,7 @@ def test_events_happen_before_their_row() -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        (BEGIN[:1], "file 0 is in no event"),
+        (BEGIN[:1], "no event names file 0"),
         ([*BEGIN, [0, ["dance", "0"]]], "dance"),
         ([*BEGIN, [0, ["close", "9"]]], "close"),
         ([*BEGIN, [0, ["convoy"]]], "convoy"),

@@ -48,7 +48,7 @@ def test_tables_show_numbers_by_their_type() -> None:
     assert '<td class="number">1,234,567</td><td class="number">0.12</td>' in source
     _, source = page_of([Table("t", ["", ""], [["", "model.layers.0.self_attn.q_proj.weight"]])])
     assert '<td class="long">' in source  # broken where a line ends, like paths: a wide table is cut off at the window
-    with pytest.raises(ValueError, match="2 cells under 1 columns"):
+    with pytest.raises(ValueError, match="2 cells, but the table has 1 columns"):
         page_of([Table("t", ["a"], [["x", "y"]])])
 
 
@@ -110,7 +110,7 @@ def test_a_page_has_pictures_and_rows_of_every_trace_and_says_what_is_modelled(s
     row = next(row for row in simulation.results if row.policy == "llmcache" and row.cache_blocks == 100)
     for value in (row.hit_ratio, row.latencies[1].latency_s):
         assert f"{value:,.3f}" in page.text
-    assert "(s, modelled)" in page.text and "reads, modelled: misses at the bandwidth of storage and 50.0 µs" in page.text
+    assert "(s, modelled)" in page.text and "reads, modelled: misses at the bandwidth of storage plus 50.0 µs" in page.text
     assert "to the GPU at 20 GB/s" in page.text and "Known: LRU at all sizes, the others at the marks" in page.text
     lru = [row.hit_ratio for row in simulation.results if row.policy == "lru"]
     assert f"LRU {lru[0]:.3f} to {lru[2]:.3f}" in str(page.images[0]["alt"])

@@ -70,7 +70,7 @@ def test_the_command_gives_the_same_json(address: str, traces: list[str]) -> Non
 
 def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "__version__", "99.0")
-    with pytest.raises(EnvironmentProblem, match=r"worker tcp://.* has llmcache .*, this is 99\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"worker tcp://.* has llmcache .*, but this machine has 99\.0"):
         cluster.simulate_on(address, traces, PLAN)
 
 
@@ -78,7 +78,7 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
 def test_no_scheduler(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "tcp://127.0.0.1:1"
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
+    with pytest.raises(EnvironmentProblem, match=f"--scheduler: cannot reach a Dask scheduler at '{wrong}'"):
         cluster.simulate_on(wrong, traces, PLAN)
 
 

@@ -82,9 +82,9 @@ def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
     done = called("simulate", trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc")
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
-    assert "1060 blocks referenced (1000 read, 60 written) of 200 distinct ones" in out
+    assert "1060 block accesses (1000 reads, 60 writes) to 200 distinct blocks" in out
     assert "LRU" in out and "Belady" in out and "0.8113" in out
-    assert "latency: modelled" in out and "nothing for each block (--setup)" in out and "Stalls (modelled)" in out
+    assert "latency by bandwidth (modelled)" in out and "no setup time (--setup)" in out and "Stalls (modelled)" in out
     assert "LRU at all sizes: hit ratio up to 0.8113" in out
 
 
@@ -111,12 +111,12 @@ def test_a_report_is_written_and_never_replaced_unasked(trace: str, tmp_path: Pa
     ("args", "named"),
     [
         (("--cache", "16"), "--cache: '16' has no unit"),
-        (("--cache", "4095B"), "--cache: 4095 bytes are less than one block"),
-        (("--cache", "0.1%"), "--cache: 0.1% of a footprint of 200 blocks"),
+        (("--cache", "4095B"), "--cache: '4095B' is less than one block"),
+        (("--cache", "0.1%"), "--cache: 0.1% of the 200 blocks"),
         (("--cache", "101%"), "--cache: '101%'"),
         (("--bw", "100,-5"), "--bw"),
         (("--setup", "long"), "--setup: 'long'"),
-        (("--t", "0"), "--t: '0'"),
+        (("--t", "0"), "--t: must be above 0, not '0'"),
         (("--policy", "lru,best"), "--policy: there is no policy 'best'"),
         (("--jobs", "0"), "--jobs"),
         (("--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"), "--jobs and --scheduler"),

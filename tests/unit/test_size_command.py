@@ -37,7 +37,7 @@ def answered(*args: str) -> dict[str, Any]:
 
 def test_forward() -> None:
     text = size("--bw", "100", "--loop", "70M").stdout
-    assert "loop cache  60 MB" in text and "in all      64 MB" in text and "100 MB/s (given)" in text and "+30%" in text
+    assert "loop cache  60 MB" in text and "total       64 MB" in text and "100 MB/s (given)" in text and "+30%" in text
     found = answered("--bw", "100", "--loop", "70M")
     assert (found["loop_cache_bytes"], found["cache_bytes"], found["loop_bytes"]) == (60 * MB, 64 * MB, 70 * MB)
     assert (found["period_s"], found["hot_bytes"], found["bandwidth_bytes_per_s"]) == (0.1, 4 * MB, 100 * MB)
@@ -88,7 +88,7 @@ def test_memory_is_judged() -> None:
     assert enough["stall_free"] and enough["tokens_per_s"] == 10
     text = size(*call).stdout
     assert "10 tokens/s; assumed" in text and "llmcachefs  0.396 tokens/s" in text and "page cache  0.133 tokens/s" in text
-    assert "no stalls   with 23.6 GB of memory, or storage of 75.7 GB/s" in text
+    assert "no stalls   with 23.6 GB of memory, or storage at 75.7 GB/s" in text
 
 
 def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
     assert found["loop_bytes"] == 320 and found["model"]["row_bytes"] == 128
     assert found["hot_bytes"] == found["model"]["hot_bytes"] > 0
     assert answered("--bw", "100", "--model", str(path), "--hot", "4M")["hot_bytes"] == 4 * MB
-    assert "of embedding by rows" in size("--bw", "100", "--model", str(path)).stdout
+    assert "of embeddings, read by row" in size("--bw", "100", "--model", str(path)).stdout
 
 
 MIXTURE = Shape(256, 704, 2000, layers=2, tied=False, experts=16, used=2)
@@ -121,7 +121,7 @@ def test_a_mixture_reads_what_it_uses(tmp_path: Path, model_format: str, fused: 
     assert ram["llmcachefs"]["expert_hit_ratio"] == ram["page_cache"]["expert_hit_ratio"] == 1
     text = size("--bw", "1", "--model", str(path), "--cache", "16M").stdout
     assert "read per token: 2 of 16 in each layer" in text and "popularity assumed" in text
-    assert "all that is dense fits, and " in text and "upper bound" not in text
+    assert "all dense tensors and " in text and "upper bound" not in text
 
 
 def test_what_memory_gives_a_mixture() -> None:
@@ -150,7 +150,7 @@ def test_what_llama_cpp_copies_by_default_is_not_promised(tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advice, "model_bytes", lambda path: model)
         said = "\n".join(lines(advice.advise(question)))
-    assert "llama.cpp copies 18 GB of the model, which this memory has no room for: it is killed" in said
+    assert "llama.cpp copies 18 GB of the model, which do not fit: the kernel kills it" in said
 
 
 def test_even_routing_bounds_what_a_mixture_misses() -> None:

@@ -248,7 +248,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_a_mount_that_ends_is_said_to_have_ended_and_not_where_there_was_none() -> None:
     none = MountProblem("no llmcachefs is mounted on /mnt", "hint")
-    with pytest.raises(MountProblem, match=r"^no llmcachefs is mounted on /mnt$"):
+    with pytest.raises(MountProblem, match=r"(?m)^no llmcachefs is mounted on /mnt$"):
         Mount(none).watcher().sample()
     watcher = Mount(at(1, 1), none).watcher()
     watcher.sample()

@@ -49,8 +49,8 @@ def kernel(function: F, **options: bool) -> F:
     try:
         compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
     except RuntimeError as error:
-        hint = "set NUMBA_CACHE_DIR to a directory that you may write to"
-        raise EnvironmentProblem(f"no place to keep what is compiled for replays: {error}", hint) from error
+        hint = "set NUMBA_CACHE_DIR to a writable directory"
+        raise EnvironmentProblem(f"cannot write the compilation cache of the replay kernels: {error}", hint) from error
     return compiled
 
 
@@ -103,9 +103,9 @@ class Policy(ABC):
 
     def __init__(self, capacity: int, blocks: int) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity: {capacity} blocks, at least 1 is needed")
+            raise ValueError(f"capacity: must be at least 1 block, not {capacity}")
         if blocks < 1:
-            raise ValueError(f"blocks: {blocks}, at least 1 is needed")
+            raise ValueError(f"blocks: must be at least 1, not {blocks}")
         self.capacity = capacity
         self.blocks = blocks
         self._missed = 0

@@ -19,9 +19,9 @@ NEVER = -1  # the next use of a block that is not used again
 UNSEEN = "unseen"
 """Key of `Provenance.extra`: what the source of the trace could not see, in words. Whoever writes such a trace sets it."""
 GAPS = {
-    "mapped_ranges": "files were mapped, and touches of mapped pages are not in the trace",
-    "accesses_of_unknown_files": "accesses to files that the log does not name are not in the trace",
-    "guessed_offsets": "offsets of accesses had to be guessed",
+    "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
+    "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
+    "guessed_offsets": "the offsets of some accesses are guesses",
 }
 """Keys of `Provenance.extra` that count what an importer could not know."""
 
@@ -67,7 +67,7 @@ class Belady(Policy):
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
         """ValueError when called again, because what came before cannot have seen this future."""
         if self._replayed:
-            raise ValueError("replay: Belady takes the whole trace in one call, this is the second")
+            raise ValueError("replay: Belady needs the whole trace in one call, but this is the second call")
         self._replayed = True
         times = int(count.sum())
         segments = _segments(first, count, self.blocks, times)

@@ -109,7 +109,7 @@ class Recorded:
 
     def _reference(self, file: int, block: int, length: int) -> int:
         if file not in self._files:
-            raise _damaged(f"row {self._row}: file {file} is in no event")
+            raise _damaged(f"row {self._row}: no event names file {file}")
         key, base, extent_bytes = self._files[file]
         extent = base + block * BLOCK_BYTES // extent_bytes
         try:
@@ -118,7 +118,7 @@ class Recorded:
                 return 0
             return length if self.core.reference(key, extent) == HIT else 0
         except _DAMAGE as error:
-            raise _damaged(f"row {self._row}: no extent {extent} in space {reprlib.repr(key)}") from error
+            raise _damaged(f"row {self._row}: space {reprlib.repr(key)} has no extent {extent}") from error
 
     def _catch_up(self) -> None:
         """Applies the events that happened before the next row."""
@@ -308,5 +308,5 @@ def _sorted(parts: list[Int64s]) -> Int64s:
 
 
 def _damaged(what: str) -> DataError:
-    hint = "a log is replayed whole, from its first row: no slice, no concatenation; else it is damaged"
-    return DataError(f"provenance: not the access log of an arena mount: {what}", hint)
+    hint = "a log can only be replayed whole, not a slice of it and not several in one; if it is whole, it is damaged"
+    return DataError(f"provenance: not the complete access log of an arena mount: {what}", hint)

@@ -26,7 +26,7 @@ from llmcache.kv.tasks.recall import RECALL_MODEL
 from llmcache.kv.workload import StreamSpec
 from llmcache.units import parse_duration
 
-GQA_8B = ModelShape("an 8B model with 8 key heads", 32, 4096, 32, 8, 128, 14336, 128256)
+GQA_8B = ModelShape("an 8B model with 8 KV heads", 32, 4096, 32, 8, 128, 14336, 128256)
 """What is measured unless a model is named: the shape of Llama-3-8B."""
 LAYERS = 4
 """Layers that are measured unless it is said how many: all are alike, and each takes a file of its own."""
@@ -87,13 +87,15 @@ class BenchOptions:
     def directory(self) -> Path:
         """Where spill files go; UsageError if it is no directory."""
         if not Path(self.path).is_dir():
-            raise UsageError(f"--path: {self.path} is not a directory", "give one on the storage that is to be measured")
+            raise UsageError(f"--path: {self.path} is not a directory", "name a directory on the storage to measure")
         return Path(self.path)
 
 
 def _only(option: str, values: Sequence[int]) -> int:
     if len(values) > 1:
-        raise UsageError(f"{option}: '{','.join(map(str, values))}' are several", "give one; only --task takes several")
+        raise UsageError(
+            f"{option}: takes one value without --task, not {','.join(map(str, values))}", "give one value, or add --task"
+        )
     return values[0]
 
 
@@ -102,9 +104,9 @@ def run(options: BenchOptions, progress: Progress = lambda _: None) -> Bench:
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
-            raise UsageError(f"--policy: there is no '{variant.policy}'", f"there are: {', '.join(POLICIES)}")
+            raise UsageError(f"--policy: there is no policy '{variant.policy}'", f"one or more of: {','.join(POLICIES)}")
     if options.sweep_beta and len(variants) > 1:
-        raise UsageError("--sweep-beta: it is of one policy", "for instance: --policy hillinfer --sweep-beta")
+        raise UsageError("--sweep-beta needs exactly one policy", "for example: --policy hillinfer --sweep-beta")
     return _modelled(options, variants) if options.profile == "paper" else _measured(options, variants, progress)
 
 
@@ -113,7 +115,7 @@ def _measured(options: BenchOptions, variants: list[Variant], progress: Progress
     synthetic.check_space(setup, len(synthetic.FACTORS) if options.sweep_beta else len(variants))
     if options.sweep_beta:
         if options.beta is not None:
-            raise UsageError("--beta: --sweep-beta tries several", "give one of the two")
+            raise UsageError("--beta: cannot be combined with --sweep-beta", "give only one of them")
         return synthetic.sweep(setup, variants[0], progress)
     if options.beta == "auto":
         setup = replace(setup, beta=synthetic.marks_of(setup, Variant("hillinfer"), progress).expected)
@@ -129,9 +131,9 @@ def setup_of(options: BenchOptions) -> Setup:
     )
     budget = None if options.budget is None else _only("--budget", options.budget)
     if options.alpha is not None and budget is not None:
-        raise UsageError("--budget: given together with --alpha", "give one of the two")
+        raise UsageError("--budget: cannot be combined with --alpha", "give only one of them")
     if options.csd not in PROFILES:
-        raise UsageError(f"--csd: there is no profile '{options.csd}'", f"there are: {', '.join(PROFILES)}")
+        raise UsageError(f"--csd: there is no profile '{options.csd}'", f"one of: {', '.join(PROFILES)}")
     return Setup(
         spec=spec,
         accelerator=_accelerator(options, model),
@@ -157,8 +159,8 @@ def _accelerator(options: BenchOptions, model: ModelShape) -> Accelerator:
     try:
         return synthetic.fixed(parse_duration(options.compute))
     except UsageError:
-        hint = f"one of {', '.join(MACHINES)}, cpu, or the time of a layer: 20ms"
-        raise UsageError(f"--compute: '{options.compute}' is no accelerator", hint) from None
+        hint = f"one of: {', '.join(MACHINES)}, cpu; or the time of a layer: 20ms"
+        raise UsageError(f"--compute: there is no accelerator '{options.compute}'", hint) from None
 
 
 # The paper's machine
@@ -168,8 +170,8 @@ def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
     """Rows of the latency model: of each policy with its pools as it places them; of a sweep with each beta up to M0."""
     for name in ("layers", "budget", "beta", "threads"):
         if getattr(options, name) is not None:
-            hint = "leave it out, or choose --profile measured"
-            raise UsageError(f"--{name}: with --profile paper nothing runs", hint)
+            hint = "remove it, or use --profile measured"
+            raise UsageError(f"--{name}: has no effect with --profile paper, which runs nothing", hint)
     workload = Workload(options.tokens, batch=options.batch, alpha=options.alpha or ALPHA)
     hardware = PAPER_PC.with_sizes(host_bytes=options.ram)
     model = options.shape or MODELS["Qwen-7B"]
@@ -203,7 +205,7 @@ def _system(variant: Variant) -> System:
     if variant.policy == "hillinfer":
         return hillinfer(*variant.without)
     if variant.policy not in SYSTEMS:
-        known = f"with --profile paper there are: {', '.join(SYSTEMS)}"
+        known = f"policies with --profile paper: {','.join(SYSTEMS)}"
         raise UsageError(f"--policy: '{variant.policy}' has no latency model", known)
     return SYSTEMS[variant.policy]
 
@@ -215,16 +217,18 @@ def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
     """Returns the task `name` with what it takes of `options`. UsageError names the option that is wrong."""
     for other in ("alpha", "beta", "ram", "layers"):
         if getattr(options, other) is not None:
-            raise UsageError(f"--{other}: --task does not take it", "leave it out; --budget says what is attended to")
+            raise UsageError(f"--{other}: cannot be combined with --task", "remove it; --budget sets the attended tokens")
     if options.batch != 1:
-        hint = "leave it out; --cases says how many"
-        raise UsageError(f"--batch: {options.batch}, --task answers as many at a time as fit", hint)
+        hint = "remove it; --cases sets the number of contexts"
+        raise UsageError("--batch: cannot be combined with --task, which runs as many contexts at a time as fit", hint)
     if options.sweep_beta or options.without or options.throttle or options.profile != "measured":
-        raise UsageError("--task: it runs a real model, on this machine", "leave out what only synthetic streams have")
+        raise UsageError(
+            "--task: runs a real model on this machine", "remove --sweep-beta, --no-..., --throttle and --profile"
+        )
     policies = [part.strip() for part in (options.policy or TASK_POLICIES).split(",") if part.strip()]
     if not policies or len(set(policies)) < len(policies):
-        hint = f"for instance: --policy {TASK_POLICIES}"
-        raise UsageError(f"--policy: '{options.policy}' names none, or one twice", hint)
+        hint = f"for example: --policy {TASK_POLICIES}"
+        raise UsageError(f"--policy: '{options.policy}' names no policy, or one twice", hint)
     return TaskSetup(
         name,
         model_of(options.model),
@@ -247,6 +251,8 @@ def model_of(name: str | None) -> Path:
         return Path(name)
     path = user_cache_path("llmcache") / "models" / TASK_MODELS[name]
     if not path.exists():
-        raise EnvironmentProblem(f"--model: {path} is not there", "tools/test fetches it, or give a model's path")
+        raise EnvironmentProblem(
+            f"--model: {path} does not exist", "run tools/test, which downloads it, or name the path of a model"
+        )
     unpacked = path.with_suffix("")  # by tools/test as well: transformers takes 10 to 30 s to read the file
     return unpacked if unpacked.is_dir() else path

@@ -284,12 +284,12 @@ def read_bench(told: object, source: str) -> Bench:
     with _written_by("llmcache kv bench --json", source):
         if not isinstance(told, dict) or told.get("schema") != SCHEMA:
             found = told.get("schema") if isinstance(told, dict) else None
-            raise ValueError(f"schema: {found!r}, {SCHEMA} is needed")
+            raise ValueError(f"schema: must be '{SCHEMA}', not {found!r}")
         bench: Bench = _read(Bench, told, "benchmark")
         if bench.kind not in KINDS:
-            raise ValueError(f"kind: {bench.kind!r}, one of {', '.join(KINDS)} is needed")
+            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not {bench.kind!r}")
         if not bench.rows:
-            raise ValueError("rows: none")
+            raise ValueError("rows: the document has none")
         for row in bench.rows:
             if lacking := [stage for stage in STAGES if stage not in row.stages_ns]:
                 raise ValueError(f"stages_ns: {lacking[0]}: missing")
@@ -303,16 +303,16 @@ def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
     with _written_by("llmcache kv bench --task … --json", source):
         bench: TaskBench = _read(TaskBench, told, "results")
         if not bench.rows:
-            raise ValueError("rows: none")
+            raise ValueError("rows: the document has none")
         for row in bench.rows:
             found = row.answers
             sides = (side for side in (found.asked, found.depths, found.kept) if side is not None)
             if not sum(found.asked) or {len(found.right)} != {len(side) for side in sides}:
-                raise ValueError("answers: right, asked, depths and kept are not of the same contexts")
+                raise ValueError("answers: right, asked, depths and kept have different lengths")
             if lacking := [part for part in PARTS if part not in row.speed.parts_ns]:
                 raise ValueError(f"parts_ns: {lacking[0]}: missing")
         if without := [at for at in bench.contexts if not any(row.policy == STOCK for row in bench.at(at))]:
-            raise ValueError(f"rows: none of '{STOCK}' at {without[0]} tokens")
+            raise ValueError(f"rows: '{STOCK}' has none at {without[0]} tokens")
         return bench
 
 
@@ -344,6 +344,6 @@ def _written_by(command: str, source: str) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise DataError(f"{source}: {error.args[0]}: missing", f"write it with '{command}'") from error
+        raise DataError(f"{source}: {error.args[0]}: missing", f"create it with '{command}'") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{source}: {error}", f"write it with '{command}'") from error
+        raise DataError(f"{source}: {error}", f"create it with '{command}'") from error

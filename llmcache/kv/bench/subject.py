@@ -52,7 +52,7 @@ def load_model(path: str | Path) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(**_place(path), dtype=torch.float32 if _is_gguf(path) else "auto")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a model: {error}", "give a GGUF file, or a directory with config.json") from error
+        raise DataError(f"{path}: not a model: {error}", "name a GGUF file, or a directory with config.json") from error
     return enable(model.eval())
 
 
@@ -79,15 +79,15 @@ class Subject:
 
     def __init__(self, path: str | Path) -> None:
         if not (Path(path).is_file() if _is_gguf(path) else Path(path).is_dir()):
-            hint = "give a GGUF file, or a directory with config.json and weights"
-            raise UsageError(f"--model: {path} is not a directory, nor a GGUF file", hint)
+            hint = "name a GGUF file, or a directory with config.json and weights"
+            raise UsageError(f"--model: {path} is neither a directory nor a GGUF file", hint)
         self.model: Any = load_model(path).to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer: Any = None
         if self.model.config.vocab_size != VOCABULARY:
             try:
                 self.tokenizer = AutoTokenizer.from_pretrained(**_place(path))
             except (OSError, ValueError) as error:
-                hint = "give a directory with tokenizer.json beside the weights"
+                hint = "name a directory that also has tokenizer.json"
                 raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
     def encode(self, text: str) -> list[int]:
@@ -104,7 +104,7 @@ class Subject:
         """Returns what the model is, for tables and JSON."""
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads over {heads}"
+        shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads, {heads} KV heads"
         kind, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
         return {"family": text.model_type, "shape": shape, "type": kind, "runs on": device}
 

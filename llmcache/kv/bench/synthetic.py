@@ -79,12 +79,12 @@ def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Accelerator:
         reading = (model.layer_weight_bytes(batch) + attended) / hardware.gpu_bytes_per_s
         return _NS * max(reading, flops / hardware.gpu_flops)
 
-    return Accelerator(f"emulated: that of {hardware.title}, {model.name}", layer_ns)
+    return Accelerator(f"emulated, that of {hardware.title}, with {model.name}", layer_ns)
 
 
 def fixed(duration_ns: int) -> Accelerator:
     """Returns an emulated accelerator that takes `duration_ns` for every layer."""
-    return Accelerator(f"emulated: {format_duration(duration_ns)} a layer, as given", lambda tokens: duration_ns)
+    return Accelerator(f"emulated, {format_duration(duration_ns)} per layer", lambda tokens: duration_ns)
 
 
 def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
@@ -97,14 +97,14 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
         policy, *left_out = name.split("-no-")
         if left_out and (policy != "hillinfer" or not set(left_out) <= set(DESIGNS)):
             known = ", ".join(f"hillinfer-no-{part}" for part in DESIGNS)
-            raise UsageError(f"--policy: there is no '{name}'", f"what can be left out: {known}")
+            raise UsageError(f"--policy: there is no policy '{name}'", f"variants: {known}")
         gone = {*left_out, *(without if policy == "hillinfer" else ())}
         variant = Variant(policy, tuple(part for part in DESIGNS if part in gone))
         if variant in found:
-            raise UsageError(f"--policy: '{name}' is there twice", "name each once")
+            raise UsageError(f"--policy: '{name}' is named twice", "name each policy once")
         found.append(variant)
     if not found:
-        raise UsageError(f"--policy: '{text}' names none", "for instance: --policy full,hillinfer")
+        raise UsageError(f"--policy: '{text}' names no policy", "for example: --policy full,hillinfer")
     return found
 
 
@@ -168,7 +168,7 @@ class Setup:
             "score block": self.block_tokens,
             "exact": self.exact or None,
             "compute": self.accelerator.title,
-            "device": f"emulated, profile {self.csd.name}" if self.device == "csd" else "none: the file is read",
+            "device": f"emulated, profile {self.csd.name}" if self.device == "csd" else "none, the host reads the file",
             "directory": str(self.directory),
         }
 
@@ -332,7 +332,7 @@ def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, f
 
 def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:
     """Returns where beta should be best: f_c and f_s *measured* by the engine's own scoring, with half the pages each."""
-    progress("measuring how fast processor and device score")
+    progress("measuring the scoring speed of processor and device")
     with PolicySession(replace(setup, beta=1.0, memory_bytes=None, steps=1, warm_up=0), variant) as session:
         session.prefill()
         f_c, f_s = speeds(session)
@@ -364,7 +364,7 @@ def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[li
     if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
-    return rows, ("policies ran one after the other: their pools together would not fit in memory",)
+    return rows, ("the policies ran one after another, because their pools do not fit in memory together",)
 
 
 def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list[Row]:
@@ -388,7 +388,7 @@ def workplace(directory: Path) -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix="llmcache-bench-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
-        hint = "give a directory that can be written to"
+        hint = "name a writable directory"
         raise EnvironmentProblem(f"--path: {directory}: {error.strerror}", hint) from error
     with made as name:
         yield Path(name)
@@ -400,6 +400,6 @@ def check_space(setup: Setup, files: int) -> None:
     needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * sum(shape.slot_sizes)
     free = shutil.disk_usage(setup.directory).free
     if needed > free:
-        hint = "a shorter context, fewer layers or fewer policies need less"
-        lacks = f"{format_size(needed)} are needed for spill files, {format_size(free)} are free"
+        hint = "use a shorter context, fewer layers or fewer policies"
+        lacks = f"spill files need {format_size(needed)}, but only {format_size(free)} is free"
         raise EnvironmentProblem(f"--path: {setup.directory}: {lacks}", hint)

@@ -67,10 +67,12 @@ class TaskSetup:
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
-            raise UsageError(f"--task: there is no '{self.task}'", f"one of: {', '.join(TASKS)}")
+            raise UsageError(f"--task: there is no task '{self.task}'", f"one of: {', '.join(TASKS)}")
         for policy in self.policies:
             if policy not in POLICIES and policy not in VARIANTS:
-                raise UsageError(f"--policy: there is no '{policy}'", f"there are: {', '.join([*POLICIES, *VARIANTS])}")
+                raise UsageError(
+                    f"--policy: there is no policy '{policy}'", f"one or more of: {','.join([*POLICIES, *VARIANTS])}"
+                )
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ class Device:
         threads: int | None,
     ) -> dict[str, Any]:
         if max(shape.slot_sizes) > RING_BYTES // 2:
-            raise ValueError(f"page_tokens: {shape.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
+            raise ValueError(
+                f"page_tokens: pages of {shape.page_tokens} tokens exceed {RING_BYTES // 2} bytes, half of the ring"
+            )
         if create:
             self._file = SpillFile.create(path, shape, direct=direct)
         else:
@@ -122,7 +124,7 @@ class Device:
     ) -> None:
         """Scores the keys of a layer, or of `runs` of its pages (none: of all)."""
         if not 1 <= block_tokens <= MOST_TOKENS:
-            raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
+            raise ValueError(f"block_tokens: must be from 1 to {MOST_TOKENS}, not {block_tokens}")
         self._receive(queries.nbytes + runs.nbytes)
         pages = [page for first, count in runs.tolist() for page in range(first, first + count)] if len(runs) else None
         for base, scores, read_bytes in self._scored(sequence, layer, queries, combine, pages):

@@ -106,7 +106,7 @@ class EmulatedCsd:
         for sequence, pages in self._pages.items():
             there = found.get(sequence, [0] * len(pages))
             if any(mine > theirs for mine, theirs in zip(pages, there, strict=True)):
-                lost = f"{there} pages by layer, {pages} were acknowledged"
+                lost = f"the file has {there} pages by layer, but {pages} were acknowledged"
                 raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
         self._pages = found
 
@@ -163,7 +163,7 @@ class EmulatedCsd:
     def _pipe(self) -> Connection:
         """What leads to the device; EnvironmentProblem if it does not run."""
         if self.end is None:
-            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+            raise EnvironmentProblem(f"{self.path}: the emulated device is not running", "call restart()")
         return self.end
 
     def _send(self, command: str, **arguments: Any) -> None:
@@ -198,9 +198,9 @@ class EmulatedCsd:
             how = f"says nothing for {ANSWER_S:.0f} s"
         else:
             code = self.process.wait()
-            how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.kill()
-        return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")
+        return EnvironmentProblem(f"{self.path}: the emulated device {how}", "call restart(): acknowledged data is intact")
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         """Returns the result of a command that has ended, and adds its report."""
@@ -232,10 +232,10 @@ class EmulatedCsd:
         follow each other cost 8 bytes of the link, however many they are.
         """
         if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
-            raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [heads, {self.shape.head_dim}] is needed")
+            raise ValueError(f"queries: must be float32 [heads, {self.shape.head_dim}], not {queries.dtype} {queries.shape}")
         runs = page_runs(np.asarray([] if pages is None else pages, np.int64))
         if pages is not None and not len(runs):
-            raise ValueError("pages: none is named")
+            raise ValueError("pages: must not be empty")
         options = {"queries": queries, "runs": runs, "combine": combine, "block_tokens": block_tokens}
         self._send("execute_program", sequence=sequence, layer=layer, **options)
         return self._blocks()

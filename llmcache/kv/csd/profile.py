@@ -26,11 +26,13 @@ class CsdProfile:
     def __post_init__(self) -> None:
         for name in ("internal_bytes_per_s", "compute_bytes_per_s", "link_bytes_per_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)}, more than 0 is needed")
+                raise ValueError(f"{name}: must be more than 0, not {getattr(self, name)}")
         if self.latency_ns < 0:
-            raise ValueError(f"latency_ns: {self.latency_ns}, at least 0 is needed")
+            raise ValueError(f"latency_ns: must be at least 0, not {self.latency_ns}")
         if not 0 < self.buffer_bytes <= self.fdm_bytes // 2:
-            raise ValueError(f"buffer_bytes: {self.buffer_bytes}, at most half of fdm_bytes ({self.fdm_bytes}) is needed")
+            raise ValueError(
+                f"buffer_bytes: must be above 0 and at most half of fdm_bytes ({self.fdm_bytes}), not {self.buffer_bytes}"
+            )
 
 
 PROFILES: dict[str, CsdProfile] = {

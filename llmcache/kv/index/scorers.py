@@ -97,7 +97,7 @@ class PageIndex(ABC):
         size, (form, dtype) = self.shape.page_tokens, self.shape.forms(self.shape.kv_heads)[self.side]
         if rows.ndim != 3 or rows.shape[::2] != form or rows.shape[1] % size or rows.dtype != dtype:
             wanted = f"{dtype} [{form[0]}, a multiple of {size}, {form[1]}]"
-            raise ValueError(f"{('keys', 'values')[self.side]}: {rows.dtype} {rows.shape}, {wanted} is needed")
+            raise ValueError(f"{('keys', 'values')[self.side]}: must be {wanted}, not {rows.dtype} {rows.shape}")
         if rows.shape[1]:
             self._add(rows)
             self.end += rows.shape[1]
@@ -176,15 +176,15 @@ class Scorer(PageIndex):
     @property
     def why(self) -> str:
         """Which way of scoring is in use, and why."""
-        return f"{self.name}: as asked for"
+        return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
         """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all."""
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
-            raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [a multiple of {heads}, {dim}] is needed")
+            raise ValueError(f"queries: must be float32 [a multiple of {heads}, {dim}], not {queries.dtype} {queries.shape}")
         if k < 1:
-            raise ValueError(f"k: {k}, at least 1 is needed")
+            raise ValueError(f"k: must be at least 1, not {k}")
         k = min(k, len(self))
         return self._top(queries, k) if k else np.empty((heads, 0), np.int64)
 
@@ -308,7 +308,9 @@ class PackedScorer(ExactScorer):
 
     def _begin(self) -> None:
         if self.shape.head_dim % 4:
-            raise UsageError(f"scorer: keys of {self.shape.head_dim} numbers do not fit bytes of four", "take 'rounded'")
+            raise UsageError(
+                f"scorer: '{self.name}' needs keys of a multiple of 4 numbers, not {self.shape.head_dim}", "use 'rounded'"
+            )
         self._keep(self.shape.head_dim // 4, np.uint8, np.uint16)
         self._turn = rotation(self.shape.head_dim)
         self._means: list[tuple[int, Floats]] = []
@@ -552,7 +554,7 @@ class AutoScorer(Scorer):
     def why(self) -> str:
         """Which scorer is in use, and by which figures."""
         if self.trial is None:
-            return f"exact: {len(self)} keys of {self.shape.head_dim}, a tree is tried from {self._next} on"
+            return f"exact: {len(self)} keys of {self.shape.head_dim} numbers; a tree is tried from {self._next} keys on"
         told = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
         return f"{self.used.name}: {told} with recall {self.trial.recall:.2f}, measured at {self.trial.tokens} keys"
 

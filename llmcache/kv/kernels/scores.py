@@ -245,9 +245,9 @@ def score(
     `combine`: "max" or "sum" over the queries of a key head. ValueError names the argument that does not fit.
     """
     if keys.ndim != 4 or len(queries) != len(keys):
-        raise ValueError(f"keys: shape {keys.shape}, [{len(queries)}, kv_heads, tokens, dim] is needed")
+        raise ValueError(f"keys: must be [{len(queries)}, kv_heads, tokens, dim], not {keys.shape}")
     if scales is not None and scales.shape != keys.shape[:3]:
-        raise ValueError(f"scales: shape {scales.shape}, {keys.shape[:3]} is needed")
+        raise ValueError(f"scales: must be {keys.shape[:3]}, not {scales.shape}")
     # Tokens are pages of one token to the loops.
     by_token = keys.swapaxes(1, 2)[:, :, :, None]
     of_token = [None] * len(keys) if scales is None else scales.swapaxes(1, 2)[..., None]
@@ -393,18 +393,18 @@ def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales
 def _grouped(queries: Floats, pages: NDArray[Any], scales: Floats | None) -> Floats:
     """`queries` [heads, dim] as [kv_heads, queries a key head, dim]; ValueError if something does not fit."""
     if pages.ndim != 4:
-        raise ValueError(f"pages: shape {pages.shape}, [pages, kv_heads, page_tokens, dim] is needed")
+        raise ValueError(f"pages: must be [pages, kv_heads, page_tokens, dim], not {pages.shape}")
     if pages.dtype not in _CARRIERS:
-        raise ValueError(f"keys: type {pages.dtype}, one of {', '.join(map(str, _CARRIERS))} is needed")
+        raise ValueError(f"keys: dtype must be one of {', '.join(map(str, _CARRIERS))}, not {pages.dtype}")
     kv_heads, dim = pages.shape[1], pages.shape[3]
     if queries.ndim != 2 or queries.shape[1] != dim or not len(queries) or len(queries) % kv_heads:
-        raise ValueError(f"queries: shape {queries.shape}, [a multiple of {kv_heads}, {dim}] is needed")
+        raise ValueError(f"queries: must be [a multiple of {kv_heads}, {dim}], not {queries.shape}")
     if queries.dtype != np.float32:
-        raise ValueError(f"queries: type {queries.dtype}, float32 is needed")
+        raise ValueError(f"queries: dtype must be float32, not {queries.dtype}")
     if (scales is None) == (pages.dtype == np.int8):
-        raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {pages.dtype}")
+        raise ValueError(f"scales: must be given for int8 keys, and only for these, not for {pages.dtype}")
     if scales is not None and scales.shape != pages.shape[:3]:
-        raise ValueError(f"scales: shape {scales.shape}, {pages.shape[:3]} is needed")
+        raise ValueError(f"scales: must be {pages.shape[:3]}, not {scales.shape}")
     return np.ascontiguousarray(queries).reshape(kv_heads, -1, dim)
 
 

@@ -31,9 +31,9 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     Of equal scores the earlier positions win; NaN is less than everything. `k` over the number of tokens: all of them.
     """
     if scores.dtype != np.float32 or not scores.ndim:
-        raise ValueError(f"scores: {scores.dtype} of {scores.ndim} axes, float32 of at least one is needed")
+        raise ValueError(f"scores: must be float32 with at least one axis, not {scores.dtype} with {scores.ndim}")
     if k < 1:
-        raise ValueError(f"k: {k}, at least 1 is needed")
+        raise ValueError(f"k: must be at least 1, not {k}")
     tokens = scores.shape[-1]
     k = min(k, tokens)
     rows = np.ascontiguousarray(scores).reshape(-1, tokens) if tokens else np.empty((0, 0), np.float32)
@@ -65,7 +65,7 @@ class RunningTop:
 
     def __init__(self, k: int) -> None:
         if k < 1:
-            raise ValueError(f"k: {k}, at least 1 is needed")
+            raise ValueError(f"k: must be at least 1, not {k}")
         self.k = k
         self._scores: list[Floats] = []
         self._positions: list[Int64s] = []
@@ -75,7 +75,7 @@ class RunningTop:
     def add(self, positions: Int64s, scores: Floats) -> None:
         """Takes a block of scores and the positions of their tokens."""
         if positions.shape != scores.shape:
-            raise ValueError(f"positions: shape {positions.shape}, scores have {scores.shape}")
+            raise ValueError(f"positions: must have the shape of the scores, {scores.shape}, not {positions.shape}")
         # What equals the bound may still win by its position; NaN only while nothing else is there.
         keep = ~(scores < self._bound) if self._bound == -np.inf else scores >= self._bound
         self._scores.append(scores[keep])

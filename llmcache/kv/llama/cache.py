@@ -180,14 +180,14 @@ class PrefixCache(BaseLlamaCache):
         llama = self._caller(frame)
         if llama._logits_all and frame.f_locals.get("echo", True) and frame.f_locals.get("logprobs", 0) is not None:
             llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
-            raise KeyError("the scores of a prompt's tokens are not stored")
+            raise KeyError("the request needs the scores of the prompt's tokens, which are not stored")
         try:
             restored = self.restore(llama, key)
         except (LlmcacheError, OSError) as error:
-            log.warning("nothing is restored: %s", error)
+            log.warning("nothing was restored: %s", error)
             restored = 0
         if not restored:
-            raise KeyError("no prefix of it is stored, or the model has it")
+            raise KeyError("no stored prefix is longer than the one in the context")
         return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
 
     def __contains__(self, key: object) -> bool:
@@ -204,7 +204,9 @@ class PrefixCache(BaseLlamaCache):
     def _caller(self, frame: FrameType) -> Llama:
         llama = frame.f_locals.get("self")
         if not isinstance(llama, Llama) or llama.cache is not self:
-            raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")
+            raise TypeError(
+                "only a Llama with this cache (llama.set_cache) may call this; call restore() or keep() with a Llama instead"
+            )
         if "save_state" not in vars(llama):
             own = weakref.WeakMethod(llama.save_state)
             llama.save_state = lambda: _save_state(own)
@@ -237,7 +239,7 @@ class PrefixCache(BaseLlamaCache):
             before = len(stored)
             data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live, fetched)
             if data is not None and not self._set(llama, data, tokens[:found]):
-                log.warning("%s: llama.cpp does not take the state that was stored: dropped", model.told["file"])
+                log.warning("%s: llama.cpp rejected the stored state; its blocks were removed", model.told["file"])
                 self.store.drop(stored)
                 found, stored, fetched = 0, [], {}
             elif data is not None:
@@ -263,11 +265,15 @@ class PrefixCache(BaseLlamaCache):
         try:
             cut = read_state(data, model.told["architecture"])
         except Uncut as reason:
-            log.warning("%s: its states are stored whole, at block boundaries: %s", model.told["file"], reason)
+            log.warning(
+                "%s: states are stored whole, at block boundaries: %s",
+                model.told["file"],
+                reason,
+            )
             model.whole = True
             return
         if cut.tokens < len(tokens):
-            log.warning("%s: a state of %d tokens, not %d: not stored", model.told["file"], cut.tokens, len(tokens))
+            log.warning("%s: a state was not stored: it has %d tokens, not %d", model.told["file"], cut.tokens, len(tokens))
             return
         self._writer.put(_Task(model, missing, tokens, len(data), partial(_block_of, cut, tokens)))
 
@@ -302,19 +308,19 @@ class PrefixCache(BaseLlamaCache):
 
         counters, found = self.counters, []
         for name, unit, value, told in (
-            ("lookups", "", counters.lookups, "Prompts that were asked for"),
-            ("hits", "", counters.hits, "Prompts of which a prefix was restored"),
+            ("lookups", "", counters.lookups, "Prompts that were looked up"),
+            ("hits", "", counters.hits, "Prompts with a restored prefix"),
             ("restored_tokens", "", counters.restored_tokens, "Tokens restored"),
-            ("restored_bytes", "bytes", counters.restored_bytes, "State given to llama.cpp"),
-            ("restore_seconds", "seconds", counters.restore_s, "Time of restoring"),
-            ("saved_seconds", "seconds", counters.saved_s, "What evaluating would have taken longer (modelled)"),
+            ("restored_bytes", "bytes", counters.restored_bytes, "Bytes of state restored to llama.cpp"),
+            ("restore_seconds", "seconds", counters.restore_s, "Time spent on restoring"),
+            ("saved_seconds", "seconds", counters.saved_s, "Time saved by not evaluating restored tokens (modelled)"),
             ("stored_blocks", "", counters.stored_blocks, "Blocks written"),
             ("stored_bytes", "bytes", counters.stored_bytes, "Bytes written"),
-            ("dropped_blocks", "", counters.dropped_blocks, "Blocks not written: too much waited, or it failed"),
-            ("evicted_blocks", "", self.store.evicted, "Blocks removed by this process"),
-            ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks from the shared tier"),
-            ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks given to the shared tier"),
-            ("shared_failures", "", self.shared.failures if self.shared else 0, "What the shared tier failed in"),
+            ("dropped_blocks", "", counters.dropped_blocks, "Blocks not written: the queue was full, or writing failed"),
+            ("evicted_blocks", "", self.store.evicted, "Blocks evicted by this process"),
+            ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks fetched from the shared tier"),
+            ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks pushed to the shared tier"),
+            ("shared_failures", "", self.shared.failures if self.shared else 0, "Failed requests to the shared tier"),
         ):
             found.append(CounterMetricFamily(f"llmcache_prefix_{name}", f"{told}.", value, unit=unit))
         return bytes(generate_latest(SimpleNamespace(collect=lambda: found))).decode()  # type: ignore[no-untyped-call]
@@ -339,11 +345,11 @@ class PrefixCache(BaseLlamaCache):
             try:
                 model = fingerprint(llama)
             except OSError as error:
-                model = _Model("", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
+                model = _Model("", {"file": llama.model_path}, False, f"the file cannot be read: {error.strerror}")
             if model.refused:
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
             elif model.whole:
-                log.warning("%s: its states are stored whole, at block boundaries", model.told["file"])
+                log.warning("%s: states are stored whole, at block boundaries", model.told["file"])
             if not model.refused:  # how fast the process was that stored first, until this one knows its own speed
                 speed = self.store.description(model.name).get("token_s")
                 model.token_s = speed if isinstance(speed, float) else 0.0
@@ -467,7 +473,7 @@ class PrefixCache(BaseLlamaCache):
             llama.eval(tokens[live:at])
             live = at
             if not llama._ctx.kv_cache_seq_rm(-1, live, -1):
-                model.refused = "it cannot go on from a state without evaluating all of the prompt anew"
+                model.refused = "the model cannot continue from a state without evaluating the whole prompt again"
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
                 llama.reset()
                 return 0
@@ -512,7 +518,9 @@ class _Writer:
             waiting = sum(other.size_bytes for other in self._tasks)
             if self._closed or (self._tasks and waiting + task.size_bytes > self._most):
                 self._counters.dropped_blocks += len(task.keys)
-                log.warning("%d blocks are not stored: %s", len(task.keys), "closed" if self._closed else "too much waits")
+                log.warning(
+                    "%d blocks were not stored: %s", len(task.keys), "closed" if self._closed else "the queue is full"
+                )
                 return
             self._tasks.append(task)
             self._pending.update(task.keys)
@@ -551,9 +559,9 @@ class _Writer:
                     self._counters.stored_bytes += self._write(task, key, used_ns)
                     written += 1
             except (LlmcacheError, OSError) as error:
-                log.warning("%d blocks are not stored: %s", len(task.keys) - written, error)
+                log.warning("%d blocks were not stored: %s", len(task.keys) - written, error)
             except Exception:  # a bug here must not end storing, nor generation
-                log.exception("%d blocks are not stored", len(task.keys) - written)
+                log.exception("%d blocks were not stored", len(task.keys) - written)
             with self._changed:
                 self._counters.stored_blocks += written
                 self._counters.dropped_blocks += len(task.keys) - written
@@ -566,7 +574,7 @@ class _Writer:
         if key.kind != WHOLE:
             before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])[-1:]
             if before and before[0] not in self._store:
-                raise EnvironmentProblem(f"{key.file}: the block before it had to go: a prompt is larger than the limit")
+                raise EnvironmentProblem(f"{key.file}: the previous block was evicted: the prompt is larger than the limit")
             links = _links(before[0].name if before else task.model.root, block.tokens)
         written = self._store.write(key, block, links, used_ns)
         if self._shared is not None and task.pushed:
@@ -613,11 +621,11 @@ def fingerprint(llama: Llama) -> _Model:
     whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
     refused = ""
     if hasattr(llama.chat_handler, "clip_model_path"):
-        refused = "images have no tokens to know them by"
+        refused = "prompts with images cannot be identified by their tokens"
     elif llama.context_params.embeddings:
-        refused = "it is for embeddings"
+        refused = "the model computes embeddings"
     elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
-        refused = "its file was replaced after it was loaded"
+        refused = "the file was replaced after it was loaded"
     return _Model(hashlib.blake2b(identity.encode(), digest_size=32).hexdigest()[:40], told, whole, refused)
 
 
@@ -683,7 +691,7 @@ def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
     """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to a PrefixCache."""
     method, caller = own(), sys._getframe(2)
     if method is None:
-        raise ReferenceError("the Llama is gone")
+        raise ReferenceError("the Llama of this state was deleted")
     is_completion = caller.f_code.co_name == "_create_completion" and caller.f_globals.get("__name__") == "llama_cpp.llama"
     llama = method.__self__
     return llama.cache._handed(llama) if is_completion and isinstance(llama.cache, PrefixCache) else method()

@@ -23,7 +23,7 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     installed; UsageError: it has no use for the arguments, or a model cannot be loaded.
     """
     if any(argument.partition("=")[0] in ("--cache", "--cache_type", "--cache_size") for argument in arguments):
-        raise UsageError("--cache: the prompts are stored here", "leave it out, with --cache_type and --cache_size")
+        raise UsageError("--cache: llmcache stores the prompts instead", "remove --cache, --cache_type and --cache_size")
     server, app = (_module(f"llama_cpp.server.{name}") for name in ("__main__", "app"))
     create_app, proxy = server.create_app, app.LlamaProxy
 
@@ -35,7 +35,7 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
             try:
                 llama = proxy.load_llama_from_model_settings(settings)
             except ValueError as error:
-                raise UsageError(str(error), "see --model, or the models of --config_file") from error
+                raise UsageError(str(error), "check --model, or the models in --config_file") from error
             llama.set_cache(cache)
             return llama
 
@@ -53,7 +53,9 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
         server.main()
     except SystemExit as ending:
         if ending.code == 1:  # it has said which, with all that it knows
-            raise UsageError("arguments that the server does not take", "see above: -- --model FILE at least") from None
+            raise UsageError(
+                "the server rejected its arguments, as shown above", "at least a model is needed: -- --model FILE"
+            ) from None
         return ending.code if isinstance(ending.code, int) else int(bool(ending.code))
     finally:
         signal.signal(signal.SIGTERM, before)

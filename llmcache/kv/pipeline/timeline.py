@@ -35,7 +35,7 @@ class Timeline:
     def __init__(self, emulated: Iterable[str] = ()) -> None:
         self.emulated = frozenset(emulated)
         if not self.emulated <= set(RESOURCES):
-            raise ValueError(f"emulated: {', '.join(sorted(self.emulated))}, known are {', '.join(RESOURCES)}")
+            raise ValueError(f"emulated: must be of {', '.join(RESOURCES)}, not {', '.join(sorted(self.emulated))}")
         self._spans: list[Span] = []
         self._paused_ns = 0
 
@@ -64,11 +64,11 @@ class Timeline:
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere, on the same clock. ValueError: there is no such resource or stage."""
         if span.resource not in RESOURCES:
-            raise ValueError(f"resource: '{span.resource}', known are {', '.join(RESOURCES)}")
+            raise ValueError(f"resource: must be one of {', '.join(RESOURCES)}, not '{span.resource}'")
         if span.stage not in STAGES:
-            raise ValueError(f"stage: '{span.stage}', known are {', '.join(STAGES)}")
+            raise ValueError(f"stage: must be one of {', '.join(STAGES)}, not '{span.stage}'")
         if span.end_ns < span.begin_ns:
-            raise ValueError(f"end_ns: {span.end_ns}, before its begin_ns {span.begin_ns}")
+            raise ValueError(f"end_ns: must not be before begin_ns ({span.begin_ns}), not {span.end_ns}")
         self._spans.append(span)
 
     def has(self, stage: str, layer: int, step: int, since_ns: int) -> bool:

@@ -104,7 +104,7 @@ class Hardware:
     def with_gpu(self, gpu_bytes: int, like: Hardware) -> Hardware:
         """Returns it with a GPU of `gpu_bytes`, whose speeds are assumed to be those of the machine `like`."""
         names = ("gpu_bytes_per_s", "gpu_flops", "gpu_link_bytes_per_s", "gpu_reserved_bytes")
-        text = f"as the {like.name} PC: "
+        text = f"those of the {like.name} PC, "
         speeds = {name: (getattr(like, name), ASSUMED, text + like.origins[name].text) for name in names}
         return self.with_sizes(gpu_bytes=gpu_bytes).with_numbers(**speeds)
 
@@ -167,18 +167,18 @@ PAPER_PC = Hardware.of(
     ),
     host_reserved_bytes=(4 * _GIB, ASSUMED, "system, Python and staging buffers: 4 GiB"),
     score_bytes_per_s=(
-        _SCORING * _HOST_MEMORY * _8352V, ASSUMED, f"{_SCORING:.0%} of the host's memory, as the kernels here reach"
+        _SCORING * _HOST_MEMORY * _8352V, ASSUMED, f"{_SCORING:.0%} of the host's memory bandwidth, as the kernels reach"
     ),
     ssd_bytes_per_s=(
-        7 * _GB, ASSUMED, "7 GB/s: what NVMe drives on PCIe 4.0 x4 are sold with; the paper: 'a 300 GB Intel SSD'"
+        7 * _GB, ASSUMED, "7 GB/s, as advertised for NVMe drives on PCIe 4.0 x4; the paper: 'a 300 GB Intel SSD'"
     ),
     ssd_requests_per_s=(900_000, ASSUMED, "data centre NVMe on PCIe 4.0: about 900,000 reads of 4 KiB a second"),
     device_bytes_per_s=(
-        4 * _GB, PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is taken to keep up with it"
+        4 * _GB, PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is assumed to keep up"
     ),
     device_memory_bytes=(4 * _GB, PAPER, "4.2: '4 GB DDR4'"),
     device_memory_bytes_per_s=(19.2 * _GB, ASSUMED, "one channel of DDR4-2400: 19.2 GB/s"),
-    device_link_bytes_per_s=(3.5 * _GB, ASSUMED, "SmartSSD is on PCIe 3.0 x4, which carries 3.5 GB/s of data"),
+    device_link_bytes_per_s=(3.5 * _GB, ASSUMED, "the SmartSSD uses PCIe 3.0 x4, which carries 3.5 GB/s of data"),
     device_latency_ns=(60_000, ASSUMED, "60 us per command through the Xilinx runtime"),
 )  # fmt: skip
 """Source: hillinfer.txt, section 4.2, "Hardware"."""

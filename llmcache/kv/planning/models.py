@@ -38,7 +38,7 @@ class MixtureMlp:
 
     def __post_init__(self) -> None:
         if not 1 <= self.used <= self.experts:
-            raise ValueError(f"used: {self.used}, at least 1 and at most the experts ({self.experts}) are needed")
+            raise ValueError(f"used: must be from 1 to the number of experts ({self.experts}), not {self.used}")
 
     def read_share(self, tokens: int) -> float:
         """Of the experts, the share that `tokens` tokens use together, in the mean, each with any: 0 .. 1.
@@ -77,11 +77,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least 1 is needed")
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: {self.kv_heads}, heads ({self.heads}) must be a multiple of it")
+            raise ValueError(f"kv_heads: must divide the heads ({self.heads}), not {self.kv_heads}")
         if not 0 < self.weight_bits <= 64:
-            raise ValueError(f"weight_bits: {self.weight_bits}, more than 0 and at most 64 is needed")
+            raise ValueError(f"weight_bits: must be more than 0 and at most 64, not {self.weight_bits}")
 
     @property
     def expert_parameters(self) -> int:
@@ -213,15 +213,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "first_mixture": ("first_k_dense_replace",),
     "mixture_step": ("decoder_sparse_step", "interleave_moe_layer_step"),
 }
-_HINT = "plans are for decoders with keys and values in every layer"
+_HINT = "only decoders with keys and values in every layer can be planned"
 _PLAIN_MLP = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom", "mpt", "gpt_bigcode", "starcoder2"}
 _LEARNED_POSITIONS = {"opt": 2, "gpt2": 0}  # rows beyond max_position_embeddings
 _TIED = {"opt", "gpt2", "gemma", "gemma2", "gemma3_text", "bloom", "gpt_bigcode", "falcon", "mpt"}
 _FOREIGN = {
-    "kv_lora_rank": "its latent attention (MLA) has no keys and values per head",
-    "state_size": "a state-space model keeps no KV cache",
-    "mamba_d_state": "its state-space layers keep no KV cache",
-    "linear_num_value_heads": "its layers of linear attention keep no KV cache",
+    "kv_lora_rank": "latent attention (MLA) has no keys and values per head",
+    "state_size": "a state-space model has no KV cache",
+    "mamba_d_state": "state-space layers have no KV cache",
+    "linear_num_value_heads": "layers with linear attention have no KV cache",
     "is_encoder_decoder": "an encoder-decoder has two KV caches",
 }
 _WITH_KV = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -238,13 +238,13 @@ def read_config(path: str | Path) -> ModelShape:
         with file.open("rb") as stream:
             raw = stream.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"--model: cannot read {file}: {error.strerror}", "give a model's config.json") from error
+        raise UsageError(f"--model: cannot read {file}: {error.strerror}", "name the config.json of a model") from error
     try:
         found = json.loads(raw) if len(raw) <= _LARGEST_BYTES else None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"--model: {file} is not a config.json", "give the config.json of a Hugging Face model")
+        raise UsageError(f"--model: {file} is not a config.json", "name the config.json of a Hugging Face model")
     return shape_of(found, str(file))
 
 
@@ -257,10 +257,10 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
         kind = str(text.get("model_type", kind))
     for name, why in _FOREIGN.items():
         if value := config.get(name):
-            raise UsageError(f"--model: {source}: {name}: {value}: {why}", _HINT)
+            raise UsageError(f"--model: {source}: {name} is {value}: {why}", _HINT)
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and (foreign := {str(layer) for layer in kinds} - _WITH_KV):
-        raise UsageError(f"--model: {source}: layer_types: {min(foreign)}: they have no KV cache that is known", _HINT)
+        raise UsageError(f"--model: {source}: layer_types: '{min(foreign)}' is not supported", _HINT)
     sizes = {field: _size(config, field, source) for field in ("layers", "hidden", "heads", "vocabulary")}
     heads = sizes["heads"]
     ffn = _size(config, "ffn", source, 4 * sizes["hidden"])
@@ -271,12 +271,12 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
     notes: tuple[str, ...] = ()
     window = config.get("sliding_window")
     if isinstance(window, int) and window and config.get("use_sliding_window", True):
-        notes = (f"layers with a sliding window of {window} tokens are counted like the others: an upper bound",)
+        notes = (f"an upper bound: layers with a sliding window of {window} tokens are counted like the others",)
     quantised = config.get("quantization_config")
     bits = _bits(quantised) if isinstance(quantised, dict) else None
     if isinstance(quantised, dict) and bits is None:
         method = quantised.get("quant_method")
-        notes += (f"bits of weights quantised by {method} are not told: they are counted as without: an upper bound",)
+        notes += (f"an upper bound: weights quantised by {method} are counted as not quantised, as their bits are unknown",)
     try:
         return ModelShape(
             name=_title(config, source),
@@ -294,7 +294,7 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
             mixture=_mixture(config, kind, sizes["layers"], source),
         )
     except ValueError as error:
-        raise UsageError(f"--model: {source}: {error}", "is it the config.json of a decoder?") from error
+        raise UsageError(f"--model: {source}: {error}", "check that it is the config.json of a decoder") from error
 
 
 def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MixtureMlp | None:
@@ -320,11 +320,13 @@ def _size(config: Mapping[str, Any], field: str, source: str, default: int | Non
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-            raise UsageError(f"--model: {source}: {name}: {value!r} is not a size", "is it the config.json of a decoder?")
+            raise UsageError(
+                f"--model: {source}: {name}: {value!r} is not a size", "check that it is the config.json of a decoder"
+            )
         return value
     if default is None:
         wanted = " or ".join(_NAMES[field][:3])
-        raise UsageError(f"--model: {source}: {wanted} is missing", "give the config.json of a Hugging Face decoder")
+        raise UsageError(f"--model: {source}: {wanted} is missing", "name the config.json of a Hugging Face decoder")
     return default
 
 

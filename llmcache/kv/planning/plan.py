@@ -94,14 +94,14 @@ def plan(
             raise UsageError(f"--kv-dtype: '{kv_dtype}' is not a type of KV data", f"one of: {', '.join(KV_BYTES)}")
         shape = replace(shape, kv_dtype=kv_dtype)
     if ssd is not None and not os.path.isdir(ssd):
-        raise UsageError(f"--ssd: {ssd} is not a directory", "give the directory that the spill file goes to")
+        raise UsageError(f"--ssd: {ssd} is not a directory", "name the directory for the spill file")
     name, known = profile or (MEASURED if ssd is not None else "typical"), None
     if name in MACHINES:
         machine = MACHINES[name].with_sizes(gpu, ram)
     elif name != MEASURED:
         raise UsageError(f"--profile: there is no profile '{name}'", f"one of: {', '.join((*MACHINES, MEASURED))}")
     elif ssd is None:
-        raise UsageError("--profile: measured needs the storage that is meant", "give --ssd DIR")
+        raise UsageError("--profile: measured needs a directory on the storage to measure", "add --ssd DIR")
     else:
         known = profile_of(ssd, progress=progress)
         machine = hardware_of(known.profile, gpu or 0).with_sizes(host_bytes=ram)
@@ -110,8 +110,9 @@ def plan(
         there = machine.gpu_bytes + machine.host_bytes - machine.gpu_reserved_bytes - machine.host_reserved_bytes
         raise UsageError(
             f"--gpu, --ram: the weights of {shape.name} alone take {format_size(shape.weight_bytes)}, "
-            f"{format_size(max(0, there))} are there ({format_size(machine.host_reserved_bytes)} stay with the system)",
-            "give more memory, or a model with fewer or smaller weights",
+            f"but only {format_size(max(0, there))} is available, "
+            f"beside {format_size(machine.host_reserved_bytes)} for the system",
+            "use more memory, or a smaller or more quantized model",
         )
     use = memory_use(shape, context, batch)
     places = place(SYSTEMS["hillinfer"], found, use.kv, machine)

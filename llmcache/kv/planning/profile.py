@@ -122,7 +122,7 @@ class MachineProfile:
     def from_json(cls, told: dict[str, Any]) -> MachineProfile:
         """Returns the profile that `to_json` has told of. KeyError, TypeError, ValueError: it is not one."""
         if told["schema"] != SCHEMA:
-            raise ValueError(f"schema: {told['schema']}")
+            raise ValueError(f"schema: must be '{SCHEMA}', not '{told['schema']}'")
         parts = {"key": ProfileKey, "host": HostSpeeds, "storage": StorageSpeeds}
         values = {one.name: told[one.name] for one in fields(cls)}
         made = cls(**values | {name: kind(**told[name]) for name, kind in parts.items()})
@@ -146,7 +146,7 @@ def key_of(directory: str | Path) -> ProfileKey:
     """Returns what a profile of `directory` is valid for; UsageError if it is no directory."""
     where = Path(directory)
     if not where.is_dir():
-        raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
+        raise UsageError(f"DIR: {where} is not a directory", "name a directory on the storage to measure")
     dev = where.stat().st_dev
     device = f"{os.major(dev)}:{os.minor(dev)}"
     return ProfileKey(processor(), processors(), platform.release(), device, fstype_at(where))
@@ -195,7 +195,7 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
     `gpu_bytes`: memory of a GPU, 0 for none; its speeds are not measured, but those of the typical PC (RTX 3080).
     """
     host, storage = profile.host, profile.storage
-    measured = f"on this machine, storage of {profile.directory}"
+    measured = f"on this machine, with the storage of {profile.directory}"
     emulated = f"with an emulated device on the storage of {profile.directory}"
     machine = Hardware.of(
         "measured",
@@ -212,7 +212,7 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
         ssd_bytes_per_s=(storage.sequential_bytes_per_s, MEASURED, measured),
         ssd_requests_per_s=(storage.random_bytes_per_s / storage.page_bytes, MEASURED, measured),
         device_bytes_per_s=(storage.device_bytes_per_s, MEASURED, emulated),
-        device_memory_bytes=(0, ASSUMED, "the emulated device reads its file each time"),
+        device_memory_bytes=(0, ASSUMED, "the emulated device reads its file every time"),
         device_memory_bytes_per_s=(storage.device_bytes_per_s, MEASURED, emulated),
         device_link_bytes_per_s=(storage.link_bytes_per_s, MEASURED, emulated),
         device_latency_ns=(storage.command_ns, MEASURED, emulated),
@@ -262,7 +262,7 @@ def measure_storage(where: str | Path) -> StorageSpeeds:
 
     EnvironmentProblem: it cannot be written to, or has no room.
     """
-    hint = f"give a directory that you may write to, with {format_size(2 * FILE_BYTES)} free"
+    hint = f"name a writable directory with {format_size(2 * FILE_BYTES)} of free space"
     try:
         if shutil.disk_usage(where).free < 2 * FILE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

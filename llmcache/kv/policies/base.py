@@ -51,19 +51,19 @@ class PolicySettings:
     policies that add up attention need it. UsageError names the field that is wrong.
     """
 
-    alpha: float | None = setting(None, lambda share: 0 < share <= 1, "it is a share of the context: above 0, at most 1")
+    alpha: float | None = setting(None, lambda share: 0 < share <= 1, "use a share of the context above 0 and at most 1")
     token_budget: int | None = setting(
         None,
         lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1),
-        "a whole number, at least 1",
+        "use a whole number of at least 1",
     )
-    score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"1 .. {MOST_TOKENS} tokens fit a score block")
+    score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"use 1 to {MOST_TOKENS} tokens")
     combine: str = one_of("max", COMBINE)
-    scale: float | None = setting(None, lambda scale: 0 < scale < math.inf, "it is above 0")
+    scale: float | None = setting(None, lambda scale: 0 < scale < math.inf, "use a finite number above 0")
 
     def __post_init__(self) -> None:
         if self.alpha is not None and self.token_budget is not None:
-            raise UsageError("token_budget: given together with alpha", "give one of the two")
+            raise UsageError("token_budget: cannot be combined with alpha", "give only one of them")
         for one in fields(self):
             value = getattr(self, one.name)
             try:
@@ -77,8 +77,10 @@ class PolicySettings:
         """Raises UsageError if the budget does not even hold the sink and the window of a store."""
         pinned = (config.sink_pages + config.window_pages) * config.shape.page_tokens
         if self.token_budget is not None and self.token_budget < pinned:
-            hint = "give a larger budget, or make sink and window smaller"
-            raise UsageError(f"token_budget: {self.token_budget}, sink and window alone take {pinned} tokens", hint)
+            hint = "increase the budget, or reduce the sink or the window"
+            raise UsageError(
+                f"token_budget: must be at least {pinned}, which sink and window take, not {self.token_budget}", hint
+            )
 
     def attended(self, length: int) -> int:
         """Returns how many tokens of a context of `length` are attended to: the budget, or alpha of it rounded up."""

@@ -96,7 +96,7 @@ class HillInfer(KvPolicy):
     def _room(self) -> int:
         """Pages that the pool has for the middle."""
         config = self.store.config
-        assert config.cpu_pages is not None, "only a bounded pool has anything to move"
+        assert config.cpu_pages is not None, "only a bounded pool moves pages"
         return config.cpu_pages - config.sink_pages - config.window_pages
 
     def _important_pages(self, length: int) -> int:

@@ -88,7 +88,7 @@ class IceCache(IndexedPolicy):
         try:
             found = load_indexes(path_of(path), self._identity())
         except DataError as error:
-            log.warning("%s: trees are built anew", error.message)
+            log.warning("%s: the trees are rebuilt", error.message)
             return
         for layer, sequence in {place[:2] for place in found}:
             tree = DciScorer(self.store.shape, int(self._starts[sequence]), self.knobs)

@@ -21,8 +21,8 @@ class IndexedSettings(PolicySettings):
     `anchor_every`: every so many layers one chooses, and those behind it take its choice (IceCache's `reuse`: 3).
     """
 
-    full_layers: int = setting(0, lambda layers: layers >= 0, "it is a number of layers: 0 or above")
-    anchor_every: int = setting(1, lambda layers: layers >= 1, "1: every layer chooses for itself")
+    full_layers: int = setting(0, lambda layers: layers >= 0, "use 0 or more layers")
+    anchor_every: int = setting(1, lambda layers: layers >= 1, "use at least 1; with 1, each layer chooses by itself")
 
 
 class IndexedPolicy(KvPolicy):

@@ -110,7 +110,7 @@ class Kelle(H2O):
     def end_record(self) -> None:
         """Ends the last step that is shown. ValueError if there was none since `record`."""
         if self._recorder is None or self._recorded_step < 0:
-            raise ValueError("record: nothing was recorded, call it before the steps")
+            raise ValueError("end_record: nothing was recorded, call record() before the steps")
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
 

@@ -27,7 +27,7 @@ class MassSettings(IndexedSettings):
 
     scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
     allocation: str = one_of("layer", ("layer", "head"))
-    mean_share: float = setting(0.5, lambda share: 0 <= share <= 1, "it is a share: 0 .. 1")
+    mean_share: float = setting(0.5, lambda share: 0 <= share <= 1, "use a share from 0 to 1")
 
 
 class Mass(IndexedPolicy):

@@ -45,14 +45,14 @@ class SharedTier:
         except ImportError as error:
             raise EnvironmentProblem(f"shared: {error}", "pip install 'llmcache-toolkit[redis]'") from error
         if deadline_s <= 0:
-            raise ValueError(f"a deadline of {deadline_s} s")
+            raise ValueError(f"deadline_s: must be more than 0, not {deadline_s}")
         self.deadline_s, self._expire_ms = deadline_s, ttl_ns // 10**6 or None
         try:
             self._redis: Any = redis.Redis.from_url(
                 address, socket_timeout=deadline_s, socket_connect_timeout=deadline_s, retry=None
             )
         except ValueError as error:
-            raise UsageError(f"shared: {error}", "write redis://host:6379/0") from None
+            raise UsageError(f"shared: {error}", "write, for example: redis://host:6379/0") from None
         self._silent_until = 0.0
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
@@ -108,7 +108,7 @@ class SharedTier:
         try:
             block = unpack(buffer, key, f"shared: {_name(key)}")
         except DataError as error:
-            log.warning("%s: not used", error.message)
+            log.warning("%s: block ignored", error.message)
             self.failures += 1
             return None
         self.fetched_blocks += 1
@@ -139,7 +139,7 @@ class SharedTier:
         self.failures += 1
         self._silent_until = time.monotonic() + PAUSE_S
         why = errors[0] if errors else f"no answer within {left:.1f} s"
-        log.warning("shared: %s; not asked for %.0f s", why, PAUSE_S)
+        log.warning("shared: %s; no requests for %.0f s", why, PAUSE_S)
         if not errors:
             self._redis.connection_pool.disconnect()
         return None

@@ -87,11 +87,11 @@ class StateLayout:
         except TypeError as error:
             raise ValueError(f"layout: {error}") from None
         if not 0 < len(parts) <= _MOST_PARTS or any(type(part.transposed) is not bool for part in parts):
-            raise ValueError("layout: of other parts")
+            raise ValueError("layout: unknown parts")
         for part in parts:
             whole = part.keys if part.transposed else part.keys + part.values
             if not 0 < len(part.keys) == len(part.values) <= _MOST_LAYERS or any(strip.lines != 1 for strip in whole):
-                raise ValueError("layout: of other layers")
+                raise ValueError("layout: unknown layers")
         return cls(parts)
 
     def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
@@ -112,9 +112,9 @@ class StateLayout:
 def _strip(told: object) -> Strip:
     strip = Strip(*told)  # type: ignore[misc]
     if any(type(number) is not int for number in strip) or not 0 <= strip.kind < 1 << 31:
-        raise ValueError("layout: a strip of no type")
+        raise ValueError("layout: a strip has no valid type")
     if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST):
-        raise ValueError("layout: a strip without bytes, or of too many")
+        raise ValueError("layout: a strip has no bytes, or too many")
     return strip
 
 
@@ -148,19 +148,19 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
         head = struct.pack("<I", len(architecture.encode())) + architecture.encode()
     try:
         if data[: len(head)].tobytes() != head:
-            raise Uncut(f"its header is not known: {data[: len(head)].tobytes().hex()}")
+            raise Uncut(f"unknown header {data[: len(head)].tobytes().hex()}")
         at, parts, places, tokens = len(head), [], [], None
         while at < len(data):
             part, count, found, at = _read_part(data, at)
             if tokens not in (None, count):
-                raise Uncut(f"one part has {tokens} tokens, another {count}")
+                raise Uncut(f"one part has {tokens} tokens, another one {count}")
             tokens = count
             parts.append(part)
             places += found
     except struct.error:
-        raise Uncut("it ends where more is expected") from None
+        raise Uncut("truncated") from None
     if not tokens:
-        raise Uncut("it holds no tokens")
+        raise Uncut("no tokens")
     return State(StateLayout(tuple(parts)), tokens, places)
 
 
@@ -173,16 +173,16 @@ def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
     cells = data[at : at + tokens * _CELL.itemsize].view(_CELL)
     at += tokens * _CELL.itemsize
     if (cells["sequences"] != 1).any() or (cells["sequence"] != 0).any():
-        raise Uncut("its cells are not of one sequence alone")
+        raise Uncut("the cells belong to several sequences")
     order: NDArray[np.intp] | None = None
     if (cells["position"] != np.arange(tokens)).any():
         order = np.argsort(cells["position"], kind="stable")
         if (cells["position"][order] != np.arange(tokens)).any():
-            raise Uncut("it lacks positions, as behind a sliding window")
+            raise Uncut("positions are missing, as with a sliding window")
     transposed, layers = struct.unpack_from("<II", data.data, at)
     at += 8
     if transposed > 1 or not 0 < layers < _MOST_LAYERS:
-        raise Uncut(f"{layers} layers, values transposed: {transposed}")
+        raise Uncut(f"{layers} layers, transposed flag {transposed}")
     keys: list[Strip] = []
     values: list[Strip] = []
     places: Places = []
@@ -192,9 +192,9 @@ def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
             strip = Strip(kind, cell_bytes, *(lines or [1]))
             at += form.size
             if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST) or kind < 0:
-                raise Uncut(f"a row of {strip.cell_bytes} bytes, {strip.lines} lines")
+                raise Uncut(f"a strip with rows of {strip.cell_bytes} bytes and {strip.lines} lines")
             if at + tokens * strip.token_bytes > len(data):
-                raise Uncut("it ends within a layer")
+                raise Uncut("truncated within a layer")
             places.append((strip.lines_in(data, at, tokens), order))
             strips.append(strip)
             at += tokens * strip.token_bytes
@@ -227,7 +227,7 @@ class Joined:
         held, rest = divmod(len(block), per_token)
         tokens = held if tokens is None else tokens
         if rest or tokens > held or start + tokens > self.tokens:
-            raise ValueError(f"a block of {len(block)} bytes, {per_token} a token, for {tokens} tokens at {start}")
+            raise ValueError(f"block: {len(block)} bytes of {per_token} per token do not fit {tokens} tokens at {start}")
         at = 0
         for lines in self._lines:
             size = held * lines.shape[0] * lines.shape[2]

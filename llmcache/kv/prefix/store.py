@@ -180,7 +180,9 @@ class BlockStore:
         self._looked_ns = clock()  # for what is too old
         if limit_bytes is None:
             if not (self.directory / "lock").is_file():
-                raise UsageError(f"{self.directory}: holds no stored prompts", "name the directory of a PrefixCache")
+                raise UsageError(
+                    f"{self.directory}: has no stored prompts", "name the directory of a PrefixCache or of serve-llama"
+                )
             return
         _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
         try:
@@ -189,9 +191,9 @@ class BlockStore:
                 self._sweep()
                 self._evict(account, 0)
         except FileExistsError:
-            raise UsageError(f"{self.directory}: is no directory", "name a directory for the blocks") from None
+            raise UsageError(f"{self.directory}: not a directory", "name a directory for the blocks") from None
         except OSError as error:
-            raise EnvironmentProblem(f"{self.directory}: {error.strerror}", "name one that can be written") from None
+            raise EnvironmentProblem(f"{self.directory}: {error.strerror}", "name a writable directory") from None
 
     # Reading
 
@@ -249,7 +251,7 @@ class BlockStore:
             raw.read_into(data, end)
             return _filled(block, data, crc, path)
         except (LlmcacheError, MemoryError) as error:
-            log.warning("%s: dropped", error.message if isinstance(error, LlmcacheError) else f"{path}: too large")
+            log.warning("%s: block removed", error.message if isinstance(error, LlmcacheError) else f"{path}: too large")
             self.drop([key])
             return None
         finally:
@@ -322,7 +324,9 @@ class BlockStore:
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
-            raise EnvironmentProblem(f"{key.file}: {format_size(size)} do not fit the limit")
+            raise EnvironmentProblem(
+                f"{key.file}: {format_size(size)} is more than the limit of {format_size(self.limit_bytes)}"
+            )
         directory = self.directory / key.model
         try:
             self._make_room(size)
@@ -338,7 +342,7 @@ class BlockStore:
                 account.used_bytes += size - there
                 account.used_bytes -= self._link(key, block, links)
         except OSError as error:
-            raise EnvironmentProblem(f"{directory}: storing: {error.strerror}") from None
+            raise EnvironmentProblem(f"{directory}: cannot store a block: {error.strerror}") from None
         return size
 
     @contextlib.contextmanager
@@ -476,7 +480,7 @@ class BlockStore:
                 self._evict(account, 0, self.lacking(size))
             if self.lacking(size) > 0:
                 left = format_size(self.floor_bytes)
-                raise EnvironmentProblem(f"{self.directory}: less than {left} of space would be left")
+                raise EnvironmentProblem(f"{self.directory}: the file system would have less than {left} of free space")
 
     def lacking(self, size: int) -> int:
         """Bytes that have to be freed before `size` more may be written; 0 or less: none."""
@@ -611,9 +615,9 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
     """Returns the one of `models` whose fingerprint begins with, or whose file is, `name`; UsageError if not one is."""
     found = [model for model in models if model.fingerprint.startswith(name) or model.file == name]
     if len(found) != 1:
-        one = "several models" if found else "no model"
+        matched = "several models" if found else "no model"
         known = ", ".join(f"{model.fingerprint[:8]} ({model.file})" for model in found or models)
-        raise UsageError(f"'{name}' is {one} of it", f"name one by its fingerprint: {known}" if known else None)
+        raise UsageError(f"'{name}' matches {matched}", f"name one by its fingerprint: {known}" if known else None)
     return found[0]
 
 
@@ -623,7 +627,9 @@ def pruned(directory: str | Path, unused: str | None, keep: str | None, model: s
     UsageError if nothing says which, or one cannot be understood; of a model alone: all of it.
     """
     if unused is None and keep is None and model is None:
-        raise UsageError("nothing says what is to go", "--unused 30d, --keep 10G, --model NAME; --keep 0 removes all")
+        raise UsageError(
+            "none of --unused, --keep and --model is given", "for example --unused 30d, or --keep 10G; --keep 0 removes all"
+        )
     unused_ns = None if unused is None else parse_duration(unused)
     keep_bytes = None if keep is None else parse_size(keep)
     store = BlockStore(directory, None)
@@ -703,32 +709,32 @@ def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[i
     DataError if it is not the header of `key` in a file of `size_bytes`.
     """
     if len(data) < _HEAD.size:
-        raise DataError(f"{where}: is cut off")
+        raise DataError(f"{where}: truncated")
     magic, version, length, crc = _HEAD.unpack_from(data)
     text = data[_HEAD.size : _HEAD.size + length]
     if magic != _MAGIC or version != VERSION or len(text) != length or zlib.crc32(text) != crc:
-        raise DataError(f"{where}: its header is damaged, or of another version")
+        raise DataError(f"{where}: the header is damaged, or of another version")
     try:
         told = json.loads(text)
         layout = StateLayout.from_json(told["layout"]) if told["layout"] is not None else None
         payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
         if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
-            raise ValueError("tokens that are none")
+            raise ValueError("invalid tokens")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: header: {str(error)[:200]}") from None
     if named != [key.model, key.name, key.index, key.kind]:
-        raise DataError(f"{where}: is another block")
+        raise DataError(f"{where}: not this block, but another one")
     end = whole_blocks(_HEAD.size + length)
     is_whole = payload_bytes == size_bytes - end and type(payload_bytes) is int
     if not is_whole or (layout and payload_bytes != len(tokens) * layout.token_bytes):
-        raise DataError(f"{where}: its size is wrong")
+        raise DataError(f"{where}: wrong size")
     return end, sum_, Block(np.empty(0, np.uint8), tuple(tokens), layout)
 
 
 def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
     """`block` with its `payload`; DataError if that is not what was stored."""
     if _checksum(payload) != crc:
-        raise DataError(f"{where}: its checksum is wrong")
+        raise DataError(f"{where}: wrong checksum")
     return replace(block, payload=payload)
 
 

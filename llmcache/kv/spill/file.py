@@ -94,7 +94,7 @@ class SpillFile(SpillReader):
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
         layout = Layout(shape, extent_pages, interleaved=interleaved)
         if not path.parent.is_dir():
-            raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
+            raise UsageError(f"{path.parent}: not a directory", "create it first")
         if path.exists():
             raise there_already(path)
         temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
@@ -132,7 +132,9 @@ class SpillFile(SpillReader):
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
         """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
         if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
-            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
+            raise ValueError(
+                f"ids, positions: must have one axis of the same length, not shapes {ids.shape} and {positions.shape}"
+            )
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
             pages = self.shape.pages_of(part.stop - part.start)
@@ -146,7 +148,7 @@ class SpillFile(SpillReader):
     def _append(self, sequence: int, layer: int, tokens: int, fill: Fill) -> int:
         """Appends `tokens` to a chain, an extent at a time."""
         if not 0 <= sequence < 1 << 32:
-            raise ValueError(f"sequence: {sequence}, a number from 0 to {(1 << 32) - 1} is needed")
+            raise ValueError(f"sequence: must be from 0 to {(1 << 32) - 1}, not {sequence}")
         page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0
         with self._lock:
             self._make_whole()
@@ -154,7 +156,7 @@ class SpillFile(SpillReader):
             plan = self._layout.plan(layer)
             chain = self._chains.setdefault((sequence, layer), PageChain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
-                raise ValueError(f"layer {layer} of sequence {sequence} ends with a partial page: truncate it first")
+                raise ValueError(f"layer: layer {layer} of sequence {sequence} ends with a partial page, truncate it first")
             first = chain.pages
             try:
                 while done < tokens:
@@ -253,7 +255,7 @@ class SpillFile(SpillReader):
     def truncate(self, sequence: int, pages: int) -> None:
         """Takes away all pages of `sequence` from number `pages` on, in all layers; on the disk when it returns."""
         if pages < 0:
-            raise ValueError(f"pages: {pages}, at least 0 is needed")
+            raise ValueError(f"pages: must be at least 0, not {pages}")
         with self._lock:
             self._make_whole()
             self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
@@ -346,7 +348,7 @@ class SpillFile(SpillReader):
     def _tell_lost(self) -> None:
         lost, self._lost = self._lost, 0
         if lost:
-            told = f"{self.path}: {lost} pages are lost: the disk failed when the system wrote them back, and it let them go"
+            told = f"{self.path}: {lost} pages are lost, because the kernel could not write them to the disk"
             raise DataError(told, "append them again, or compute the context again")
 
     def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:

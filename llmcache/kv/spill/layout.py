@@ -79,15 +79,15 @@ class KvShape:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or any("\ud800" <= character <= "\udfff" for character in self.model):
-            raise ValueError(f"model: {self.model!r}, a text is needed")
+            raise ValueError(f"model: must be a string of valid Unicode, not {self.model!r}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise ValueError(f"dtype: {self.dtype!r}, known are {', '.join(DTYPES)}")
+            raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("layers", "kv_heads", "head_dim", "page_tokens", "value_dim"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 1 << 24:
-                raise ValueError(f"{name}: {value!r}, a whole number of at least 1 is needed")
+                raise ValueError(f"{name}: must be a whole number of at least 1, not {value!r}")
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -155,7 +155,7 @@ def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: 
     forms = shape.forms(*lead, shape.kv_heads, tokens)
     for name, found, (form, dtype) in zip(("keys", "values"), (keys, values), forms, strict=True):
         if found.shape != form or not tokens or found.dtype != dtype:
-            raise ValueError(f"{name}: {found.dtype} {found.shape}, {dtype} {form} is needed")
+            raise ValueError(f"{name}: must be {dtype} {form}, not {found.dtype} {found.shape}")
 
 
 class PageEntry(NamedTuple):
@@ -281,12 +281,14 @@ class Layout:
         self, shape: KvShape, extent_pages: int, parts: Sequence[int] | None = None, interleaved: bool = False
     ) -> None:
         if type(extent_pages) is not int or not 1 <= extent_pages <= 1 << 20:
-            raise ValueError(f"extent_pages: {extent_pages!r}, between 1 and {1 << 20} is needed")
+            raise ValueError(f"extent_pages: must be from 1 to {1 << 20}, not {extent_pages!r}")
         sizes = shape.slot_sizes
         of_keys, of_values = map(parts_of, sizes) if parts is None else parts
         for size, count in zip(sizes, (of_keys, of_values), strict=True):
             if type(count) is not int or not 1 <= count <= MOST_PARTS or size % (count * BLOCK_BYTES):
-                raise ValueError(f"parts: {count!r} of {size} bytes, up to {MOST_PARTS} of whole blocks are needed")
+                raise ValueError(
+                    f"parts: must be from 1 to {MOST_PARTS} and divide {size} bytes into whole blocks, not {count!r}"
+                )
         self.shape = shape
         self.extent_pages = extent_pages
         self.of_layer = ExtentPlan(
@@ -298,7 +300,9 @@ class Layout:
         self.extent_bytes = whole_blocks(max(self.of_layer.end_at(extent_pages - 1), least))
         slots = max(1, (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot))
         if self.extent_bytes > LARGEST_EXTENT:
-            raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
+            raise ValueError(
+                f"extent_pages: an extent of {self.extent_bytes} bytes is more than the limit of {LARGEST_EXTENT}"
+            )
         self.of_tokens = ExtentPlan(slots, (slot, slot), (1, 1), False)
         self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
@@ -317,7 +321,7 @@ class Layout:
         told |= self.shape.to_json()
         identity = json.dumps(told, sort_keys=True).encode()
         if _HEADER.size + len(identity) > BLOCK_BYTES:
-            raise ValueError(f"model: a name of {len(self.shape.model)} characters does not fit the header")
+            raise ValueError(f"model: a name of {len(self.shape.model)} characters is too long for the header")
         crc = zlib.crc32(identity, zlib.crc32(struct.pack("<II", VERSION, len(identity))))
         return (_HEADER.pack(MAGIC, VERSION, len(identity), crc) + identity).ljust(BLOCK_BYTES, b"\0")
 
@@ -325,14 +329,14 @@ class Layout:
 def read_header(block: bytes, path: Path) -> Layout:
     """Returns the layout that the first block of a file tells of; DataError if it is none of ours, newer, or damaged."""
     if len(block) < _HEADER.size or block[:8] != MAGIC:
-        raise DataError(f"{path}: magic: this is not a spill file of llmcache", "name a file that `llmcache kv` has written")
+        raise DataError(f"{path}: magic: not a spill file of llmcache", "name a file that llmcache has written")
     _, version, length, crc = _HEADER.unpack_from(block)
     if version > VERSION:
         hint = "open it with a newer llmcache, or spill the context again"
-        raise DataError(f"{path}: version: {version}, this llmcache reads up to {VERSION}", hint)
+        raise DataError(f"{path}: version: must be at most {VERSION} for this llmcache, not {version}", hint)
     identity = block[_HEADER.size : _HEADER.size + length]
     if crc != zlib.crc32(identity, zlib.crc32(struct.pack("<II", version, length))) or version < 1:
-        raise DataError(f"{path}: header: its checksum is wrong", "the file is damaged: spill the context again")
+        raise DataError(f"{path}: header: wrong checksum", "the file is damaged: spill the context again")
     try:
         found: dict[str, Any] = json.loads(identity)
         names = {field.name for field in fields(KvShape)}
@@ -347,7 +351,9 @@ def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
     mine, theirs = wanted.to_json(), found.to_json()
     differ = [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
     if differ:
-        raise DataError(f"{path}: another model's spill file ({'; '.join(differ)})", "name another file, or spill anew")
+        raise DataError(
+            f"{path}: spill file of another model ({'; '.join(differ)})", "name another file, or spill the context again"
+        )
 
 
 class PageRun(NamedTuple):

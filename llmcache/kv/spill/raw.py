@@ -49,9 +49,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
     """Returns the error to raise for what the system answered when `doing` something with `path`."""
     if error.errno in _FULL:
-        hint = "free some space, or give --spill a directory on another disk; what was spilled before is whole"
+        hint = "free some space, or spill to another disk; all data spilled before is intact"
         return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
-    advice = "on an llmcachefs: one that is mounted with --spill '*.kv', or with --rw"
+    advice = "if this is an llmcachefs, mount it with --spill '*.kv', or with --rw"
     return EnvironmentProblem(f"{path}: {doing}: {error.strerror}", advice if error.errno == errno.EROFS else None)
 
 
@@ -66,7 +66,7 @@ def explained(path: Path, doing: str) -> Iterator[None]:
 
 def there_already(path: Path) -> UsageError:
     """Returns the error to raise where a file would take the place of another unasked."""
-    return UsageError(f"{path}: is there already", "restore it to go on with it, or remove it first")
+    return UsageError(f"{path}: the file exists", "restore it to continue with it, or remove it first")
 
 
 class RawFile:
@@ -99,8 +99,8 @@ class RawFile:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                hint = "end it, or name another"
-                raise EnvironmentProblem(f"{self.path}: another process writes this file", hint) from None
+                hint = "end that process, or name another file"
+                raise EnvironmentProblem(f"{self.path}: another process is writing this file", hint) from None
 
     def open_direct(self) -> None:
         """Opens the second way to the pages; needs a first block to try it with."""
@@ -137,8 +137,10 @@ class RawFile:
                 count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
                 wanted = offset + len(view)
-                hint = "the file was cut: spill the context again"
-                raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
+                hint = "the file was truncated: spill the context again"
+                raise DataError(
+                    f"{self.path}: the file ends at byte {offset + done}, but a page extends to byte {wanted}", hint
+                )
             done += count
 
     def read_runs(self, wanted: Int64s, direct: bool = False, queue: ReadQueue | None = None) -> None:
@@ -187,7 +189,7 @@ class RawFile:
             os.posix_fallocate(self.fd, start, end - start)
         except OSError as error:
             self.cut(start)
-            raise problem(self.path, "claiming space", error) from None
+            raise problem(self.path, "allocating space", error) from None
 
     def cut(self, end: int) -> None:
         """Makes the file end at `end`."""
@@ -354,7 +356,7 @@ class ReadQueue:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
         whole, told = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
         if not told:
-            raise OSError(errno.EIO, "the kernel does not tell of reads that it took")
+            raise OSError(errno.EIO, "the kernel did not report the end of asynchronous reads")
         return np.flatnonzero(~whole)
 
 

@@ -89,7 +89,7 @@ class Scan:
             self.chains[key] = chain = PageChain(*key, layout.plan(key[1]), array("q", extents))
             committed += self._read(chain)
         if committed < commit.pages:
-            hint = "the file was damaged or cut after it was written: spill the context again"
+            hint = "the file was damaged or truncated after it was written: spill the context again"
             told = f"{commit.pages - committed} of {commit.pages} committed pages are missing"
             raise DataError(f"{raw.path}: table: {told}", hint)
 
@@ -192,10 +192,10 @@ def commit_of(raw: RawFile) -> Commit:
     # One in the other's place would be overwritten by the next, instead of the older one.
     whole = [record for turn, record in enumerate(records) if record is not None and record.epoch % 2 == turn]
     if not whole:
-        raise DataError(f"{raw.path}: commit: both records are damaged", "spill the context again")
+        raise DataError(f"{raw.path}: commit: both commit records are damaged", "spill the context again")
     newest = max(whole)
     if newest.epoch >= LAST_EPOCH:
-        raise DataError(f"{raw.path}: commit: epoch {newest.epoch} is the last there can be", "spill the context again")
+        raise DataError(f"{raw.path}: commit: epoch {newest.epoch} is the largest possible", "spill the context again")
     return newest
 
 
@@ -464,8 +464,8 @@ class SpillReader:
         if wrong >= 0:
             page = parts[wrong] // chain.plan.parts[side]
             where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
-            told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
-            raise DataError(told, "the disk lost it: compute the context again")
+            told = f"{self.path}: {('keys', 'values')[side]}: wrong checksum of {where}"
+            raise DataError(told, "the disk returned other data than was written: compute the context again")
 
     def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[PageChain, list[int]]:
         wanted = pages.tolist() if isinstance(pages, np.ndarray) else [int(page) for page in pages]
@@ -476,16 +476,18 @@ class SpillReader:
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
         if least < 0 or most >= max(chain.pages, chain.lost):
-            told = f"has {chain.pages} pages, not all of {least} to {most}"
+            told = f"has {chain.pages} pages, which do not include {least} to {most}"
             raise ValueError(f"pages: layer {layer} of sequence {sequence} {told}")
         if most >= chain.pages:
             where = f"page {most} of layer {layer} of sequence {sequence}"
-            raise DataError(f"{self.path}: {where} is lost: it could not be written back", "compute the context again")
+            raise DataError(
+                f"{self.path}: {where} is lost, because it could not be written to the disk", "compute the context again"
+            )
         return chain
 
     def _checked_layer(self, layer: int) -> int:
         if not 0 <= layer < self.shape.layers:
-            raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
+            raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         return layer
 
     def _chains_of(self, sequence: int) -> list[PageChain]:

@@ -77,7 +77,7 @@ def texts(
         for _ in range(cases):
             yield tasks[task]()
     else:
-        raise UsageError(f"--task: '{task}' is not a task in English", "leave --model out for the model that recalls")
+        raise UsageError(f"--task: '{task}' is not a task in English", "omit --model to use the recall model")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,10 @@ class _Author:
         lead = "Read the following list of words and memorize those that appear most often.\n"
         head = [*self.first, *self.encode(lead)]
         if len(head) + OFTEN > self.tokens:
-            raise UsageError(f"--context: {self.tokens} tokens, the words need {len(head) + OFTEN}", "give more")
+            raise UsageError(
+                f"--context: must be at least {len(head) + OFTEN} tokens for the words, not {self.tokens}",
+                "increase --context",
+            )
         words = self.rng.choice(known, self.tokens, p=weights / weights.sum())  # of a token at least
         ids = [*head, *self.encode(" ".join(words))][: self.tokens]
         asked = _row(self.encode("\nThe word that appears most often in the list is:"))
@@ -140,8 +143,10 @@ class _Author:
         parts = [list(self.encode(text)) for text, _ in needles]
         room = self.tokens - len(ids) - sum(map(len, parts))
         if room < 0:
-            hidden = f"what is hidden alone takes {self.tokens - room}"
-            raise UsageError(f"--context: {self.tokens} tokens, {hidden}", "give more")
+            least = self.tokens - room
+            raise UsageError(
+                f"--context: must be at least {least} tokens for this task, not {self.tokens}", "increase --context"
+            )
         sentence, done = list(self.encode(NOISE)), 0
         start = int(self.rng.integers(len(NOISE))) % len(sentence)
         noise = (sentence * (1 + (start + room) // len(sentence)))[start : start + room]
@@ -198,8 +203,8 @@ def documents(
             found += 1
             yield Document(ids[:, :tokens], ids[:, tokens:], f"{path} from letter {at}")
     if found < cases:
-        hint = "install documentation (apt-get install manpages), or ask for fewer --cases or a shorter --context"
-        raise EnvironmentProblem(f"{root}: {found} texts of {whole} tokens, {cases} are needed", hint)
+        hint = "install documentation (apt-get install manpages), or reduce --cases or --context"
+        raise EnvironmentProblem(f"{root}: has only {found} of the {cases} texts of {whole} tokens that are needed", hint)
 
 
 def _written(path: Path) -> str:

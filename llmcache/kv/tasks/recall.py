@@ -64,7 +64,7 @@ def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float) 
     UsageError if it does not fit.
     """
     if tokens < 3:
-        raise UsageError(f"tokens: {tokens}, a passkey needs 3")
+        raise UsageError(f"tokens: must be at least 3 for a passkey, not {tokens}")
     keys, values = _pairs(rng, batch, 1)
     ids = rng.integers(FIRST_NOISE, VOCABULARY, (batch, tokens))
     ids[:, 0] = BEGINNING
@@ -84,7 +84,7 @@ def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: in
     batch, pairs = keys.shape
     places = tokens - 1 - pairs  # a pair is two tokens, and takes one place
     if places < pairs:
-        raise UsageError(f"tokens: {tokens}, {pairs} pairs need {1 + 2 * pairs}")
+        raise UsageError(f"tokens: must be at least {1 + 2 * pairs} for {pairs} pairs, not {tokens}")
     ids = rng.integers(FIRST_NOISE, VOCABULARY, (batch, tokens))
     ids[:, 0] = BEGINNING
     for row in range(batch):
@@ -162,7 +162,7 @@ def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Pro
         found = recall(rng, cases, tokens, questions=1)
         places = (found.ids == found.asked[:, :1]).argmax(1)
         return probe_of(found, [int(BINS * place / tokens) / BINS for place in places])
-    raise UsageError(f"--task: the recall model has no '{task}'", "give --model one that has a tokenizer")
+    raise UsageError(f"--task: the recall model has no '{task}'", "name a model with a tokenizer with --model")
 
 
 def probe_of(found: Questions, depths: Sequence[float] | None = None) -> Probe:

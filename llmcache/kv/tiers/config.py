@@ -55,17 +55,17 @@ class StoreConfig:
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sink_tokens", 0), ("window_tokens", 0), ("cpu_rows", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
+                raise ValueError(f"{name}: must be at least {least}, not {getattr(self, name)}")
         if self.ssd not in SSD_KINDS:
-            raise ValueError(f"ssd: '{self.ssd}', known are {', '.join(SSD_KINDS)}")
+            raise ValueError(f"ssd: must be one of {', '.join(SSD_KINDS)}, not '{self.ssd}'")
         if self.cpu_pages is None:
             return
         if self.path is None:
-            raise UsageError("cpu_pages: a bound needs a spill file to put the rest in", "name a path, or give no bound")
+            raise UsageError("cpu_pages: a limit needs a spill file for the other pages", "set path, or omit cpu_pages")
         pinned = self.sink_pages + self.window_pages
         if self.cpu_pages < pinned:
-            hint = "give the pool more pages, or make sink and window smaller"
-            raise UsageError(f"cpu_pages: {self.cpu_pages}, sink and window alone take {pinned}", hint)
+            hint = "increase cpu_pages, or reduce the sink or the window"
+            raise UsageError(f"cpu_pages: must be at least {pinned}, which sink and window take, not {self.cpu_pages}", hint)
 
     @property
     def sink_pages(self) -> int:
@@ -92,8 +92,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
-            found = f"{self.positions.dtype} {self.positions.shape}"
-            raise ValueError(f"positions: {found}, int64 [batch, kv_heads, k] is needed")
+            found = f"not {self.positions.dtype} {self.positions.shape}"
+            raise ValueError(f"positions: must be int64 [batch, kv_heads, k], {found}")
 
     @property
     def count(self) -> int:

@@ -135,8 +135,8 @@ class Spill:
             with pool.lock:
                 number = int(self._state.table.table[b, page])
                 if pool.slot_of[number] == NOT_HERE:
-                    told = f"{self._path}: page {page} of layer {layer} of sequence {b} is lost: the disk failed behind it"
-                    raise DataError(told, f"crop it to {page * size} tokens, or compute the context again")
+                    told = f"{self._path}: page {page} of layer {layer} of sequence {b} is lost after an error of the disk"
+                    raise DataError(told, f"crop the context to {page * size} tokens, or compute it again")
                 arrays = pool.rows(number)
             self.ssd.append(stream, layer, arrays)
         if fresh is not None and border < pages.stop:
@@ -301,7 +301,9 @@ class Spill:
         full = self._state.length // self._state.shape.page_tokens
         there = int((pool.slot_of[self._state.table.table[sequence, :full]] != NOT_HERE).sum())
         if bound is not None and there + more > bound:
-            raise ValueError(f"pages: {more} more, the pool has {there} of {bound} pages of sequence {sequence}")
+            raise ValueError(
+                f"pages: {more} more do not fit: the pool has {there} of at most {bound} pages of sequence {sequence}"
+            )
 
     def bring(self, layer: int, numbers: Int64s) -> None:
         """Has pages in the pool, whatever its bound is."""
@@ -321,7 +323,7 @@ class Spill:
         with pool.lock:
             here = pool.slot_of[numbers] != NOT_HERE
             if not spilled[here].all():
-                raise ValueError(f"pages: not all of {pages.tolist()} could be written to the ssd tier so far: spill first")
+                raise ValueError(f"pages: not all of {pages.tolist()} are in the ssd tier yet, spill them first")
             self._drop(pool, np.unique(numbers[here]))
 
     def _drop(self, pool: Pool, numbers: Int64s) -> None:
@@ -358,7 +360,7 @@ class Spill:
         if self._state.victims is not None:
             chosen = np.unique(self._state.victims(layer, sequence, pages, count))
             if len(chosen) != count or not np.isin(chosen, pages).all():
-                raise ValueError(f"victims: {chosen.tolist()} were named, {count} of {pages.tolist()} are needed")
+                raise ValueError(f"victims: must be {count} of the pages {pages.tolist()}, not {chosen.tolist()}")
             return chosen
         since = pool.since[self._state.table.table[sequence, pages]]
         oldest: Int64s = pages[np.argsort(since, kind="stable")[:count]]

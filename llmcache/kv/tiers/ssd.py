@@ -155,7 +155,7 @@ class CsdTier:
         """Holds the device, and counts what its commands move."""
         with self._lock:
             if self._busy:
-                raise ValueError("score_ssd: take all score blocks before anything else is asked of the device")
+                raise ValueError("score_ssd: the device is busy until all score blocks are consumed")
             self._busy = True
             before = replace(self.device.report)
             try:

@@ -260,10 +260,10 @@ class KvStore(Sequences):
         """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
         size, before = self.shape.page_tokens, self.length
         if ids.ndim != 2 or ids.shape != positions.shape or len(ids) != self.batch:
-            raise ValueError(f"ids: {ids.shape}, positions: {positions.shape}; both [{self.batch}, tokens] is needed")
+            raise ValueError(f"ids, positions: must both be [{self.batch}, tokens], not {ids.shape} and {positions.shape}")
         if (self.lengths != before + ids.shape[1]).any():
             found = self.lengths.tolist()
-            raise ValueError(f"ids: {ids.shape[1]} tokens after {before}, but the layers have {found}")
+            raise ValueError(f"ids: {ids.shape[1]} tokens after {before} do not match the {found} tokens of the layers")
         self.tokens.add(ids, positions)
         self.step += 1
         if self.length // size == before // size or self._spill is None:
@@ -402,10 +402,10 @@ class KvStore(Sequences):
     def _checked(self, selection: Selection, middle: range) -> Int64s:
         found = selection.positions
         if found.shape[:2] != (self.batch, self.shape.kv_heads):
-            raise ValueError(f"positions: shape {found.shape}, [{self.batch}, {self.shape.kv_heads}, k] is needed")
+            raise ValueError(f"positions: must be [{self.batch}, {self.shape.kv_heads}, k], not {found.shape}")
         first, end = (page * self.shape.page_tokens for page in (middle.start, middle.stop))
         if found.size and (found[..., 0].min() < first or found[..., -1].max() >= end):
-            raise ValueError(f"positions: only tokens {first} to {end - 1} can be chosen")
+            raise ValueError(f"positions: must be from {first} to {end - 1}")
         # The compiled loops are made for one kind of array.
         plain = found.flags.writeable and found.strides[2] == found.itemsize
         return found if plain else found.copy()
@@ -566,7 +566,7 @@ class KvStore(Sequences):
 
     def _movable(self) -> Spill:
         if self._spill is None:
-            raise ValueError("path: the store has no ssd tier that pages could move to")
+            raise ValueError("path: the store has no spill file, so no ssd tier to move pages to")
         return self._spill
 
     # Changing sequences: whole pages are shared, the page that is being filled is everyone's own
@@ -574,7 +574,7 @@ class KvStore(Sequences):
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
         if not 0 <= tokens <= self.length:
-            raise ValueError(f"tokens: {tokens}, between 0 and {self.length} is needed")
+            raise ValueError(f"tokens: must be from 0 to {self.length}, not {tokens}")
         if (self.lengths == tokens).all():
             return
         full, rest = divmod(tokens, self.shape.page_tokens)
@@ -607,7 +607,7 @@ class KvStore(Sequences):
         """
         index = np.asarray(index, np.int64)
         if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
-            raise ValueError(f"index: {index.tolist()}, sequences 0 to {self.batch - 1} can be named")
+            raise ValueError(f"index: must name sequences from 0 to {self.batch - 1}, not {index.tolist()}")
         self.check_between_steps()
         if np.array_equal(index, np.arange(self.batch)):
             return
@@ -662,7 +662,7 @@ class KvStore(Sequences):
         `sidecar`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
         """
         if self._spill is None:
-            raise UsageError("path: the store has no spill file to save to", "make it with one")
+            raise UsageError("path: the store has no spill file to save to", "create the store with a path")
         self.check_between_steps()
         self._spill.save(sidecar)
 
@@ -672,7 +672,7 @@ class KvStore(Sequences):
         DataError if something is missing that it had.
         """
         if not isinstance(self.ssd, CsdTier):
-            raise UsageError("ssd: the store has no device", "make it with ssd='csd'")
+            raise UsageError("ssd: the store has no device", "create the store with ssd='csd'")
         self.ssd.restart()
         self.spill()
 

@@ -258,14 +258,14 @@ class Sequences:
     def check_between_steps(self) -> None:
         """ValueError if layers have tokens whose step is not over."""
         if (self.lengths != self.length).any():
-            raise ValueError("commit: a step is under way, end it first")
+            raise ValueError("commit: a step is in progress, end it first")
 
     def checked(self, layer: int, sequence: int = 0) -> Pool:
         """Returns the pool of a layer; ValueError if there is no such layer or sequence."""
         if not 0 <= layer < self.shape.layers:
-            raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
+            raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         if not 0 <= sequence < self.batch:
-            raise ValueError(f"sequence: {sequence}, the batch has {self.batch}")
+            raise ValueError(f"sequence: must be from 0 to {self.batch - 1}, not {sequence}")
         self.pools[layer].know(self.table.numbers)
         return self.pools[layer]
 
@@ -273,7 +273,7 @@ class Sequences:
         """Returns `pages` as an array, and their numbers; ValueError if one is not `within`."""
         found = np.asarray(pages, np.int64).reshape(-1)
         if len(found) and not (within.start <= found.min() and found.max() < within.stop):
-            raise ValueError(f"pages: {found.min()} to {found.max()}, {within.start} to {within.stop - 1} can be named")
+            raise ValueError(f"pages: must be from {within.start} to {within.stop - 1}, not {found.min()} to {found.max()}")
         return found, self.table.table[sequence, found]
 
 
@@ -328,9 +328,9 @@ class Tables:
                 except FileNotFoundError:
                     return None
             if told["schema"] != SCHEMA:
-                raise ValueError(f"schema {reprlib.repr(told['schema'])}")
+                raise ValueError(f"schema: must be '{SCHEMA}', not {reprlib.repr(told['schema'])}")
             if not _NAME.fullmatch(sidecar := told.get("beside", "")):
-                raise ValueError(f"a file {reprlib.repr(sidecar)} beside it")
+                raise ValueError(f"beside: {reprlib.repr(sidecar)} is not the name of a file")
             return cls([_checked(runs) for runs in told["sequences"]], bool(told["saved"]), sidecar)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: page tables: {error}", _HINT) from None
@@ -348,7 +348,7 @@ def _checked(runs: Any) -> Runs:
     for place, (stream, pages) in enumerate(found):
         is_open = pages == OPEN and place == len(found) - 1
         if type(stream) is not int or type(pages) is not int or not 0 <= stream < 1 << 32 or (pages < 0 and not is_open):
-            raise ValueError(f"a run of {reprlib.repr(pages)} pages of stream {reprlib.repr(stream)}")
+            raise ValueError(f"invalid run of {reprlib.repr(pages)} pages of stream {reprlib.repr(stream)}")
     if len({stream for stream, _ in found}) < len(found):
         raise ValueError("a sequence has a stream twice")
     return found
@@ -372,7 +372,7 @@ def look(path: Path, shape: KvShape) -> Snapshot:
         streams = {stream: file.pages(stream) for stream in file.sequences if file.pages(stream)}
         wanted = Tables.plain(max(streams, default=-1) + 1) if told is None else told
         if not wanted.sequences:
-            raise DataError(f"{path}: it holds no sequence", "there is nothing to restore: make it anew")
+            raise DataError(f"{path}: has no sequences to restore", "spill the context again")
         sequences = [_there(runs, streams) for runs in wanted.sequences]
         tokens = [_length(file, runs) for runs in sequences]
         length = min(tokens)

@@ -26,14 +26,14 @@ CACHE_ARGUMENT_SINCE = (5, 24)
 """The first transformers whose models take a cache as `cache`, and where `past_key_values` is deprecated."""
 
 _WHERE = {"SpillCache": "cache", "disable": "attention", "enable": "attention"}
-_HINT = "pip install 'llmcache-toolkit[transformers]' (torch for processors alone: from download.pytorch.org/whl/cpu)"
+_HINT = "pip install 'llmcache-toolkit[transformers]' (torch for CPUs only: from download.pytorch.org/whl/cpu)"
 
 
 def version_of(text: str) -> tuple[int, int]:
     """Returns the first two numbers of a version: "5.24.0.dev0" gives (5, 24)."""
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
-        raise EnvironmentProblem(f"transformers: cannot read its version '{text}'", _HINT)
+        raise EnvironmentProblem(f"transformers: unknown version '{text}'", _HINT)
     return int(found[1]), int(found[2])
 
 
@@ -50,8 +50,8 @@ def check_versions() -> None:
 def check_transformers(version: str) -> None:
     """EnvironmentProblem if transformers of `version` is outside the supported range."""
     if not OLDEST <= version_of(version) < FIRST_UNKNOWN:
-        needed = f"{OLDEST[0]}.{OLDEST[1]} or later and before {FIRST_UNKNOWN[0]} is needed"
-        raise EnvironmentProblem(f"transformers: version {version}, {needed}", _HINT)
+        needed = f"must be {OLDEST[0]}.{OLDEST[1]} or later, and before {FIRST_UNKNOWN[0]}"
+        raise EnvironmentProblem(f"transformers: version {needed}, not {version}", _HINT)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

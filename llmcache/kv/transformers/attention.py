@@ -58,7 +58,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
     """The attention that the family of `module` brings along itself."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
-        raise UsageError(f"model: {type(module).__name__} has no attention that can be replaced", "use another model")
+        raise UsageError(f"model: the attention of {type(module).__name__} cannot be replaced", "use another model")
     return function(module, *arguments, **options)
 
 
@@ -147,8 +147,8 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     cache.check()
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if layers != len(cache.layers):
-        hint = "make it with the config of the model that runs with it"
-        raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
+        hint = "create the cache with the config of this model"
+        raise UsageError(f"config: the cache was created for {len(cache.layers)} layers, but the model has {layers}", hint)
     if cache.conversation.needs_identity:
         try:
             cache.conversation.identify(identity_of(inner))

@@ -32,8 +32,8 @@ TAG = "_llmcache_layer"
 _HINT = "use transformers' own cache for this model"
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA) is",
-    "attention_chunk_size": "attention in chunks is",
-    "num_kv_shared_layers": "layers that share their keys are",
+    "attention_chunk_size": "chunked attention is",
+    "num_kv_shared_layers": "layers with shared keys are",
 }
 
 
@@ -189,7 +189,7 @@ class SpillCache(Cache):
 
     def __deepcopy__(self, memory: dict[int, Any]) -> SpillCache:
         """Raises TypeError: a spill file has one owner."""
-        raise TypeError("SpillCache: it cannot be copied; save() it to a file, and restore copies of that file")
+        raise TypeError("SpillCache: cannot be copied; call save(), and restore copies of the file")
 
     # The end
 
@@ -252,7 +252,7 @@ class SpillLayer(CacheLayerMixin):
         self.conversation.close()
 
     def _only_together(self, *arguments: Any) -> None:
-        raise TypeError("layer: layers of a SpillCache change together: call the cache's own method")
+        raise TypeError("layer: cannot be changed alone; call the method of the SpillCache")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _only_together
     offload = prefetch = _only_together
@@ -264,8 +264,8 @@ def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
     Under autocast rotary embeddings leave keys in float32, while values are in half precision.
     """
     if not torch.is_autocast_enabled(keys.device.type):
-        types = f"keys of type {keys.dtype}, values of type {values.dtype}"
-        raise UsageError(f"dtype: {types}, one is needed for both", _HINT)
+        types = f"keys are {keys.dtype}, values {values.dtype}"
+        raise UsageError(f"dtype: must be the same for keys and values, but {types}", _HINT)
     dtype = torch.get_autocast_dtype(keys.device.type)
     return keys.to(dtype), values.to(dtype)
 
@@ -277,13 +277,13 @@ def checked_text_config(config: Any) -> Any:
         raise UsageError(f"config: a {type(config).__name__}, not the configuration of a transformers model", hint)
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
+        raise UsageError("is_encoder_decoder: encoder-decoder models are not supported", _HINT)
     for name, what in _REFUSED.items():
         if getattr(text, name, None):
             raise UsageError(f"{name}: {what} not supported", _HINT)
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
         if kind not in ("full_attention", "sliding_attention"):
-            raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
+            raise UsageError(f"layer_types: '{kind}' of layer {index} is not supported", _HINT)
     return text
 
 
@@ -301,12 +301,12 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     spilled = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UsageError(f"layer_types: layer {index} keeps its state in a {type(layer).__name__}, not in keys", _HINT)
+            raise UsageError(f"layer_types: layer {index} has no keys, but a {type(layer).__name__}", _HINT)
     if len(layers) != text.num_hidden_layers:
-        raise UsageError(f"num_hidden_layers: {text.num_hidden_layers}, but {len(layers)} of them have keys", _HINT)
+        raise UsageError(f"num_hidden_layers: only {len(layers)} of {text.num_hidden_layers} layers have keys", _HINT)
     if not spilled:
-        hint = "such a cache is never longer than the window: use transformers' own"
-        raise UsageError("sliding_window: every layer has one, there is nothing to spill", hint)
+        hint = "use transformers' own cache, which is never longer than the window"
+        raise UsageError("sliding_window: all layers have one, so there is nothing to spill", hint)
     conversation = conversation_of(len(spilled), len(spilled) == len(layers))
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)

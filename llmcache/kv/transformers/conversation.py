@@ -83,13 +83,17 @@ class SpillSettings:
             if value is not None and not isinstance(value, (int, np.integer)):
                 raise UsageError(f"{name}: {value!r} is not a whole number", f"for example {name}=1024")
         if self.gpu_pages is not None and self.gpu_pages < 1:
-            raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
+            raise UsageError(f"gpu_pages: must be at least 1, not {self.gpu_pages}", "omit it to use no gpu tier")
         if self.gpu_pages is not None and self.lookahead:
-            raise UsageError("gpu_pages: looking ahead fetches to the host, not to the gpu", "give one of the two")
+            raise UsageError(
+                "gpu_pages: cannot be combined with lookahead, which fetches to the host", "give only one of them"
+            )
         if self.full_tokens is not None and self.full_tokens < 0:
-            raise UsageError(f"full_tokens: {self.full_tokens}, at least 0 is needed", "0: choose from the first token on")
+            raise UsageError(
+                f"full_tokens: must be at least 0, not {self.full_tokens}", "use 0 to choose from the first token on"
+            )
         if self.full_tokens and self.policy.needs_weights:
-            hint = "it counts the attention of every step: leave full_tokens out"
+            hint = "omit full_tokens: this policy counts the attention of every step"
             raise UsageError(f"full_tokens: the policy {self.policy.name!r} must choose from the first token on", hint)
         # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
@@ -101,7 +105,7 @@ class SpillSettings:
         the budget where that is more.
         """
         if self.ssd not in ("file", "csd"):
-            raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
+            raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
         sink = self.policy.sink_tokens if self.sink_tokens is None else self.sink_tokens
         window = self.policy.window_tokens if self.window_tokens is None else self.window_tokens
         pages = self.cpu_pages
@@ -140,8 +144,8 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
     known = {entry.name for entry in dataclasses.fields(policy.settings_class)}
     for option in options:
         if option not in known:
-            hint = f"the policy {name!r} has: {', '.join(sorted(known))}"
-            raise UsageError(f"{option}: neither a setting of the cache nor of its policy", hint)
+            hint = f"settings of the policy {name!r}: {', '.join(sorted(known))}"
+            raise UsageError(f"{option}: unknown setting of the cache and of its policy", hint)
     return policy, policy.settings_class(**options)
 
 
@@ -212,7 +216,7 @@ class Conversation:
     def store(self) -> KvStore:
         """The store; UsageError before the first token."""
         if self._store is None:
-            raise UsageError("cache: it is empty, nothing is known of its keys", "run the model with it first")
+            raise UsageError("cache: it is empty", "run the model with it first")
         return self._store
 
     @property
@@ -248,8 +252,8 @@ class Conversation:
         """Note that attention of spilled layer `layer` comes next; UsageError if that of the previous layer did not come."""
         self._check_thread()
         if self._expected is not None:
-            hint = "call enable(model) before, and after an error reset() the cache"
-            raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
+            hint = "call enable(model) first; after an error, call reset() of the cache"
+            raise UsageError("model: the attention hook is not active", hint)
         self._expected = layer
 
     def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
@@ -264,8 +268,8 @@ class Conversation:
         self._check_thread()
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
         if missing:
-            hint = "every layer must run, with the attention that enable(model) gives it; reset() the cache"
-            raise UsageError(f"model: {missing} of {self.layers} spilled layers have not attended", hint)
+            hint = "call enable(model), call reset() of the cache, and run all layers"
+            raise UsageError(f"model: {missing} of {self.layers} spilled layers did not run their attention", hint)
 
     def _check_thread(self) -> None:
         """UsageError if another thread has begun a forward pass since this one did."""
@@ -322,13 +326,18 @@ class Conversation:
             self._take_back()
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
-            raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
+            raise UsageError(
+                f"batch: must be the {batch} sequences of the cache, not {len(call.query)}",
+                "call reset() of the cache first",
+            )
         if (call.key.shape[1], call.key.shape[3]) != (shape.kv_heads, shape.head_dim):
             heads, dim = call.key.shape[1], call.key.shape[3]
-            has = f"the cache has {shape.kv_heads} of {shape.head_dim}"
-            raise UsageError(f"model: {heads} key heads of {dim} dimensions, {has}", "reset() the cache before")
+            has = f"but the cache {shape.kv_heads} of {shape.head_dim}"
+            raise UsageError(f"model: has {heads} key heads of {dim} dimensions, {has}", "call reset() of the cache first")
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
-            raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
+            raise UsageError(
+                f"dtype: keys are {dtype}, but those of the cache {shape.dtype}", "call reset() of the cache first"
+            )
 
     def _take_back(self) -> None:
         """Takes a step back that an error has broken off; DataError where that cannot be done."""
@@ -431,7 +440,7 @@ class Conversation:
         """
         path = self.settings.path
         if path is None or path.is_dir():
-            raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
+            raise UsageError("path: must name a spill file", "name the file that was saved")
         with SpillReader.open(path) as file:
             shape = dataclasses.replace(file.shape, model=self.model, layers=self.layers, dtype=dtype)
         batch = len(look(path, shape).sequences)
@@ -445,7 +454,7 @@ class Conversation:
         """
         store = self.store
         if self._own_file is not None or self.settings.path is None:
-            raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
+            raise UsageError("path: the cache has only a temporary spill file", "create the cache with the path of a file")
         if self._unidentified is not None:
             raise self._unidentified
         if self.engine is not None:
@@ -515,8 +524,8 @@ class Conversation:
 
 def broken_off() -> DataError:
     """What is raised where layers are in the middle of a step that cannot be taken back."""
-    hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-    return DataError("cache: the model stopped in the middle of a step before", hint)
+    hint = "call reset() of the cache and start again: sliding layers cannot go back"
+    return DataError("cache: the model stopped in the middle of an earlier step", hint)
 
 
 # The break-even
@@ -599,7 +608,7 @@ def _refuse_backward(output: torch.Tensor) -> None:
     """Makes a backward pass through attention to stored keys an error: they are copies, through which nothing flows."""
 
     def refuse(gradient: torch.Tensor) -> None:
-        raise UsageError("backward: no gradients flow through what a SpillCache keeps", "train with transformers' own cache")
+        raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
 
     if output.requires_grad:
         output.register_hook(refuse)

@@ -23,7 +23,7 @@ from llmcache.files import remove, replacing
 from llmcache.kv.tiers import KvStore
 from llmcache.kv.tiers.table import Tables
 
-_HINT = "restore what save() wrote, or compute the context again"
+_HINT = "restore the files that save() wrote, or compute the context again"
 
 
 def path_of(spill: Path, name: str) -> Path:
@@ -50,7 +50,9 @@ def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
         with replacing(path) as stream:
             stream.write(saved.getbuffer())
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}", "name a place with room") from error
+        raise EnvironmentProblem(
+            f"cannot write {path}: {error.strerror}", "name a writable directory with free space"
+        ) from error
     return name
 
 
@@ -82,8 +84,8 @@ def read(spill: Path, store: KvStore, layers: list[Any], device: Any) -> None:
         raise DataError(f"{path}: damaged ({error})", _HINT) from error
     whole = tokens - ids.shape[1]
     if len(states) != len(layers) or store.length < whole or _digest(store, whole) != before:
-        told = f"of {len(states)} layers after {tokens} tokens, not of {len(layers)} after {store.length}"
-        raise DataError(f"{path}: {told} of this conversation", _HINT)
+        told = f"of {len(states)} layers after {tokens} tokens, not of the {len(layers)} after {store.length}"
+        raise DataError(f"{path}: states {told} of this conversation", _HINT)
     if store.length != tokens:
         store.crop(whole)
         if tokens > whole:

@@ -25,7 +25,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         known = ", ".join(DTYPES)
-        raise UsageError(f"dtype: keys and values of type {dtype}, known are {known}", "load the model with one of them")
+        raise UsageError(
+            f"dtype: of keys and values must be one of {known}, not {dtype}", "load the model with one of these types"
+        )
     return name
 
 
@@ -104,7 +106,7 @@ class TorchFastTier:
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Copies pages [n, kv_heads, page_tokens, dim], in place of the longest unused; ValueError if n is more than fit."""
         if len(pages) > self.pages:
-            raise ValueError(f"pages: room for {self.pages}, {len(pages)} are used at once")
+            raise ValueError(f"pages: must be at most {self.pages} at once, not {len(pages)}")
         slots = torch.tensor([self._slot(layer, page) for page in pages.tolist()], dtype=torch.int64, device=self.device)
         self._keys = self._filled(self._keys, slots, keys)
         self._values = self._filled(self._values, slots, values)
@@ -117,7 +119,7 @@ class TorchFastTier:
         used, where = np.unique(pages, return_inverse=True)
         missing = [page for page in used.tolist() if (layer, page) not in self._slots]
         if missing or self._keys is None or self._values is None:
-            raise ValueError(f"pages: room for {self.pages}, too little for the {len(used)} that one gather needs")
+            raise ValueError(f"pages: one gather needs {len(used)}, but there is room for {self.pages}")
         slots = np.array([self._slots[layer, page] for page in used.tolist()], np.int64)[where.reshape(pages.shape)]
         heads = np.broadcast_to(np.arange(pages.shape[1])[:, None], pages.shape)
         index = tuple(torch.tensor(part, device=self.device) for part in (slots, heads, offsets))

@@ -55,7 +55,7 @@ MAGIC = b"LLMDCI\r\n"
 VERSION = 1
 _START = struct.Struct("<8sIII")
 _ALIGN = 64
-_HINT = "delete it: the index is built anew from the keys"
+_HINT = "delete it: the index is rebuilt from the keys"
 
 Place = tuple[int, ...]
 """Where an index belongs: layer, sequence, head."""
@@ -100,9 +100,9 @@ def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciInde
     try:
         for field, value in identity.items():
             if (has := header["identity"].get(field)) != value:
-                raise DataError(f"{path}: {field}: the index is of {reprlib.repr(has)}, the spill file of {value!r}", _HINT)
+                raise DataError(f"{path}: {field}: the index has {reprlib.repr(has)}, but the spill file {value!r}", _HINT)
         if len(data) < first + header["bytes"]:
-            raise DataError(f"{path}: ends at {len(data)}, the index needs {first + header['bytes']} bytes", _HINT)
+            raise DataError(f"{path}: the file has {len(data)} bytes, but the index {first + header['bytes']}", _HINT)
         return {tuple(entry["place"]): _index(path, entry, data[first:]) for entry in header["indexes"]}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(f"{path}: header: {reprlib.repr(error)}", _HINT) from None
@@ -110,10 +110,10 @@ def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciInde
 
 def _header(path: Path, data: Bytes) -> tuple[dict[str, Any], int]:
     if len(data) < _START.size or bytes(data[:8]) != MAGIC:
-        raise DataError(f"{path}: magic: this is not an index", _HINT)
+        raise DataError(f"{path}: magic: not an index", _HINT)
     _, version, size, crc = _START.unpack(bytes(data[: _START.size]))
     if version != VERSION:
-        raise DataError(f"{path}: version: {version}, this is {VERSION}", _HINT)
+        raise DataError(f"{path}: version: must be {VERSION}, not {version}", _HINT)
     header = bytes(data[_START.size : _START.size + size])
     if zlib.crc32(header) != crc or len(header) != size:
         raise DataError(f"{path}: header: damaged", _HINT)
@@ -152,17 +152,17 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
     for name in Tree._fields:
         array, wanted = getattr(tree, name), getattr(one, name)
         if array.dtype != wanted.dtype or array.ndim != wanted.ndim:
-            return f"{name}: {array.ndim} dimensions of {array.dtype}"
+            return f"{name}: must have {wanted.ndim} dimensions of {wanted.dtype}, not {array.ndim} of {array.dtype}"
     if tree.state.shape != one.state.shape or tree.population.shape != one.population.shape:
-        return "state or population: their sizes are fixed"
+        return "state, population: wrong size"
     dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
     if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
-        return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
+        return f"state: impossible sizes of {pages} pages of {slots} slots, keys of {dim} numbers"
     if tree.directions.shape != (settings.directions, dim + 1):
-        return "directions: its size"
+        return "directions: wrong size"
     sizes = sizes_of(tree, pages, int(tree.state[NODES]), len(tree.where))
     shapes = ((name, (size, *getattr(one, name).shape[1:])) for name, size in sizes.items())
-    return next((f"{name}: its size" for name, shape in shapes if getattr(tree, name).shape != shape), None)
+    return next((f"{name}: wrong size" for name, shape in shapes if getattr(tree, name).shape != shape), None)
 
 
 def fault_of(tree: Tree) -> str | None:
@@ -177,20 +177,20 @@ def _records(tree: Tree) -> Iterator[str]:
     """Faults of single pages and nodes; what is told of others counts only if there is none before."""
     slots, used_pages, used_nodes = (int(tree.state[at]) for at in (SLOTS, PAGES, NODES))
     if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
-        yield "more pages or nodes in use than there are"
+        yield "more pages or nodes are in use than exist"
     pages, nodes = tree.pages[:used_pages], tree.nodes[:used_nodes]
     if not ((nodes[:, LEVEL] >= 0) & (nodes[:, LEVEL] < len(tree.population))).all():
-        yield "a node of a level that there cannot be"
+        yield "a node has an impossible level"
     live = nodes[:, LEVEL] > 0
     if not ((pages[:, COUNT] >= 0) & (pages[:, COUNT] <= slots)).all():
-        yield "a page with more tokens than it has slots"
+        yield "a page has more tokens than slots"
     if not ((pages[:, FOLLOW] >= NONE) & (pages[:, FOLLOW] < used_pages)).all():
-        yield "a page followed by one that is not there"
+        yield "the page after a page does not exist"
     homes = pages[pages[:, COUNT] > 0, HOME]
     if not ((homes >= 0) & (homes < used_nodes)).all() or not live[homes].all():
-        yield "a page of a node that is not there"
+        yield "the node of a page does not exist"
     if (nodes[:, HEAD] < NONE).any() or (nodes[live, HEAD] >= used_pages).any():
-        yield "a node whose first page is not there"
+        yield "the first page of a node does not exist"
 
 
 def _chains(tree: Tree) -> Iterator[str]:
@@ -204,15 +204,15 @@ def _chains(tree: Tree) -> Iterator[str]:
         if not len(at):
             break
         if (pages[at, HOME] != owners).any():
-            yield "a chain of pages that leads into another node"
+            yield "a chain of pages leads into another node"
         np.add.at(seen, at, 1)
         np.add.at(held, owners, pages[at, COUNT])
         goes_on = pages[at, FOLLOW] != NONE
         owners, at = owners[goes_on], pages[at, FOLLOW][goes_on]
     if len(at) or (seen[used] != 1).any() or seen.sum() != len(used) or len(used) != tree.state[LIVE_PAGES]:
-        yield "pages that are on no chain, or on two"
+        yield "a page is on no chain, or on two"
     if (held[live] != nodes[live, SIZE]).any():
-        yield "a node that counts its points wrong"
+        yield "a node has a wrong number of points"
 
 
 def _filled(tree: Tree) -> tuple[Int64s, Ints]:
@@ -228,21 +228,21 @@ def _tokens(tree: Tree) -> Iterator[str]:
     tokens = tree.tokens[filled]
     places = tokens.astype(np.int64) - int(tree.state[BASE])
     if (places < 0).any() or (places >= len(tree.where)).any() or (tree.where[places] != filled).any():
-        yield "a token that is not where it is said to be"
+        yield "the recorded place of a token is wrong"
     if not len(filled) == (tree.where >= 0).sum() == tree.state[KEYS]:
-        yield "tokens that are nowhere"
+        yield "a token has no place"
     if not np.isfinite(tree.lifts[filled]).all():
-        yield "a lift that is not finite"
+        yield "a lift is not finite"
     above, children = levels > 1, tree.children[filled]
     if (children[levels == 1] != NONE).any():
-        yield "a point of the lowest level with points below it"
+        yield "a point of the lowest level has points below it"
     own = children[above]
     if not ((own > ROOT) & (own < tree.state[NODES])).all() or len(np.unique(own)) < len(own):
-        yield "a point without a node below it, or with that of another"
+        yield "a point has no node below it, or that of another point"
     if (tree.nodes[own, OWNER] != tokens[above]).any() or (tree.nodes[own, LEVEL] != levels[above] - 1).any():
-        yield "a node below a point that is not its owner"
+        yield "a node is below a point that does not own it"
     if (tree.nodes[: tree.state[NODES], LEVEL] > 0).sum() != 1 + len(own):
-        yield "nodes that hang nowhere"
+        yield "a node is not connected"
 
 
 def _levels(tree: Tree) -> Iterator[str]:
@@ -250,6 +250,6 @@ def _levels(tree: Tree) -> Iterator[str]:
     top, (filled, levels) = int(tree.state[LEVELS]), _filled(tree)
     found = np.bincount(levels, minlength=len(tree.population))
     if len(found) > len(tree.population) or (found != tree.population).any():
-        yield "levels that are counted wrong"
+        yield "a level has a wrong number of points"
     if tree.nodes[ROOT, LEVEL] != top or (len(filled) and not found[1 : top + 1].all()) or found[top + 1 :].any():
-        yield "a level that is empty"
+        yield "a level is empty"

@@ -10,6 +10,7 @@ rooms that queries need belong to threads (`_Rooms`). The policies keep to that 
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,17 +91,17 @@ class DciSettings:
     def __post_init__(self) -> None:
         for name in ("promotion", "first_promotion"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}, a number between 0 and 1 is needed")
+                raise ValueError(f"{name}: must be between 0 and 1, not {getattr(self, name)}")
         for name in ("visit", "retrieve"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: {getattr(self, name)}, above 0 and at most 1 is needed")
+                raise ValueError(f"{name}: must be above 0 and at most 1, not {getattr(self, name)}")
         if not self.margin >= 0:
-            raise ValueError(f"margin: {self.margin}, at least 0 is needed")
+            raise ValueError(f"margin: must be at least 0, not {self.margin}")
         for name, least in (("field_of_view", 1), ("visit_each", 0), ("build_view", 0), ("simple", 1), ("composite", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
+                raise ValueError(f"{name}: must be at least {least}, not {getattr(self, name)}")
         if not 1 <= self.page_slots <= 4096:
-            raise ValueError(f"page_slots: {self.page_slots}, 1 to 4096 are possible")
+            raise ValueError(f"page_slots: must be from 1 to 4096, not {self.page_slots}")
 
     @property
     def directions(self) -> int:
@@ -220,15 +221,15 @@ class DciIndex:
 
     def _check(self, keys: Floats, tokens: Int64s) -> None:
         if keys.ndim != 2 or keys.shape[1] != self.dim or keys.dtype != np.float32:
-            raise ValueError(f"keys: {keys.dtype} {keys.shape}, float32 [n, {self.dim}] is needed")
+            raise ValueError(f"keys: must be float32 [n, {self.dim}], not {keys.dtype} {keys.shape}")
         if tokens.shape != keys.shape[:1] or (np.diff(tokens) <= 0).any():
-            raise ValueError(f"tokens: {len(tokens)} numbers, {len(keys)} in ascending order are needed")
+            raise ValueError(f"tokens: must be {len(keys)} ascending numbers, not {reprlib.repr(tokens.tolist())}")
         base = int(self.tree.state[BASE])
         if len(tokens) and (tokens[0] < base or tokens[-1] >= 1 << 31):
-            raise ValueError(f"tokens: {tokens[0]} to {tokens[-1]}, the first may be {base}, the last {(1 << 31) - 1}")
+            raise ValueError(f"tokens: must be from {base} to {(1 << 31) - 1}, not {tokens[0]} to {tokens[-1]}")
         known = tokens[tokens - base < len(self.tree.where)]
         if (self.tree.where[known - base] >= 0).any():
-            raise ValueError("tokens: some are in the index already")
+            raise ValueError("tokens: some are already in the index")
 
     def _fit(self, largest: float) -> None:
         """Makes c at least `largest`; what depends on it is computed anew."""
@@ -307,9 +308,9 @@ class DciIndex:
         Looks wider than the settings say until it has found as many. Any number of threads may ask.
         """
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
-            raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [n, {self.dim}] is needed")
+            raise ValueError(f"queries: must be float32 [n, {self.dim}], not {queries.dtype} {queries.shape}")
         if k < 1:
-            raise ValueError(f"k: {k}, at least 1 is needed")
+            raise ValueError(f"k: must be at least 1, not {k}")
         view, visit = self.settings.field_of_view, self.settings.visited(len(self), k)
         while True:
             found = self._within(queries, k, view, visit)
@@ -346,7 +347,7 @@ class DciIndex:
         base = int(self.tree.state[BASE])
         inside = (tokens >= base) & (tokens - base < len(self.tree.where))
         if not inside.all() or (self.tree.where[tokens - base] < 0).any() or len(np.unique(tokens)) < len(tokens):
-            raise ValueError("tokens: some are not in the index, or twice among these")
+            raise ValueError("tokens: some are not in the index, or given twice")
         for token in tokens:
             below = take_away(self.tree, int(token))
             if below != NONE:
@@ -380,7 +381,7 @@ def norms_of(keys: Floats) -> Doubles:
     """Returns the norms of keys [n, dim]; ValueError if one is not finite."""
     norms: Doubles = np.sqrt(np.einsum("ij,ij->i", keys, keys, dtype=np.float64))
     if not np.isfinite(norms).all():
-        raise ValueError(f"keys: key {int(np.argmin(np.isfinite(norms)))} is not finite")
+        raise ValueError(f"keys: must be finite, but key {int(np.argmin(np.isfinite(norms)))} is not")
     return norms
 
 
