@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plot": ("llmcache.cli.kv:plot_command", "Draw what bench has saved: timelines, latency against beta."),
     "profile": ("llmcache.cli.kv:profile_command", "Measure this machine for planning: scoring, storage, memory."),
     "plan": ("llmcache.cli.kv:plan_command", "What of a model and its KV cache fits where, and how fast it is."),
+    "proxy": ("llmcache.cli.kv:proxy_command", "Store prompts of the stock llama-server on disk and restore them."),
     "list": ("llmcache.cli.kv:list_command", "What prompts are stored in a directory, of which models."),
     "show": ("llmcache.cli.kv:show_command", "What is stored of one model, and what its blocks depend on."),
     "prune": ("llmcache.cli.kv:prune_command", "Remove stored prompts: by age, by size, of a model."),
@@ -311,3 +312,53 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
     from llmcache.report import kv_prefix
 
     kv_prefix.show_pruned(pruned(directory, unused, keep, model), as_json)
+
+
+@base.command(
+    "proxy", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": True}
+)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
+@click.argument("words", metavar="[-- COMMAND...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--url", metavar="URL", help="Serve in front of a server that runs: http://127.0.0.1:8080.")
+@click.option("--slots-dir", metavar="PATH", type=types.DIRECTORY, help="With --url: the server's --slot-save-path.")
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    help="Listen at HOST:PORT [default: --host and --port of COMMAND; with --url 127.0.0.1:8080].",
+)
+@click.option("--limit", type=types.SIZE, default="20G", help="Bytes that DIR may hold.")
+@click.option("--ttl", metavar="TIME", help="Remove prompts that were not used for this long: 30d.")
+@click.option("--floor", type=types.SIZE, default="1G", help="Space of the file system that is left free.")
+def proxy_command(
+    directory: str,
+    words: tuple[str, ...],
+    url: str | None,
+    slots_dir: str | None,
+    listen: str | None,
+    limit: int,
+    ttl: str | None,
+    floor: int,
+) -> int:
+    """Store the prompts of a llama-server in DIR and restore them, also after a restart.
+
+    COMMAND is llama-server with its arguments. The proxy listens where COMMAND would, and passes all requests on. The
+    longest stored beginning of a prompt is restored into one of the server's slots; the rest is evaluated and stored.
+    GET /llmcache/metrics reports hits, bytes and seconds saved (OpenMetrics).
+
+    \b
+    Examples:
+      llmcache kv proxy /mnt/nvme/kv -- llama-server -m llama-8b.gguf -c 16384
+      llmcache kv proxy /mnt/nvme/kv --limit 50G --ttl 30d -- llama-server -m llama-8b.gguf
+      llmcache kv proxy /mnt/nvme/kv --url http://127.0.0.1:8081 --slots-dir /srv/slots
+    """
+    from llmcache.errors import UsageError
+    from llmcache.kv.proxy import command as proxy
+    from llmcache.units import parse_duration
+
+    if bool(words) == (url is not None) or (url is None) != (slots_dir is None):
+        hint = "llmcache kv proxy DIR -- llama-server -m model.gguf"
+        raise UsageError("kv proxy: give either a command after --, or --url and --slots-dir", hint)
+    limits = proxy.Limits(limit, parse_duration(ttl) if ttl else 0, floor)
+    if url is not None and slots_dir is not None:
+        return proxy.attach(directory, limits, url, slots_dir, listen)
+    return proxy.start(directory, limits, words, listen)

@@ -88,9 +88,13 @@ class Request:
     method: str
     target: str
     version: str
-    reader: asyncio.StreamReader
+    parts: AsyncIterator[bytes] | None  # what follows `body`
     body: bytes = b""
-    is_whole: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the body was read."""
+        return self.parts is None
 
     @property
     def path(self) -> str:
@@ -104,21 +108,22 @@ class Request:
         return "close" not in wish and (self.version == "HTTP/1.1" or "keep-alive" in wish)
 
     async def read_body(self, most_bytes: int) -> None:
-        """Read the body into `body`, up to about `most_bytes`; `is_whole` says whether that was all."""
+        """Read the body into `body`, up to about `most_bytes`; `is_whole` says whether that was all. BadRequest; OSError."""
         parts, size = [self.body], len(self.body)
-        self._parts = body_parts(self.reader, self.head)
-        async for part in self._parts:
+        async for part in self.rest():
             parts.append(part)
             size += len(part)
             if size >= most_bytes:
-                self.body = b"".join(parts)
-                return
-        self.body, self.is_whole = b"".join(parts), True
+                break
+        self.body = b"".join(parts)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """Yield what `read_body` has left."""
-        if not self.is_whole:
-            async for part in self._parts:
+        """Yield what follows `body`. BadRequest; OSError."""
+        while self.parts is not None:
+            part = await anext(self.parts, None)
+            if part is None:
+                self.parts = None
+            else:
                 yield part
 
 
@@ -143,7 +148,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
     words = head.line.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise BadRequest("its first line cannot be understood")
-    return Request(head, *words, reader)
+    return Request(head, *words, body_parts(reader, head))
 
 
 async def body_parts(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
@@ -241,13 +246,7 @@ class Address:
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=MOST_HEAD)
         try:
             is_chunked = request.head.body_bytes is None and not request.is_whole
-            if is_chunked:
-                writer.write(request.head.encode(Connection="close"))
-            else:
-                size = len(request.body) if request.is_whole else request.head.body_bytes or 0
-                request_head = Head(request.head.line, [p for p in request.head.headers if p[0].lower() != b"transfer-encoding"])
-                has_length = size or request.head.get("Content-Length") is not None
-                writer.write(request_head.encode(Connection="close", **({"Content_Length": size} if has_length else {})))
+            writer.write(_request_head(request, is_chunked).encode(Connection="close"))
             if request.body:
                 writer.write(_chunk(request.body) if is_chunked else request.body)
             async for part in request.rest():
@@ -272,12 +271,22 @@ class Address:
             named["Content-Length"] = str(len(data))
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
         head = Head(f"{method} {target} HTTP/1.1".encode(), pairs)
-        request = Request(head, method, target, "HTTP/1.1", asyncio.StreamReader(), data, is_whole=True)
+        request = Request(head, method, target, "HTTP/1.1", None, data)
         try:
             async with self.sent(request) as answer:
                 return answer.head.status, await answer.json()
         except BadRequest as error:
             raise ValueError(str(error)) from None
+
+
+def _request_head(request: Request, is_chunked: bool) -> Head:
+    """The head that is sent for a request: its body has the length of what was read, if that was all of it."""
+    if is_chunked or (not request.is_whole and not request.body):
+        return request.head
+    framing = (b"transfer-encoding", b"content-length")
+    headers = [pair for pair in request.head.headers if pair[0].lower() not in framing]
+    length = len(request.body) if request.is_whole else request.head.body_bytes
+    return Head(request.head.line, [*headers, (b"Content-Length", str(length).encode())])
 
 
 def _chunk(data: bytes) -> bytes:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.prefix.identity import FileIdentity, model_files
 from llmcache.kv.proxy.http import Address
 from llmcache.procfs import mappings
@@ -35,7 +36,7 @@ _ADDRESS = {"--host": "HOST", "--port": "PORT"}
 # What keys and values do not depend on, by option without dashes: with a value, and without one. Secrets are among them,
 # because what counts is stored in the clear.
 _VALUES = frozenset(
-    """host port reuse-port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
+    """host port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
     threads-batch tb threads-http cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb
     cpu-strict-batch prio-batch poll-batch slot-save-path slot-prompt-similarity sps cache-ram cram hf-token hft log-file
     log-colors verbosity lv log-verbosity log-prompts-dir predict n n-predict seed s temp temperature top-k top-p min-p
@@ -47,7 +48,7 @@ _VALUES = frozenset(
     reasoning-budget reasoning-budget-message""".split()
 )
 _FLAGS = frozenset(
-    """metrics slots no-slots props webui no-webui ui no-ui verbose v log-verbose log-disable log-prefix no-log-prefix
+    """reuse-port metrics slots no-slots props webui no-webui ui no-ui verbose v log-verbose log-disable log-prefix no-log-prefix
     log-timestamps no-log-timestamps log-jsonl no-log-jsonl warmup no-warmup offline perf no-perf ignore-eos escape no-escape
     cache-idle-slots no-cache-idle-slots cache-prompt no-cache-prompt cont-batching cb no-cont-batching nocb show-timings
     no-show-timings cors-credentials no-cors-credentials webui-mcp-proxy no-webui-mcp-proxy ui-mcp-proxy no-ui-mcp-proxy
@@ -55,6 +56,8 @@ _FLAGS = frozenset(
 )
 _PERSISTENT = re.compile(r"(LLAMA_ARG_|--)(PROMPT_|KV_)?(CACHE|SLOT_CACHE)_(DISK|DIR|PATH|FILE|SAVE|PERSIST).*", re.IGNORECASE)
 _UNSUPPORTED = ("--models-dir", "--models-preset", "--ssl-key-file")
+_NEAR = "run the proxy in the server's container, as its user or as root; or let it start the server: -- llama-server …"
+_SEPARATORS = re.compile(r"([,:=])")  # between files and scales of adapters
 _LIBRARY = re.compile(r"(lib)?(x?llama|ggml|mtmd).*")
 
 
@@ -117,13 +120,13 @@ class Options:
 
     def that_count(self) -> list[str]:
         """Return the words and variables that keys and values may depend on, in their order."""
-        words, counting = iter(self.words), []
-        for word in words:
+        counting, is_value = list[str](), False
+        for word in self.words:
             name = word.lstrip("-") if word.startswith("-") else ""
-            if name in _VALUES:
-                next(words, None)
-            elif name not in _FLAGS or not name:
+            is_option = bool(name) and not name[0].isdigit()
+            if not (is_value and not is_option) and name not in _VALUES and (not name or name not in _FLAGS):
                 counting.append(word)
+            is_value = name in _VALUES
         for name, value in sorted(self.environment.items()):
             option = name.removeprefix("LLAMA_ARG_").replace("_", "-").lower()
             is_known = name.startswith("LLAMA_LOG") or name in ("LLAMA_API_KEY", "LLAMA_CACHE", "LLAMA_ARG_MODEL")
@@ -140,9 +143,11 @@ class Process:
             self._process = psutil.Process(pid)
             self.options = Options(self._process.cmdline()[1:], self._process.environ())
             self.directory, self.name = self._process.cwd(), self._process.name()
-        except psutil.Error as error:
-            hint = "run the proxy as the same user, or as root, in the same container; or let it start the server: -- llama-server …"
-            raise EnvironmentProblem(f"cannot look at the server's process {pid}: {error}", hint) from None
+            is_near = os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+        except (psutil.Error, OSError) as error:
+            raise EnvironmentProblem(f"cannot look at the server's process {pid}: {error}", _NEAR) from None
+        if not is_near:  # its paths are others
+            raise EnvironmentProblem(f"the server's process {pid} is in another container", _NEAR)
 
     @property
     def is_running(self) -> bool:
@@ -150,8 +155,8 @@ class Process:
         return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
 
     def path(self, name: str) -> str:
-        """Return a path by which this process reaches a file that the server calls `name`."""
-        return f"/proc/{self._process.pid}/root{os.path.join(self.directory, name)}"
+        """Return the path of a file that the server calls `name`."""
+        return os.path.join(self.directory, name)
 
     def libraries(self) -> list[str]:
         """Return the files of llama.cpp's code that are mapped, by name; EnvironmentProblem if one was replaced."""
@@ -160,12 +165,14 @@ class Process:
         self._check_replaced(found)
         return sorted(found)
 
-    def check_models(self, models: Sequence[str]) -> None:
-        """EnvironmentProblem if one of the files `models` was changed since the process has started."""
-        self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if ".gguf" in mapped.path})
-        for model in models:
-            if os.stat(model).st_mtime > self._process.create_time() + 1.0:
-                raise EnvironmentProblem(f"{os.path.basename(model)} was changed after the server has loaded it", "restart the server")
+    def digest(self, path: str, ended: threading.Event) -> str:
+        """Return the digest of a file that the server has loaded. EnvironmentProblem: it was changed or replaced since then."""
+        self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if mapped.path.startswith(path)})
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime > self._process.create_time() + 1.0:
+                name = os.path.basename(path)
+                raise EnvironmentProblem(f"{name} was changed after the server has loaded it", "restart the server")
+        return file_digest(path, ended)
 
     @staticmethod
     def _check_replaced(paths: set[str]) -> None:
@@ -177,12 +184,11 @@ class Process:
 
 def process_at(address: Address) -> Process:
     """Return the process that listens at `address`, an address of this machine. EnvironmentProblem."""
-    hint = "run the proxy on the server's machine, as the same user or as root; or let it start the server: -- llama-server …"
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == address.port and connection.pid:
                 return Process(connection.pid)
-    raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", hint)
+    raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
 
 
 @dataclass(frozen=True)
@@ -194,27 +200,31 @@ class Identity:
     model: str
 
 
-def identify(process: Process, props: dict[str, Any], adapters: Any, context_tokens: int) -> Identity:
+def identify(
+    process: Process, props: dict[str, Any], adapters: Any, context_tokens: int, ended: threading.Event
+) -> Identity:
     """Return the identity of a server with these /props, /lora-adapters and tokens per slot; takes as long as hashing files.
 
-    EnvironmentProblem: it cannot be known; OSError.
+    EnvironmentProblem: it cannot be known, or `ended` was set meanwhile; OSError.
     """
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":
         raise EnvironmentProblem("the server has no model of its own: it loads several", "start the proxy for each model")
     models = model_files(process.path(named))
-    process.check_models(models)
-    words = []
-    for word in process.options.that_count():
-        path = process.path(word) if word and not word.startswith("-") else ""
-        words.append(f"file {file_digest(path)}" if path and os.path.isfile(path) else word)
+
+    def with_digests(word: str) -> str:
+        parts = _SEPARATORS.split(word)
+        paths = [process.path(part) if part else "" for part in parts]
+        return "".join(
+            process.digest(path, ended) if os.path.isfile(path) else part for part, path in zip(parts, paths, strict=True)
+        )
     described = {
         "format": FORMAT,
         "file": os.path.basename(named),
-        "files": [file_digest(path) for path in models],
+        "files": [process.digest(path, ended) for path in models],
         "build": str(props.get("build_info")),
-        "code": [[os.path.basename(path), file_digest(process.path(path))] for path in process.libraries()],
-        "options": words,
+        "code": [[os.path.basename(path), file_digest(path, ended)] for path in process.libraries()],
+        "options": [with_digests(word) for word in process.options.that_count()],
         "adapters": [[each.get("id"), each.get("scale")] for each in adapters] if isinstance(adapters, list) else None,
         "n_ctx": context_tokens,
         "block_tokens": 1,
@@ -223,15 +233,14 @@ def identify(process: Process, props: dict[str, Any], adapters: Any, context_tok
     return Identity(hashlib.blake2b(counting.encode(), digest_size=16).hexdigest(), described, models[0])
 
 
-def file_digest(path: str) -> str:
+def file_digest(path: str, ended: threading.Event) -> str:
     """Return the digest of all bytes of a file; takes as long as reading it, unless it is remembered. EnvironmentProblem."""
     try:
         identity = FileIdentity(path)
-        while (digest := identity.digest(60.0)) is None:
-            pass
+        while (digest := identity.digest(0.2)) is None:
+            if ended.is_set():
+                raise EnvironmentProblem(f"{path}: it is not identified yet")
     except OSError as error:
         raise EnvironmentProblem(f"{path}: {error.strerror}") from None
     return digest
 
-
-__all__ = ["Identity", "LlmcacheError", "Options", "Process", "file_digest", "identify", "process_at"]
