@@ -141,13 +141,16 @@ class StoredPrompts:
         """Remove a stored prompt that the server does not take."""
         self.store.drop([found.key])
 
-    def keep(self, path: Path, tokens: Tokens) -> int:
-        """Store the slot file at `path`, and return its bytes: 0 if it is stored already. LlmcacheError; OSError."""
+    def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
+        """Store the slot file at `path`, and return its bytes: 0 if it is stored already. LlmcacheError; OSError.
+
+        `token_s`: seconds of evaluating a token.
+        """
         key = BlockKey(self.fingerprint, _name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
         if key in self.store:
             self.store.used([key])
             return 0
-        self.store.describe(self.fingerprint, self._described)
+        self.store.describe(self.fingerprint, {**self._described, "token_s": token_s})
         written = self.store.write_file(key, tuple(tokens.tolist()), path)
         if not self.states_only:
             self.store.drop(

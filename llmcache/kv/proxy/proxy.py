@@ -5,9 +5,9 @@ A completion goes through these steps:
 1. Its tokens are computed by the server itself (/apply-template, /tokenize).
 2. It gets an idle slot: the one that holds most of the prompt, or another, into which the longest stored prompt is restored.
 3. If much of the prompt is left, all but its last token is evaluated, by a request for no answer, and the slot is saved: a
-   save that is sent during an answer waits in the server until the answer ends. The last token is left out because a state
-   of a sliding window or of recurrent layers cannot be cut back by a token, and every answer begins with one token anyway;
-   so the first answer, one of the warm slot and one of a restored slot are computed alike, bit for bit.
+   save that is sent during an answer waits in the server until the answer ends. The last token is left out because every
+   answer begins with evaluating one token: so the first answer, one of the warm slot and one of a restored slot are computed
+   alike, bit for bit. (With a sliding window the server evaluates the last five tokens of a restored slot again.)
 4. The request is passed on with `id_slot`, otherwise unchanged. Its answer is passed back byte for byte.
 5. When the answer has ended, the slot is saved again, if enough of it is new.
 
@@ -212,7 +212,7 @@ class Proxy:
             if served is None or not served.process.is_running:
                 raise NotUnderstood("the server is not identified yet")
             body = _body(request)
-            _check(body, is_chat)
+            _check(body, is_chat, served.process.options.caches_prompts)
             headers = {name: value for name in _FORWARDED if (value := request.head.get(name))}
             tokens = await self._tokens(body, is_chat, headers, len(request.body))
         except NotUnderstood as reason:
@@ -347,7 +347,9 @@ class Proxy:
                 count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
                 self._count_reuse(turn, int(timings["cache_n"]))
                 turn.served.learn(timings)
-            if self._is_worth(turn.slot, count):
+            if count >= turn.served.context_tokens - 1:  # its context may have been shifted: no longer keys of these tokens
+                turn.slot.hold(turn.tokens[:0])
+            elif self._is_worth(turn.slot, count):
                 await self._save(turn)
         finally:
             await turn.served.slots.release(turn.slot)
@@ -401,7 +403,7 @@ class Proxy:
         try:
             with stack:
                 async with self._storing:
-                    written = await asyncio.to_thread(served.prompts.keep, path, tokens)
+                    written = await asyncio.to_thread(served.prompts.keep, path, tokens, served.token_s)
                 self.counters.stored += bool(written)
                 self.counters.stored_bytes += written
         except (OSError, LlmcacheError) as error:
@@ -466,7 +468,9 @@ class Proxy:
         states_only = await asyncio.to_thread(uses_states, identity.model)
         prompts = StoredPrompts(self.store, identity.fingerprint, identity.described, states_only)
         slots = SlotTable(int(props.get("total_slots", 1)))
-        return Served(process, identity, adapters, slots, prompts, context)
+        token_s = self.store.description(identity.fingerprint).get("token_s")
+        known = float(token_s) if isinstance(token_s, int | float) else 0.0
+        return Served(process, identity, adapters, slots, prompts, context, known)
 
     # The rest
 
@@ -559,7 +563,7 @@ def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _check(body: dict[str, Any], is_chat: bool) -> None:
+def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
     """NotUnderstood if a completion does not depend on the tokens of one prompt alone, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         raise NotUnderstood("it wants several answers")
@@ -567,7 +571,7 @@ def _check(body: dict[str, Any], is_chat: bool) -> None:
         raise NotUnderstood("it names LoRA adapters")
     if body.get("id_slot", -1) not in (-1, None):
         raise NotUnderstood("it names its slot")
-    if body.get("cache_prompt") is False:
+    if body.get("cache_prompt", caches_prompts) is False:
         raise NotUnderstood("it does not want a cache")
     if not is_chat:
         return

@@ -98,6 +98,12 @@ class Options:
         return {"Authorization": f"Bearer {key.split(',')[0].strip()}"} if key else {}
 
     @property
+    def caches_prompts(self) -> bool:
+        """Whether the server reuses what a slot holds, unless a request says otherwise."""
+        off = self.environment.get("LLAMA_ARG_CACHE_PROMPT", "") in ("0", "false", "off", "disabled")
+        return "--no-cache-prompt" not in self.words and not off and "LLAMA_ARG_NO_CACHE_PROMPT" not in self.environment
+
+    @property
     def own_cache(self) -> str | None:
         """Return the option or variable that gives the server a persistent prompt cache of its own; None: it has none."""
         named = [*(word for word in self.words if word.startswith("--")), *self.environment]
