@@ -1,4 +1,4 @@
-"""`llama-server` for tests: the stock server of the wheel `xllamacpp`, with those options of its command line that tests use."""
+"""`llama-server` for tests: the stock server of the wheel `xllamacpp`, with the options that tests use."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def main() -> None:
     parameters.slot_save_path, parameters.endpoint_metrics = args.slot_save_path, args.metrics
     parameters.n_ctx, parameters.n_parallel, parameters.n_ubatch = args.ctx_size, args.parallel, args.ubatch_size
     parameters.cache_type_k = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{args.cache_type_k.upper()}")
-    parameters.flash_attn_type = getattr(
-        xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{ {'on': 'ENABLED', 'off': 'DISABLED'}.get(args.flash_attn, 'AUTO')}"
-    )
+    flash = {"on": "ENABLED", "off": "DISABLED"}.get(args.flash_attn, "AUTO")
+    parameters.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
     parameters.rope_freq_base = args.rope_freq_base
     if args.api_key:
         parameters.api_keys = [args.api_key]

@@ -1,4 +1,4 @@
-"""`llmcache kv proxy` in front of the stock server: prompts that survive restarts, crashes and disconnects, and no others."""
+"""`llmcache kv proxy` in front of the stock server: prompts that survive restarts, crashes and disconnects."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class Proxied:
 
     def metrics(self) -> dict[str, float]:
         """Return the counters, without what their names have in common."""
-        lines = [line.split() for line in self.request("GET", "/llmcache/metrics")[1].decode().splitlines() if line[0] != "#"]
+        lines = [
+            line.split() for line in self.request("GET", "/llmcache/metrics")[1].decode().splitlines() if line[0] != "#"
+        ]
         return {name.removeprefix("llmcache_prefix_").removesuffix("_total"): float(value) for name, value in lines}
 
     def wait(self, **least: float) -> dict[str, float]:
@@ -179,7 +181,9 @@ def test_answers_are_passed_on_as_they_are(start: Start) -> None:
     proxied = start("--metrics")
 
     def both(method: str, route: str, body: Any = None) -> tuple[bytes, bytes]:
-        (status, own), (direct, expected) = (proxied.request(method, route, body, port) for port in (None, proxied.server_port))
+        (status, own), (direct, expected) = (
+            proxied.request(method, route, body, port) for port in (None, proxied.server_port)
+        )
         assert status == direct
         return own, expected
 

@@ -11,5 +11,7 @@ def openmetrics(rows: Iterable[tuple[str, str, float, str]]) -> str:
     from prometheus_client.metrics_core import CounterMetricFamily  # loads an HTTP server: only where it is needed
     from prometheus_client.openmetrics.exposition import generate_latest
 
-    found = [CounterMetricFamily(f"llmcache_prefix_{name}", f"{text}.", value, unit=unit) for name, unit, value, text in rows]
+    found = [
+        CounterMetricFamily(f"llmcache_prefix_{name}", f"{text}.", value, unit=unit) for name, unit, value, text in rows
+    ]
     return bytes(generate_latest(SimpleNamespace(collect=lambda: found))).decode()  # type: ignore[no-untyped-call]

@@ -681,7 +681,7 @@ def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
 
 
 def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
-    """Yields the bytes from `start` to `end` of an open file, in an array that the next step overwrites. DataError; OSError."""
+    """Yields the bytes from `start` to `end` of an open file; the next step overwrites the array. DataError; OSError."""
     buffer = aligned(min(_COPY_BYTES, max(1, end - start)))
     while start < end:
         count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)

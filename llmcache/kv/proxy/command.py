@@ -113,9 +113,9 @@ def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str
 
 async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Options) -> int:
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            loop.add_signal_handler(number, signals.put_nowait, number)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) != signal.SIG_IGN:
+            loop.add_signal_handler(each, signals.put_nowait, each)
     async with _serving(proxy, addresses, options):
         number = await signals.get()
     return 0 if number == signal.SIGINT else 128 + number

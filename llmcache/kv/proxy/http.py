@@ -148,7 +148,8 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
     words = head.line.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise BadRequest("its first line cannot be understood")
-    return Request(head, *words, body_parts(reader, head))
+    method, target, version = words
+    return Request(head, method, target, version, body_parts(reader, head))
 
 
 async def body_parts(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
@@ -263,8 +264,10 @@ class Address:
         finally:
             writer.transport.abort()
 
-    async def call(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body; `headers` are sent with it. OSError; ValueError."""
+    async def call(
+        self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
         data = b"" if body is None else json.dumps(body).encode()
         named = {"Host": str(self), "Content-Type": "application/json", **(headers or {})}
         if body is not None:

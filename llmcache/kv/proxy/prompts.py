@@ -1,4 +1,4 @@
-"""Stored prompts: files that llama-server saves of its slots, each a whole state in a BlockStore under the name of its tokens.
+"""Stored prompts: files that llama-server saves of its slots, each a whole state in a BlockStore, named by its tokens.
 
 A saved file has neither a name nor a checksum of its own. Its tokens are read from the file itself, so that it is stored as
 what it is, whichever request the slot has served meanwhile. Two forms of its head are known: a list of tokens, and since
@@ -30,7 +30,7 @@ import numpy as np
 
 from llmcache import files
 from llmcache.errors import DataError
-from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore, key_of
+from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore, key_of
 from llmcache.kv.proxy.slots import Tokens, common
 
 log = logging.getLogger("llmcache.kv")
@@ -153,9 +153,8 @@ class StoredPrompts:
         self.store.describe(self.fingerprint, {**self._described, "token_s": token_s})
         written = self.store.write_file(key, tuple(tokens.tolist()), path)
         if not self.states_only:
-            self.store.drop(
-                other for other, stored in self._known() if len(stored) < len(tokens) and common(stored, tokens) == len(stored)
-            )
+            known = [(other, stored) for other, stored in self._known() if len(stored) < len(tokens)]
+            self.store.drop(other for other, stored in known if common(stored, tokens) == len(stored))
         return written
 
 
@@ -188,9 +187,10 @@ class Spool:
             with contextlib.suppress(OSError):
                 self._sweep(lock)
         self._name = f"llmcache-{secrets.token_hex(8)}"
-        self._lock = os.open(directory / f"{self._name}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, files.PRIVATE)
+        new, flags = directory / f"{self._name}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._lock = os.open(new, flags, files.PRIVATE)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(directory / f"{self._name}.new", directory / f"{self._name}.lock")
+        os.rename(new, directory / f"{self._name}.lock")
 
     def _sweep(self, lock: Path) -> None:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

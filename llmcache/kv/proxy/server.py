@@ -35,8 +35,8 @@ DEFAULT_PORT = 8080
 _ADDRESS = {"--host": "HOST", "--port": "PORT"}
 # What keys and values do not depend on, by option without dashes: with a value, and without one. Secrets are among them,
 # because what counts is stored in the clear.
-_VALUES = frozenset(
-    """host port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
+_WITH_VALUES = """
+    host port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
     threads-batch tb threads-http cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb
     cpu-strict-batch prio-batch poll-batch slot-save-path slot-prompt-similarity sps cache-ram cram hf-token hft log-file
     log-colors verbosity lv log-verbosity log-prompts-dir predict n n-predict seed s temp temperature top-k top-p min-p
@@ -45,16 +45,19 @@ _VALUES = frozenset(
     dynatemp-exp mirostat mirostat-lr mirostat-ent samplers sampler-seq sampling-seq logit-bias grammar grammar-file j
     json-schema json-schema-file sse-ping-interval sleep-idle-seconds cors-origins cors-methods cors-headers webui-config
     webui-config-file ui-config ui-config-file mcp-servers-config mcp-servers-json tools media-path reasoning-format
-    reasoning-budget reasoning-budget-message""".split()
-)
-_FLAGS = frozenset(
-    """reuse-port metrics slots no-slots props webui no-webui ui no-ui verbose v log-verbose log-disable log-prefix no-log-prefix
+    reasoning-budget reasoning-budget-message
+"""
+_WITHOUT_VALUES = """
+    reuse-port metrics slots no-slots props webui no-webui ui no-ui
+    verbose v log-verbose log-disable log-prefix no-log-prefix
     log-timestamps no-log-timestamps log-jsonl no-log-jsonl warmup no-warmup offline perf no-perf ignore-eos escape no-escape
     cache-idle-slots no-cache-idle-slots cache-prompt no-cache-prompt cont-batching cb no-cont-batching nocb show-timings
     no-show-timings cors-credentials no-cors-credentials webui-mcp-proxy no-webui-mcp-proxy ui-mcp-proxy no-ui-mcp-proxy
-    agent no-agent""".split()
-)
-_PERSISTENT = re.compile(r"(LLAMA_ARG_|--)(PROMPT_|KV_)?(CACHE|SLOT_CACHE)_(DISK|DIR|PATH|FILE|SAVE|PERSIST).*", re.IGNORECASE)
+    agent no-agent
+"""
+_VALUES, _FLAGS = frozenset(_WITH_VALUES.split()), frozenset(_WITHOUT_VALUES.split())
+_OWN_CACHE = r"(LLAMA_ARG_|--)(PROMPT_|KV_)?(CACHE|SLOT_CACHE)_(DISK|DIR|PATH|FILE|SAVE|PERSIST).*"
+_PERSISTENT = re.compile(_OWN_CACHE, re.IGNORECASE)
 _UNSUPPORTED = ("--models-dir", "--models-preset", "--ssl-key-file")
 _NEAR = "run the proxy in the server's container, as its user or as root; or let it start the server: -- llama-server …"
 _SEPARATORS = re.compile(r"([,:=])")  # between files and scales of adapters
@@ -172,7 +175,7 @@ class Process:
         return sorted(found)
 
     def digest(self, path: str, ended: threading.Event) -> str:
-        """Return the digest of a file that the server has loaded. EnvironmentProblem: it was changed or replaced since then."""
+        """Return the digest of a file that the server has loaded. EnvironmentProblem: it was changed since then."""
         self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if mapped.path.startswith(path)})
         with contextlib.suppress(OSError):
             if os.stat(path).st_mtime > self._process.create_time() + 1.0:
@@ -192,7 +195,9 @@ def process_at(address: Address) -> Process:
     """Return the process that listens at `address`, an address of this machine. EnvironmentProblem."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == address.port and connection.pid:
+            if connection.status != psutil.CONN_LISTEN or connection.pid is None:
+                continue
+            if connection.laddr and connection.laddr.port == address.port:
                 return Process(connection.pid)
     raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
 
@@ -224,6 +229,7 @@ def identify(
         return "".join(
             process.digest(path, ended) if os.path.isfile(path) else part for part, path in zip(parts, paths, strict=True)
         )
+
     described = {
         "format": FORMAT,
         "file": os.path.basename(named),
@@ -249,4 +255,3 @@ def file_digest(path: str, ended: threading.Event) -> str:
     except OSError as error:
         raise EnvironmentProblem(f"{path}: {error.strerror}") from None
     return digest
-
