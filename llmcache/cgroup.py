@@ -36,7 +36,7 @@ MARK = "LLMCACHE_CGROUP"
 UNLIMITED_BPS = 1 << 50  # v1 counts a group's bytes only for disks that have a limit in it
 V1_NAMES = {"memory": "memory", "io": "blkio"}
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
-_ROOT_HINT = "run it as root (sudo), or inside `systemd-run --user --scope -p Delegate=yes`"
+_ROOT_HINT = "run the command as root (sudo), or inside `systemd-run --user --scope -p Delegate=yes`"
 _REMOVAL_S = 60.0
 _EXEC_S = 1.0  # a process has no environment for an instant inside execve
 
@@ -120,8 +120,8 @@ def find(controller: str) -> Hierarchy:
         if mount.fstype == "cgroup2" and controllers.exists() and controller in controllers.read_text().split():
             return standing(2, Path(mount.point), where.get("", ""))
     raise EnvironmentProblem(
-        f"no cgroup hierarchy here has the {controller} controller",
-        "a container needs --privileged (or a delegated cgroup); a kernel may need cgroup_enable=memory at boot",
+        f"no mounted cgroup hierarchy has the {controller} controller",
+        "a container needs --privileged or a delegated cgroup; some kernels need cgroup_enable=memory at boot",
     )
 
 
@@ -224,7 +224,7 @@ class Cgroup:
                 continue
             self._controllers |= dict.fromkeys(controllers, Controllers(tree.version, path))
             return
-        raise EnvironmentProblem(f"cannot make a cgroup below {tree.root}: {refused}", _ROOT_HINT)
+        raise EnvironmentProblem(f"cannot create a cgroup below {tree.root}: {refused}", _ROOT_HINT)
 
     @property
     def paths(self) -> list[Path]:
@@ -290,7 +290,7 @@ class Cgroup:
                 # a process that is being killed holds its group for a moment
                 if error.errno != errno.EBUSY or time.monotonic() > began + _REMOVAL_S:
                     raise EnvironmentProblem(
-                        f"cannot remove cgroup {path}: {error}", f"rmdir {path} when it is empty"
+                        f"cannot remove cgroup {path}: {error}", f"remove it when it is empty: rmdir {path}"
                     ) from error
             time.sleep(0.05)
 

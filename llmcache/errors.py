@@ -14,12 +14,12 @@ EXIT_OK = 0
 EXIT_BUG = 1
 # code: (in a word, for help; in a sentence, for manuals)
 EXIT_CODES: dict[int, tuple[str, str]] = {
-    EXIT_OK: ("success (also Ctrl-C)", "success, also Ctrl-C, and output that nobody reads any more"),
-    EXIT_BUG: ("bug", "a bug in llmcache: a traceback is printed, please report it"),
-    2: ("usage", "the command line cannot be understood"),
-    3: ("environment", "something is missing on this machine (package, device, privilege, memory)"),
-    4: ("mount", "a mount cannot be made, reached or ended"),
-    5: ("bad data", "a file does not hold what it should"),
+    EXIT_OK: ("success (also Ctrl-C)", "success, also after Ctrl-C, or when the reader of the output has closed it"),
+    EXIT_BUG: ("bug", "a bug in llmcache: it prints a traceback; please report it"),
+    2: ("usage", "the command line or a setting is wrong"),
+    3: ("environment", "this machine lacks something: a package, a device, a privilege or memory"),
+    4: ("mount", "a mount cannot be made, reached or unmounted"),
+    5: ("bad data", "a file is damaged or has the wrong format"),
 }
 
 
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 def report(error: LlmcacheError) -> None:
     """Print `error` and its hint on stderr, in the form every command uses: a line each, whatever names they quote."""
     with droppable(sys.stderr):
-        print(f"llmcache: error: {printable(error.message)}", file=sys.stderr)
+        print(wrapped(f"llmcache: error: {printable(error.message)}", sys.stderr), file=sys.stderr)
         if error.hint:
             print(f"hint: {printable(error.hint)}", file=sys.stderr)
 
@@ -95,7 +95,17 @@ def report(error: LlmcacheError) -> None:
 def say(text: str) -> None:
     """Print a line on stderr among the output of a command."""
     with droppable(sys.stderr):
-        print(f"llmcache: {printable(text)}", file=sys.stderr, flush=True)
+        print(wrapped(f"llmcache: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return a line as it is, for a terminal in several lines of whole words. Not for hints: their commands are copied."""
+    if not stream.isatty():
+        return text
+    import textwrap  # here: most runs print nothing to a terminal
+
+    width = os.get_terminal_size(stream.fileno()).columns or 80
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def _finish(fd: int, temporary: Path) -> None:
     """Sync an open file before it is renamed. OSError: also if its name stands for another file by now."""
     os.fsync(fd)
     if not os.path.samestat(os.fstat(fd), os.lstat(temporary)):
-        raise OSError(errno.EBUSY, "another file was put in its place")
+        raise OSError(errno.EBUSY, "another process has replaced the file")
 
 
 class Output:
@@ -84,11 +84,11 @@ class Output:
         self._temporary = _beside(self.path)
         self._fd = -1
         if self.path.is_dir():
-            raise UsageError(f"{option}: '{self.path}' is a directory", "name a file")
+            raise UsageError(f"{option}: '{self.path}' is a directory", "give the name of a file")
         if self.path.exists() and not force:
-            raise UsageError(f"{option}: '{self.path}' exists", "--force replaces it")
+            raise UsageError(f"{option}: '{self.path}' already exists", "--force replaces it")
         if not self.path.parent.is_dir():
-            raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
+            raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "create it first")
 
     def begin(self) -> Path:
         """Make the temporary file, empty, and return a path by which this process writes it. EnvironmentProblem.
@@ -136,7 +136,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "name a place that is writable and has room"
+        hint = "choose a directory that is writable and has free space"
         raise EnvironmentProblem(f"cannot write '{path}': {error.strerror or error}", hint) from error
 
 

@@ -50,7 +50,7 @@ def disk_of(path: Path) -> Disk:
     if not entry.exists():  # btrfs and others have anonymous ones
         mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
-            said = f"device {number} of {path} is not in {SYSFS}/dev/block"
+            said = f"the device of {path} ({number}) is not in {SYSFS}/dev/block"
             raise EnvironmentProblem(said, "use a directory on a local disk")
         entry = SYSFS / "class" / "block" / Path(mount.source).name
         if not (mount.source.startswith("/dev/") and entry.exists()):

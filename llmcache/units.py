@@ -43,13 +43,15 @@ _LARGEST = 2**63 - 1
 
 def parse_size(text: str) -> int:
     """Bytes meant by `text`: "70M", "70MB", "1.5Gi", "4096"."""
-    return _parse_bytes(text, "size", "write a number of bytes, or one with K M G T (1000) or Ki Mi Gi Ti (1024): 700M")
+    return _parse_bytes(
+        text, "size", "give bytes, or a number with K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (powers of 1024): 700M"
+    )
 
 
 def parse_rate(text: str) -> int:
     """Bytes per second meant by `text`: "500M", "500MB/s", "2Gi/s"."""
     bare = re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)
-    return _parse_bytes(bare, "rate", "write bytes per second: 500M, 500MB/s or 2Gi/s", shown=text)
+    return _parse_bytes(bare, "rate", "give bytes per second, for example 500M, 500MB/s or 2Gi/s", shown=text)
 
 
 def parse_tokens(text: str) -> int:
@@ -57,7 +59,7 @@ def parse_tokens(text: str) -> int:
     match = _TOKENS.fullmatch(text.strip())
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
     if tokens < 1 or tokens != int(tokens) or tokens > 1 << 31:
-        raise UsageError(f"'{text}' is not a number of tokens", "write tokens: 8192, 128k (131,072) or 1M")
+        raise UsageError(f"'{text}' is not a number of tokens", "give a number, for example 8192, 128k (131,072) or 1M")
     return int(tokens)
 
 
@@ -66,14 +68,14 @@ def parse_bandwidth(text: str) -> int:
     number = _number(text)
     rate = int(number * 10**6) if number is not None else parse_rate(text)
     if not 1 <= rate <= _LARGEST:
-        raise UsageError(f"'{text}' is no bandwidth: it must be above 0", "write MB/s: 100, or 100MB/s, 1GB/s")
+        raise UsageError(f"'{text}' is not a bandwidth: it must be above 0", "give MB/s, for example 100, 100MB/s or 1GB/s")
     return rate
 
 
 def parse_size_with_unit(text: str) -> int:
     """Bytes meant by `text`, which must name its unit (only 0 needs none): 70 could be bytes or MB."""
     if _number(text):
-        raise UsageError(f"'{text}' has no unit", f"write {text.strip()}M, {text.strip()}Mi or {text.strip()}B")
+        raise UsageError(f"'{text}' has no unit", f"give {text.strip()}M, {text.strip()}Mi or {text.strip()}B")
     return parse_size(text)
 
 
@@ -101,7 +103,7 @@ def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> i
 
 def parse_duration(text: str) -> int:
     """Nanoseconds meant by `text`: "250ms", "2s", "1.5h", "1m30s"; a number without a unit is seconds."""
-    hint = "write a number with ns, us, ms, s, m, h or d: 250ms, 2s, 1m30s"
+    hint = "give a number with ns, us, ms, s, m, h or d, for example 250ms, 2s or 1m30s"
     stripped, position, total = text.strip(), 0, Decimal(0)
     while match := _DURATION_PART.match(stripped, position):
         # Only a lone number may go without a unit: "1m30" would be read in two ways.

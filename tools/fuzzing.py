@@ -88,7 +88,7 @@ class FuzzRun:
     def __str__(self) -> str:
         told = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
         if self.failure is None:
-            return f"{told}, all taken as they must be"
+            return f"{told}, none failed"
         file, again = self.failure
         return f"{told}; FAILED: {file}\n    {again}"
 
@@ -165,7 +165,7 @@ def _keep(out: Path, name: str, data: bytes, error: str) -> Path:
 def repeat(target: Target | Machine, file: Path) -> None:
     """Tries the input in `file` once; it raises what it raised before."""
     if isinstance(target, Machine):
-        raise UsageError(f"--input: {target.name} has operations and no input", "its file tells the --seed")
+        raise UsageError(f"--input: {target.name} runs operations and has no inputs", "use --seed with the seed in the file")
     with target.around():
         target.check(file.read_bytes())
 
@@ -177,14 +177,14 @@ def fuzz(arguments: argparse.Namespace) -> int:
         print("\n".join(known))
         return 0
     if unknown := set(arguments.targets) - set(known):
-        raise UsageError(f"TARGET: there is no '{min(unknown)}'", f"one of: {', '.join(known)}")
+        raise UsageError(f"TARGET: there is no target '{min(unknown)}'", f"one of: {', '.join(known)}")
     chosen = [known[name] for name in arguments.targets or known]
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _hang)
     if arguments.input is not None:
         for target in chosen:
             repeat(target, arguments.input)
-            print(f"{target.name}: {arguments.input} is taken as it must be")
+            print(f"{target.name}: {arguments.input} does not fail")
         return 0
     runs = []
     for target in chosen:
@@ -199,10 +199,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: all")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each target (default: 60)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration for each target (default: 60)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the first round (default: the time)")
     parser.add_argument("--input", type=Path, help="try this file once")
-    parser.add_argument("--out", type=Path, default=Path(), help="where failing inputs are kept (default: here)")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory for failing inputs (default: the current one)")
     parser.add_argument("--list", action="store_true", help="print the names of the targets")
     arguments = parser.parse_args(words)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Lets a model of transformers answer from a long text twice: with transformers' own cache, and with a spilled one.
+"""Has a transformers model answer questions about a long text twice: with transformers' own cache, and with a SpillCache.
 
     tools/long_context.py                                            the recall model of the tests, 4096 tokens of noise
-    tools/long_context.py MODEL --text book.txt --ask "Who is Ishmael?"     a model of yours, from its directory
+    tools/long_context.py MODEL --text book.txt --ask "Who is Ishmael?"     your own model, from its directory
 
-Before, in a script of yours:
+In your own script, before:
 
     model.generate(**inputs)
 
@@ -14,9 +14,9 @@ After:
     with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
         model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
-Times are measured here. The spilled cache has memory for its budget alone, and chooses from the first token on: in a script
-of yours short contexts are attended to fully, and pages take memory that is free. The model runs on the gpu if torch sees
-one; an index of keys, which some policies have, counts as memory.
+Times are measured on this machine. The spilled cache has memory for its budget only, and chooses tokens from the first one
+on. In your own script, short contexts are attended to fully, and pages use free memory. The model runs on a GPU if torch
+finds one. The index of keys, which some policies have, counts as memory.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
 def from_text(options: argparse.Namespace) -> tuple[Subject, Callable[[Any], str]]:
     """A model of the user's, and what asks it about a text."""
     if options.text is None or options.ask is None:
-        raise UsageError("--text, --ask: a model needs a text and a question", "name both")
+        raise UsageError("--text, --ask: both are needed with MODEL", "add --text FILE and --ask QUESTION")
     try:
         text = options.text.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--text: {options.text}: {error}", "name a file of text") from error
+        raise DataError(f"--text: {options.text}: {error}", "name a text file in UTF-8") from error
     subject = Subject(options.model)
     tokenizer: Any = subject.tokenizer
     inputs = tokenizer(f"{text}\n\n{options.ask}\n", return_tensors="pt").to(subject.model.device)
@@ -88,10 +88,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="directory of a model and its tokenizer")
     parser.add_argument("--text", type=Path, help="file that the question is about")
     parser.add_argument("--ask", help="the question")
-    parser.add_argument("--tokens", type=int, default=4096, help="of noise, without a model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of noise, without MODEL (default: %(default)s)")
     parser.add_argument("--policy", default="mass")
     parser.add_argument("--budget", type=int, default=128, help="tokens that each new one attends to (default: %(default)s)")
-    parser.add_argument("--dir", type=Path, help="where to spill to (default: the directory for temporary files)")
+    parser.add_argument("--dir", type=Path, help="directory for the spill file (default: the one for temporary files)")
     return parser.parse_args()
 
 

@@ -112,7 +112,7 @@ class Page:
         ]
         unknown = ({*self.sections, *self.raw}) - set(ORDER)
         if unknown:
-            raise ValueError(f"{self.file}: sections {sorted(unknown)} are not known: {', '.join(ORDER)}")
+            raise ValueError(f"{self.file}: sections must be of {', '.join(ORDER)}, not {sorted(unknown)}")
         for title in ORDER:
             if title in self.sections or title in self.raw:
                 head, *body = section(title, self.sections.get(title, "")).split("\n")
@@ -126,7 +126,7 @@ def read_sections(path: Path) -> dict[str, str]:
         return {}
     parts = re.split(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)
     if parts[0].strip():
-        raise ValueError(f"{path}: begins before its first section")
+        raise ValueError(f"{path}: text before the first section")
     return {title.strip(): text.strip("\n") for title, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
@@ -243,7 +243,7 @@ def section(title: str, text: str) -> str:
     first = True
     for block in blocks(text):
         lines += _block(block, first)
-        first = block[0].startswith("## ")
+        first = len(block) == 1 and block[0].startswith("## ")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@
     tools/make_model.py mixture.gguf --size 2G --experts 64 --used 4
     tools/make_model.py today.gguf --size 1145M --type q4_k_m
 
-The same arguments give the same bytes. A file that is already right (its parameters stand in OUT.json) is kept.
+The same arguments give the same bytes. A file with the same parameters, which OUT.json records, is kept.
 The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
 """
 
@@ -488,7 +488,7 @@ def make_model(
         sizes = {path.name: path.stat().st_size for path in paths}
         sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
     except OSError as error:
-        hint = "name a place that is writable and has the room"
+        hint = "name a writable directory with enough free space"
         raise EnvironmentProblem(f"cannot write {out}: {error.strerror}", hint) from error
     return paths
 
@@ -520,15 +520,19 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
-    parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
+    parser.add_argument("--size", default="700M", help="approximate size of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: chosen by --size)")
     parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="GGUF, or safetensors in BF16")
-    parser.add_argument("--type", choices=tuple(TYPES), help="quantisation of a GGUF (default: q8_0)")
-    parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
-    parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
-    parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
+    parser.add_argument("--type", choices=tuple(TYPES), help="quantization of a GGUF (default: q8_0)")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="make an MoE model with N experts in each layer")
+    parser.add_argument(
+        "--used", type=int, default=4, metavar="K", help="experts that a token uses in each layer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slice", default="500K", metavar="SIZE", help="size of one expert in one tensor (default: %(default)s)"
+    )
     parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
-    parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
+    parser.add_argument("--tied", action="store_true", help="use the embedding as output tensor")
     parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(words)
@@ -538,21 +542,23 @@ def main(words: Sequence[str] | None = None) -> int:
     """Make the model that `words` (default: the command line) describe, and print the paths."""
     arguments = _arguments(words)
     if arguments.layers is not None and arguments.layers < 1:
-        raise UsageError("--layers must be at least 1")
+        raise UsageError(f"--layers: must be at least 1, not {arguments.layers}")
     if arguments.type and arguments.format != "gguf":
-        raise UsageError("--type is for GGUF; safetensors are written in BF16")
+        raise UsageError("--type: only for GGUF, safetensors are written in BF16", "remove --type, or use --format gguf")
     file_type = arguments.type or "q8_0"
     value_bytes = BYTES_PER_VALUE["safetensors"] if arguments.format != "gguf" else TYPES[file_type].mean_value_bytes
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
-        raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
+        raise UsageError(f"--used: must be from 1 to the number of experts, {arguments.experts}, not {arguments.used}")
     mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
     block_values = TYPES[file_type].block.values
     shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture, block_values)
     if not 1 <= arguments.split <= len(list(shape.weights())):
-        raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")
+        raise UsageError(
+            f"--split: must be from 1 to the number of tensors, {len(list(shape.weights()))}, not {arguments.split}"
+        )
     paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type)
     total = sum(path.stat().st_size for path in paths)
-    experts = f", {shape.experts} experts, {shape.used} used" if mixture else ""
+    experts = f", {shape.experts} experts per layer, {shape.used} used" if mixture else ""
     print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)
     print(*paths, sep="\n")
     return 0

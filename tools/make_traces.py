@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Writes the generated traces of traces/ and their table in traces/README.md.
 
-    tools/make_traces.py                       # traces/, again
-    tools/make_traces.py OUT --seed 7          # others of the same shapes, whole
+    tools/make_traces.py                       # all of traces/
+    tools/make_traces.py OUT --seed 7          # the same shapes with another seed, uncut
     tools/make_traces.py OUT ai_notes claude   # some of them
 
-The same arguments give the same rows. Those in the tree have each shape's own seed, and large ones are cut.
+The same arguments give the same rows. The traces in the tree use a seed for each shape, and large ones are cut.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def with_table(readme: str, traces: Sequence[Trace]) -> str:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise UsageError(
-            "traces/README.md has no place for the table", f"put back the lines {_BEGIN.strip()} and {_END.strip()}"
+            "traces/README.md has no marks for the table", f"restore the lines {_BEGIN.strip()} and {_END.strip()}"
         )
     return before + begin + table(traces) + end + after
 
@@ -79,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=TRACES, metavar="OUT", help="directory (default: traces/)")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"shapes (default: all): {', '.join(SHAPES)}")
-    parser.add_argument("--seed", type=int, help="one seed for all, and nothing cut")
+    parser.add_argument("--seed", type=int, help="one seed for all shapes, without cuts")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(SHAPES):
         raise UsageError(f"NAME: there is no shape {min(unknown)!r}", f"one of: {', '.join(SHAPES)}")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Records the real traces of traces/ again, on this machine.
+"""Records the real traces of traces/ on this machine.
 
     tools/record_traces.py                     # traces/, all of them (as root)
-    tools/record_traces.py OUT llama-mmap      # one of them, elsewhere
+    tools/record_traces.py OUT llama-mmap      # one of them, into OUT
 
 The models are generated (tools/make_model.py), the accesses are real. llama-arena is the access log of an arena mount that
 llama.cpp reads through; `llmcache trace` makes the others, of programs over the plain page cache of a disk, in a
@@ -151,20 +151,24 @@ def main() -> int:
     """Record what the command line asks for, and print the paths."""
     names = [*SUBJECTS, ARENA]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "traces", metavar="OUT", help="default: traces/")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where models are made: a real disk")
+    parser.add_argument(
+        "out", type=Path, nargs="?", default=ROOT / "traces", metavar="OUT", help="directory (default: traces/)"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"traces (default: all): {', '.join(names)}")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the models, on a real disk (default: %(default)s)"
+    )
     parser.add_argument("--force", action="store_true", help="replace traces that exist")
     args = parser.parse_args()
     if unknown := set(args.names) - set(names):
-        raise UsageError(f"NAME: there is no {min(unknown)!r}", f"one of: {', '.join(names)}")
+        raise UsageError(f"NAME: there is no trace {min(unknown)!r}", f"one of: {', '.join(names)}")
     if os.geteuid() != 0:
-        raise EnvironmentProblem("recording and capping memory take root", "sudo tools/record_traces.py …")
+        raise EnvironmentProblem("recording and limiting memory need root", "sudo tools/record_traces.py …")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or names:
         target = args.out / f"{name}.parquet"
         if target.exists() and not args.force:
-            raise UsageError(f"OUT: {target} exists", "--force replaces it")
+            raise UsageError(f"OUT: {target} exists", "replace it with --force")
         make = record_arena if name == ARENA else record
         print(make(target, args.dir, args.force), flush=True)
     return 0

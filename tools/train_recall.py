@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Trains the recall model: 460 000 parameters that find values by their keys in 4096 tokens of noise.
+"""Trains the recall model: 460,000 parameters that find values by their keys in 4096 tokens of noise.
 
-    tools/train_recall.py OUT                    from nothing: 3 phases, about 15 minutes on one processor
+    tools/train_recall.py OUT                    from scratch: 3 phases, about 15 minutes on one processor
     tools/train_recall.py OUT --start MODEL      only the last phase, on a model that knows short contexts
 
 Phases: copying (teaches to look up what followed a token), recall in contexts that double, recall in long contexts. In the
@@ -184,10 +184,14 @@ def _name_rotation(config: Path) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write")
-    parser.add_argument("--start", type=Path, metavar="MODEL", help="directory of a model to go on with")
-    parser.add_argument("--short-steps", type=int, default=4000, help="at most so many in the first two phases")
-    parser.add_argument("--long-steps", type=int, default=700, help="so many in the last phase")
-    parser.add_argument("--contexts", type=int, default=16, help="of each length that the model is tried on afterwards")
+    parser.add_argument("--start", type=Path, metavar="MODEL", help="directory of a model to continue with")
+    parser.add_argument(
+        "--short-steps", type=int, default=4000, help="most steps in the first two phases (default: %(default)s)"
+    )
+    parser.add_argument("--long-steps", type=int, default=700, help="steps in the last phase (default: %(default)s)")
+    parser.add_argument(
+        "--contexts", type=int, default=16, help="contexts of each length to test the model with (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -47,12 +47,14 @@ class PageTables:
 
     def __init__(self) -> None:
         if platform.machine() != "x86_64":
-            raise Unreadable(f"page tables of {platform.machine()} are not known")
+            raise Unreadable(f"page tables of {platform.machine()} are not supported")
         try:
             self._object = BpfObject(OBJECT)
             self._object.load(["find_memory", "copy_tables", "probe"])
         except LoadFailure as failure:
-            raise Unreadable(f"the kernel refuses to read page tables: {os.strerror(failure.number)}") from failure
+            raise Unreadable(
+                f"the kernel rejects the BPF programs that read page tables: {os.strerror(failure.number)}"
+            ) from failure
         self.tables = self._mapped("tables", TABLES * PAGE_BYTES, mmap.PROT_READ)
         self.entries = self._mapped("entries", TABLES * 8, mmap.PROT_READ)
         self._probes = self._mapped("probes", PROBES * 8, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -79,14 +81,14 @@ class PageTables:
         frame = (word & (1 << 55) - 1) * PAGE_BYTES
         place = _Place(address, 0, frame, mark, os.getpid(), 0)
         if self._object.run("find_memory", place):
-            raise Unreadable("where the kernel maps memory cannot be found")
+            raise Unreadable("the address at which the kernel maps memory is unknown")
         self._memory = int(place.memory)
         base = address // TABLE_BYTES * TABLE_BYTES
         self.copy(os.getpid(), base, 1)
         is_there = _ENTRY.unpack_from(self.entries)[0] & PRESENT
         entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE_BYTES * 8)[0] if is_there else 0
         if entry & _PAGE_NUMBER != frame:
-            raise Unreadable("page tables have an unknown form (five levels or encrypted memory)")
+            raise Unreadable("page tables with five levels, or encrypted memory, are not supported")
         del buffer
 
     def copy(self, pid: int, address: int, count: int) -> bool:

@@ -114,8 +114,8 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         drop_output(sys.stdout)
-        hint = "free space where the output, and what is temporary, goes"
-        raise EnvironmentProblem(f"there is no room for what is written: {error.strerror}", hint) from error
+        hint = "free space on the file systems of the output and of temporary files (TMPDIR)"
+        raise EnvironmentProblem(f"cannot write the output: {error.strerror}", hint) from error
     return result if isinstance(result, int) else EXIT_OK
 
 

@@ -14,19 +14,19 @@ from llmcache.units import parse_duration, parse_size
 
 # name: (module:attribute, the line `llmcache edram --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "model": ("llmcache.cli.edram:model_command", "Latency and energy of a model on each system, by component."),
-    "sweep": ("llmcache.cli.edram:sweep_command", "The same for every combination of what is varied."),
-    "report": ("llmcache.cli.edram:report_command", "What refreshing a recorded run would cost, by group."),
-    "plot": ("llmcache.cli.edram:plot_command", "Draw a saved model or sweep: HTML, PNG or SVG."),
-    "accuracy": ("llmcache.cli.edram:accuracy_command", "What eviction and lost bits do to a model's answers."),
+    "model": ("llmcache.cli.edram:model_command", "Compare latency and energy of a model on each system."),
+    "sweep": ("llmcache.cli.edram:sweep_command", "Compare every combination of several parameters."),
+    "report": ("llmcache.cli.edram:report_command", "Calculate the cost of refreshing a recorded run, by group."),
+    "plot": ("llmcache.cli.edram:plot_command", "Plot a saved model or sweep: HTML, PNG or SVG."),
+    "accuracy": ("llmcache.cli.edram:accuracy_command", "Test a model's answers with eviction and lost bits."),
 }
 
 command = base.group(
     "edram",
     COMMANDS,
-    """What KV caching would cost on an edge accelerator with eDRAM, after the Kelle paper. Everything here is modelled.
+    """Model the cost of KV caching on an edge accelerator with eDRAM, after the Kelle paper.
 
-    'llmcache edram COMMAND --help' tells more of each command, with examples.
+    All costs are modelled. 'llmcache edram COMMAND --help' describes each command, with examples.
     """,
     """\b
 Examples:
@@ -45,7 +45,7 @@ def names(table: str, several: bool = True) -> types.NameType:
 
 
 def profile_option(
-    default: str = "paper,silicon", about: str = "Energies; also: public."
+    default: str = "paper,silicon", about: str = "Energy profiles: paper, public, silicon, or all."
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The option `--profile`: names of profiles, commas between them."""
     return click.option(
@@ -55,21 +55,25 @@ def profile_option(
 
 @base.command("model")
 @click.argument("model", metavar="MODEL", type=names("MODELS", several=False), default="llama2-7b")
-@click.option("--workload", type=names("WORKLOADS", several=False), default="PG19", help="LA, TQ, QP or PG19.")
-@click.option("--context", type=whole(1), help="Tokens of the prompt, in place of the workload's.")
-@click.option("--decode", type=whole(1), help="Tokens to decode, in place of the workload's.")
-@click.option("--batch", type=whole(1), help="Sequences at once [default: 16].")
-@click.option("--budget", type=whole(1), help="N': tokens that eviction keeps.")
-@click.option("--window", type=whole(0), help="Recent tokens that are never evicted.")
-@click.option("--system", type=names("SYSTEMS"), default="all", help="Systems to compare.")
+@click.option("--workload", type=names("WORKLOADS", several=False), default="PG19", help="Workload: LA, TQ, QP or PG19.")
+@click.option("--context", type=whole(1), help="Tokens of the prompt [default: the workload's].")
+@click.option("--decode", type=whole(1), help="Tokens to decode [default: the workload's].")
+@click.option("--batch", type=whole(1), help="Sequences decoded together [default: 16].")
+@click.option("--budget", type=whole(1), help="Tokens that eviction keeps (N') [default: the workload's].")
+@click.option("--window", type=whole(0), help="Recent tokens that are never evicted [default: the workload's].")
+@click.option("--system", type=names("SYSTEMS"), default="all", help="Systems to compare, or all.")
 @profile_option()
-@click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
-@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@click.option(
+    "--recompute",
+    metavar="MODE",
+    help="Recomputation: first-principles, declared (section 8.3.2) or none [default: the system's].",
+)
+@click.option("--constants", type=types.FILE, help="TOML file with your own profiles, models, workloads and systems.")
 @base.json_option("llmcache.edram-model/1")
 def model_command(as_json: bool, **options: Any) -> None:
-    """Latency and energy, by component, of serving MODEL on each of the five systems of the Kelle paper; all modelled.
+    """Compare latency and energy of serving MODEL on the five systems of the Kelle paper, by component (modelled).
 
-    MODEL: llama2-7b, llama2-13b, llama3-8b, llama3.2-3b, mistral-7b, qwen2-7b, opt-6.7b, or one of --constants.
+    MODEL is llama2-7b, llama2-13b, llama3-8b, llama3.2-3b, mistral-7b, qwen2-7b, opt-6.7b, or one from --constants.
 
     \b
     Examples:
@@ -80,8 +84,8 @@ def model_command(as_json: bool, **options: Any) -> None:
 
     \b
     [profile.mine]            # mine.toml; also [model.X], [workload.X], …
-    base = "paper"            # what it begins with
-    refresh_pass_j = 3.65e-6  # any constant of it: a wrong name lists all
+    base = "paper"            # profile to start from
+    refresh_pass_j = 3.65e-6  # any constant; a wrong name lists all
     """
     from llmcache.report import edram_model
 
@@ -90,35 +94,45 @@ def model_command(as_json: bool, **options: Any) -> None:
 
 @base.command("sweep")
 @click.option("--model", type=names("MODELS"), default="llama2-7b", help="Models, or all.")
-@click.option("--workload", type=names("WORKLOADS"), default="PG19", help="LA, TQ, QP, PG19, or all.")
+@click.option("--workload", type=names("WORKLOADS"), default="PG19", help="Workloads: LA, TQ, QP, PG19, or all.")
 @click.option("--system", type=names("SYSTEMS"), default="Kelle+eDRAM", help="Systems, or all.")
-@profile_option("paper", "paper, public, silicon, or all.")
-@click.option("--context", "contexts", type=several(whole(1)), default=(), help="Tokens of the prompt.")
-@click.option("--decode", "decodes", type=several(whole(1)), default=(), help="Tokens to decode.")
-@click.option("--batch", "batches", type=several(whole(1)), default=(), help="Sequences at once.")
-@click.option("--budget", "budgets", type=several(whole(1)), default=(), help="N': tokens that eviction keeps.")
+@profile_option("paper")
+@click.option(
+    "--context", "contexts", type=several(whole(1)), default=(), help="Tokens of the prompt [default: the workload's]."
+)
+@click.option("--decode", "decodes", type=several(whole(1)), default=(), help="Tokens to decode [default: the workload's].")
+@click.option("--batch", "batches", type=several(whole(1)), default=(), help="Sequences decoded together [default: 16].")
+@click.option(
+    "--budget",
+    "budgets",
+    type=several(whole(1)),
+    default=(),
+    help="Tokens that eviction keeps (N') [default: the workload's].",
+)
 @click.option(
     "--interval-scale",
     "interval_factors",
     type=several(above("x", types.number, "0.5", 1e9)),
     default=(),
-    help="Factors of all refresh intervals: 0.125,0.5,1.",
+    help="Factors for all refresh intervals: 0.125,0.5,1.",
 )
 @click.option(
     "--dram-bw",
     "dram_rates",
     type=several(types.BANDWIDTH),
     default=(),
-    help="Bandwidths of DRAM: 15GB/s,64GB/s.",
+    help="DRAM bandwidths: 15GB/s,64GB/s.",
 )
+@click.option("--kv-memory", "kv_capacities", type=several(types.SIZE), default=(), help="KV memory capacities: 4Mi,8Mi.")
 @click.option(
-    "--kv-memory", "kv_capacities", type=several(types.SIZE), default=(), help="Capacities of the KV memory: 4Mi,8Mi."
+    "--recompute",
+    metavar="MODE",
+    help="Recomputation: first-principles, declared (section 8.3.2) or none [default: the system's].",
 )
-@click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
-@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@click.option("--constants", type=types.FILE, help="TOML file with your own profiles, models, workloads and systems.")
 @base.json_option("llmcache.edram-sweep/1")
 def sweep_command(as_json: bool, **options: Any) -> None:
-    """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.
+    """Compare latency and energy of every combination of the parameters with Original+SRAM (modelled).
 
     \b
     Examples:
@@ -138,26 +152,27 @@ def sweep_command(as_json: bool, **options: Any) -> None:
     "--intervals",
     metavar="WHICH",
     default="kelle",
-    help="kelle, uni (0.36 ms), org (45 µs), one duration, or four: HST MSB, HST LSB, LST MSB, LST LSB.",
+    help="Refresh intervals: kelle, uni (0.36 ms), org (45 µs), one duration, or four: HST MSB, HST LSB, LST MSB, LST LSB.",
 )
-@click.option("--rule", metavar="NAME", default="ticks", help="ticks, expected, floor or ceil.")
-@click.option("--step", "step_ns", type=STEP, help="How long a step takes, in place of what the run says: 20ms.")
+@click.option("--rule", metavar="NAME", default="ticks", help="Counting rule: ticks, expected, floor or ceil.")
+@click.option("--step", "step_ns", type=STEP, help="Duration of a step: 20ms [default: that of the run].")
 @click.option(
     "--capacity",
     "capacity_bytes",
     type=above("size", lambda text: float(parse_size(text)), "4Mi"),
-    help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.",
+    help="Capacity of the eDRAM: 4Mi; the rest streams without refresh [default: unlimited].",
 )
-@click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
+@click.option("--constants", type=types.FILE, help="TOML file with your own profiles.")
 @base.json_option("llmcache.edram-report/1")
 def report_command(run: str, intervals: str, as_json: bool, **options: Any) -> None:
-    """What refreshing a recorded run would cost in eDRAM: rows, refreshes and joules by group; all modelled.
+    """Calculate what refreshing a recorded run costs in eDRAM: rows, refreshes and joules by group (modelled).
 
-    A run is recorded by a policy of the KV manager; its clock is that of a modelled accelerator, never of this machine.
+    RUN.json is written by 'llmcache kv bench --edram-run' or 'llmcache edram accuracy --record'. Its times are those of a
+    modelled accelerator, never of this machine.
 
     \b
     Examples:
-      llmcache edram report run.json
+      llmcache edram report run.json --step 20ms
       llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms
     """
     from llmcache.report import edram_report
@@ -174,12 +189,16 @@ _PICTURES = types.NameType("energy", "speedup", "refresh", "roofline", "sweep", 
 
 @base.command("plot")
 @click.argument("source", metavar="RESULT.json", type=types.FILE)
-@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
-@click.option("--what", type=_PICTURES, help="For .png and .svg: energy, speedup, refresh, roofline; sweep of a sweep.")
+@base.output_option("Write the plot to this .png, .svg or .html file.", required=True)
+@click.option(
+    "--what",
+    type=_PICTURES,
+    help="Plot for .png and .svg: energy, speedup, refresh or roofline; for a sweep: sweep [default: the first available].",
+)
 @base.force_option()
 @base.json_option("llmcache.edram-plot/1")
 def plot_command(source: str, output: str, what: str | None, force: bool, as_json: bool) -> None:
-    """Draw a saved document of 'llmcache edram model --json' or 'llmcache edram sweep --json'; all of it is modelled.
+    """Plot the output of 'llmcache edram model --json' or 'llmcache edram sweep --json'. All values are modelled.
 
     \b
     Examples:
@@ -198,43 +217,45 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
 @click.option(
     "--model",
     type=types.DIRECTORY,
-    help="config.json and model.safetensors of one that was trained to recall [default: ours].",
+    help="Directory with config.json and model.safetensors of a recall model [default: the built-in one].",
 )
 @click.option(
     "--experiment",
     metavar="NAME,…",
-    help="budgets (table 3), uniform (figure 8a), sided (8b, 8c), intervals (table 4) [default: all, or none with --flips].",
+    help="budgets (table 3), uniform (figure 8a), sided (8b, 8c), intervals (table 4) [default: all; none with --flips].",
 )
 @click.option(
     "--flips",
     metavar="RATES",
     multiple=True,
-    help="A variant of your own, may be repeated: uniform=1e-3, msb=1e-2, hst=1e-2, 2drp, interval=1050us, …",
+    help="Another variant (repeatable): uniform=1e-3, msb=1e-2, hst=1e-2, 2drp, interval=1050us, …",
 )
-@click.option("--curve", metavar="POINTS", default="paper", help="Retention: 45us=1e-6,1.05ms=3e-4,…")
-@click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", help="Of vectors.")
-@click.option("--sequences", type=types.Range(min=2), default=8, help="Texts; errors are over them.")
+@click.option(
+    "--curve", metavar="POINTS", default="paper", help="Retention curve: paper, or points: 45us=1e-6,1.05ms=3e-4,…"
+)
+@click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", help="Number format of the vectors.")
+@click.option("--sequences", type=types.Range(min=2), default=8, help="Number of texts; standard errors are over texts.")
 @click.option("--context", type=types.Range(min=64), default=1024, help="Tokens of each text.")
-@click.option("--pairs", type=types.Range(1, 512), default=64, help="Pairs of key and value in it.")
-@click.option("--questions", type=types.COUNT, default=32, help="Pairs asked for.")
-@click.option("--seed", type=types.Range(min=0), default=0, help="Of the texts.")
+@click.option("--pairs", type=types.Range(1, 512), default=64, help="Key-value pairs in each text.")
+@click.option("--questions", type=types.COUNT, default=32, help="Questions about each text.")
+@click.option("--seed", type=types.Range(min=0), default=0, help="Random seed of the texts.")
 @click.option(
     "--record",
     type=types.FILE,
     metavar="RUN.json",
-    help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
+    help="Also record a run of AERP with --budget, for 'llmcache edram report'.",
 )
-@click.option("--budget", type=types.COUNT, default=256, help="N' of the recorded run.")
+@click.option("--budget", type=types.COUNT, default=256, help="Budget N' of the recorded run.")
 @click.option(
-    "--step", "step_ns", type=STEP, help="Length of a step on the modelled accelerator, in the recorded run: 20ms."
+    "--step", "step_ns", type=STEP, help="Duration of a step of the recorded run on the modelled accelerator: 20ms."
 )
 @base.force_option()
 @base.json_option("llmcache.edram-accuracy/1")
 def accuracy_command(as_json: bool, **options: Any) -> None:
-    """What eviction and lost bits do to a model's answers. Answers are measured here, losses of bits are modelled.
+    """Test a model's answers with eviction and lost bits. Answers are measured; lost bits are modelled.
 
-    The model finds values of keys in noise. All variants answer the same questions with the same draws of bits; "harm" is
-    how much the loss of the right answers rises over keeping everything intact, paired by text.
+    The model recalls the values of keys in noise. All variants answer the same questions with the same random bits. "harm"
+    is the increase of the loss of the right answers over keeping everything intact, paired by text.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`llmcache kv`: the commands for keys and values in tiers, and for stored prompts."""
+"""`llmcache kv`: the commands for KV caches in tiers and for stored prompts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from llmcache.units import parse_size
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("llmcache.cli.kv:bench_command", "How long a decode step takes by policy: measured, or modelled."),
-    "plot": ("llmcache.cli.kv:plot_command", "Draw what bench has saved: timelines, latency against beta."),
-    "profile": ("llmcache.cli.kv:profile_command", "Measure this machine for planning: scoring, storage, memory."),
-    "plan": ("llmcache.cli.kv:plan_command", "What of a model and its KV cache fits where, and how fast it is."),
-    "proxy": ("llmcache.cli.kv:proxy_command", "Store prompts of the stock llama-server on disk and restore them."),
-    "list": ("llmcache.cli.kv:list_command", "What prompts are stored in a directory, of which models."),
-    "show": ("llmcache.cli.kv:show_command", "What is stored of one model, and what its blocks depend on."),
-    "prune": ("llmcache.cli.kv:prune_command", "Remove stored prompts: by age, by size, of a model."),
+    "bench": ("llmcache.cli.kv:bench_command", "Compare policies: time of a decode step, or answers of a model."),
+    "plot": ("llmcache.cli.kv:plot_command", "Plot a saved run of bench: timelines, latency over beta, answers."),
+    "profile": ("llmcache.cli.kv:profile_command", "Measure this machine for plan: key scoring, storage, memory."),
+    "plan": ("llmcache.cli.kv:plan_command", "Plan where a model and its KV cache fit, and estimate the speed."),
+    "proxy": ("llmcache.cli.kv:proxy_command", "Store and restore the prompts of a stock llama-server."),
+    "list": ("llmcache.cli.kv:list_command", "List the prompts stored in a directory, by model."),
+    "show": ("llmcache.cli.kv:show_command", "Show the stored prompts and the fingerprint of one model."),
+    "prune": ("llmcache.cli.kv:prune_command", "Remove stored prompts by age, size or model."),
 }
 
 command = base.group(
     "kv",
     COMMANDS,
-    """Keys and values that do not fit in memory, or outlive it: in tiers, chosen by importance; prompts on disk.
+    """Plan and measure KV caches larger than memory, and manage prompts stored on disk.
 
-    'llmcache kv COMMAND --help' tells more of each command, with examples.
+    'llmcache kv COMMAND --help' describes each command, with examples.
     """,
     """\b
 Examples:
@@ -46,79 +46,86 @@ MEMORY = types.above("size", parse_size, "4G")
 @click.option(
     "--policy",
     type=types.NameType(table="llmcache.kv.policies:POLICIES"),
-    help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: mass,icecache,quest,h2o,window].",
+    help="Policies to run [default: full,h2o,prefetch,leoam,hillinfer; with --task: mass,icecache,quest,h2o,window].",
 )
 @click.option(
     "--task",
     type=types.NameType("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain", several=False),
     metavar="TASK",
-    help="Instead: answers of a real model: passkey, recall, needle, variables, common, frequent or chain; or its loss.",
+    help="Test the answers of a real model instead: passkey, recall, needle, variables, common, frequent, chain or loss.",
 )
 @click.option(
     "--profile",
     type=click.Choice(["measured", "paper"]),
     default="measured",
-    help="Run here, or by the latency model on the paper's machine.",
+    help="Measure on this machine, or model the paper's machine.",
 )
 @click.option(
     "--model",
     type=types.FILE,
-    help="A config.json, or Qwen-7B …, a shape. With --task: smollm2, gemma3, a directory or .gguf; --flips: a directory.",
+    help="Shape: config.json, or a name: Qwen-7B. With --task: smollm2, gemma3, directory, .gguf; with --flips: directory.",
 )
 @click.option(
     "--context",
     type=types.several(types.TOKENS),
     metavar="TOKENS",
-    help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].",
+    help="Tokens of each sequence [default: 32k; with --task: 4k, or a list: 1k,4k].",
 )
 @click.option("--batch", type=types.COUNT, default=1, help="Sequences decoded together.")
-@click.option("--layers", type=types.COUNT, help="Layers that are run [default: 4].")
+@click.option("--layers", type=types.COUNT, help="Layers to run [default: 4].")
 @click.option("--steps", type=types.COUNT, default=16, help="Decode steps to measure.")
-@click.option("--alpha", type=SHARE, help="Share of the tokens that is attended [default: 0.2].")
+@click.option("--alpha", type=SHARE, help="Fraction of the tokens to attend to [default: 0.2].")
 @click.option(
     "--budget",
     type=types.several(types.whole(1)),
     metavar="TOKENS",
-    help="In place of --alpha: tokens attended [with --task: 64,128,256].",
+    help="Tokens to attend to, instead of --alpha [default with --task: 64,128,256].",
 )
-@click.option("--beta", type=RATIO, help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
-@click.option("--ram", type=MEMORY, help="The most that pages in memory may take (M0): 4G.")
-@click.option("--block", type=types.COUNT, default=256, help="Tokens of a score block (n).")
+@click.option("--beta", type=RATIO, help="Ratio of pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
+@click.option("--ram", type=MEMORY, help="Maximum size of the pages in memory (M0): 4G.")
+@click.option("--block", type=types.COUNT, default=256, help="Tokens in a score block (n).")
 @click.option(
     "--device",
     type=click.Choice(["csd", "file"]),
     default="csd",
-    help="HillInfer's SSD: an emulated computational one, or a plain file.",
+    help="SSD of HillInfer: an emulated computational one, or a plain file.",
 )
-@click.option("--csd", metavar="NAME", default="smartssd", help="Modelled speeds of the device, or none.")
-@click.option("--throttle", is_flag=True, help="Let the emulated device really take as long as modelled.")
-@click.option("--no-hie", is_flag=True, help="HillInfer without hierarchical importance evaluation.")
-@click.option("--no-bkp", is_flag=True, help="HillInfer without bidirectional pools.")
-@click.option("--no-app", is_flag=True, help="HillInfer without the prefetching pipeline.")
-@click.option("--exact", is_flag=True, help="Evaluate again with the true queries what was looked ahead for.")
+@click.option(
+    "--csd", metavar="NAME", default="smartssd", help="Profile with the modelled speeds of the emulated SSD, or none."
+)
+@click.option("--throttle", is_flag=True, help="Delay the emulated SSD to its modelled speed.")
+@click.option("--no-hie", is_flag=True, help="Run HillInfer without hierarchical importance evaluation.")
+@click.option("--no-bkp", is_flag=True, help="Run HillInfer without bidirectional pools.")
+@click.option("--no-app", is_flag=True, help="Run HillInfer without the prefetching pipeline.")
+@click.option("--exact", is_flag=True, help="Evaluate prefetched layers again with the true queries.")
 @click.option(
     "--compute",
     metavar="WHAT",
     default="paper",
-    help="Emulated accelerator: of the machine paper or typical, or the time of a layer (20ms); or cpu.",
+    help="Emulated accelerator: paper or typical machine, or the time of a layer (20ms); or cpu.",
 )
-@click.option("--sweep-beta", is_flag=True, help="One policy at several betas around f_c/f_s.")
+@click.option("--sweep-beta", is_flag=True, help="Run one policy at several betas around f_c/f_s.")
 @click.option(
-    "--path", "--ssd", "path", type=types.DIRECTORY, default="/var/tmp", help="Where spill files go; removed again."
+    "--path",
+    "--ssd",
+    "path",
+    type=types.DIRECTORY,
+    default="/var/tmp",
+    help="Directory of the spill files, which are removed at the end.",
 )
-@click.option("--threads", type=types.COUNT, help="Of each kernel [default: one per core].")
-@click.option("--seed", type=types.Range(min=0), default=0, help="Of the synthetic stream.")
+@click.option("--threads", type=types.COUNT, help="Threads of each kernel [default: one for each core].")
+@click.option("--seed", type=types.Range(min=0), default=0, help="Random seed.")
 @click.option(
     "--flips",
     metavar="RATES",
     multiple=True,
-    help="Instead: answers of --model DIR over lost bits: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
+    help="Test answers with lost bits instead: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
 )
 @click.option(
-    "--edram-run", type=types.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
+    "--edram-run", type=types.FILE, metavar="RUN.json", help="Record a run of --policy kelle for 'edram report' instead."
 )
-@click.option("--cases", type=types.COUNT, default=2, help="Of --task: contexts (a depth).")
-@click.option("--plot", type=types.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
+@click.option("--cases", type=types.COUNT, default=2, help="Number of contexts for --task (passkey: for each depth).")
+@click.option("--plot", type=types.FILE, help="Also plot the result, like 'kv plot': .png, .svg or .html.")
 @base.force_option()
 @base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
 def bench_command(
@@ -131,10 +138,10 @@ def bench_command(
     plot: str | None,
     **options: Any,
 ) -> None:
-    """How long a decode step takes by policy: by stage, with bytes by tier, hits, and speed-ups.
+    """Compare KV cache policies: time of a decode step by stage, bytes by tier, hits and speed-ups.
 
-    Measured are the real policies, tiers and pipeline of this machine. Keys, values and queries are synthetic, the
-    accelerator and the computational SSD are emulated; --profile paper is modelled altogether.
+    By default, the real policies, tiers and pipeline are measured on this machine with synthetic keys, values and queries;
+    the accelerator and the computational SSD are emulated. With --profile paper, everything is modelled.
 
     \b
     Examples:
@@ -153,9 +160,9 @@ def bench_command(
     from llmcache.report.output import check_target, tell
 
     if plot is not None and (flips or edram_run is not None):
-        raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
+        raise click.UsageError("--plot: --flips and --edram-run have no plot")
     if (bool(flips), edram_run is not None, task is not None).count(True) > 1:
-        raise click.UsageError("--flips, --edram-run, --task: one of them at a time")
+        raise click.UsageError("--flips, --edram-run, --task: give only one of them")
     if flips:
         from llmcache.report import edram_accuracy
 
@@ -166,7 +173,7 @@ def bench_command(
 
         check_target("--edram-run", edram_run, force)
         record_stream(BenchOptions(**options), tell).save(edram_run, force)
-        click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
+        click.echo(f"{edram_run} is written, for 'llmcache edram report'", err=True)
     else:
         bench = BenchOptions(**options)
         kv_bench.answer(bench if task is None else task_of(task, cases, bench), plot, force, as_json, tell)
@@ -174,15 +181,15 @@ def bench_command(
 
 @base.command("plot")
 @click.argument("run", type=types.FILE)
-@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
+@base.output_option("Write the plot to this .png, .svg or .html file.", required=True)
 @base.force_option()
 @base.json_option("llmcache.kv-plot/1")
 def plot_command(run: str, output: str, force: bool, as_json: bool) -> None:
-    """Draw what 'llmcache kv bench --json' has saved.
+    """Plot a run saved by 'llmcache kv bench --json'.
 
-    RUN of several policies: what each resource does in one decode step, a panel for each policy (Gantt chart). RUN with
-    --sweep-beta: latency against beta, with f_c/f_s and M0 marked. RUN with --task: answers, memory, times and their parts,
-    as in figures 1, 6, 7 and 8 of IceCache; .html has a picture of each.
+    For several policies: a Gantt chart of one decode step by resource, in a panel for each policy. For --sweep-beta:
+    latency over beta, with f_c/f_s and M0. For --task: answers, memory, and times with their parts, as in figures 1, 6, 7
+    and 8 of IceCache; .html has a plot of each.
 
     \b
     Examples:
@@ -201,12 +208,12 @@ def plot_command(run: str, output: str, force: bool, as_json: bool) -> None:
 @base.command("profile")
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @base.json_option("llmcache.kv-profile/1")
-@base.force_option("Measure again, also if there is a profile of this machine and device.")
+@base.force_option("Measure again even if a profile of this machine and device exists.")
 def profile_command(directory: str, as_json: bool, force: bool) -> None:
-    """Measure this machine for planning: scoring, storage below DIR, an emulated device, memory.
+    """Measure this machine for 'llmcache kv plan': key scoring, storage of DIR, an emulated device, memory.
 
-    It takes about 10 seconds and 140 MB in DIR (twice that must be free), which are removed at the end. What was measured
-    is kept in the user's cache directory, per processor, kernel and device of DIR, and shown with its age from then on.
+    This takes about 10 seconds and a temporary file of 140 MB in DIR (270 MB must be free). The profile is stored in your
+    cache directory, for each processor, kernel and device; later calls show it with its age.
 
     \b
     Examples:
@@ -223,23 +230,25 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
 @base.command("plan")
 @click.option("--model", type=types.FILE, required=True, help="The model's config.json, or a directory with one.")
 @click.option("--context", type=types.TOKENS, required=True, help="Tokens of each sequence: 8192, 128k.")
-@click.option("--batch", type=types.whole(1), default=1, help="Sequences that are decoded together.")
-@click.option("--gpu", type=types.SIZE, help="Memory of the GPU: 12G [default: the profile's; 0: the processor computes].")
-@click.option("--ram", type=MEMORY, help="Memory of the host: 32G [default: the profile's].")
-@click.option("--ssd", type=types.DIRECTORY, help="Where the spill file would go: its free space, and its measured speeds.")
-@click.option("--alpha", type=SHARE, default=0.2, help="Share of the tokens that is attended.")
+@click.option("--batch", type=types.whole(1), default=1, help="Sequences decoded together.")
+@click.option("--gpu", type=types.SIZE, help="GPU memory: 12G; 0: compute on the CPU [default: the profile's].")
+@click.option("--ram", type=MEMORY, help="Host memory: 32G [default: the profile's].")
+@click.option("--ssd", type=types.DIRECTORY, help="Directory of the spill file: use its free space and measured speeds.")
+@click.option("--alpha", type=SHARE, default=0.2, help="Fraction of the tokens to attend to.")
 @click.option(
     "--profile",
     type=types.NameType("paper", "typical", "measured", several=False),
-    help="Whose speeds: paper, typical (the paper's typical PC), measured [default: measured with --ssd, else typical].",
+    help="Speeds to use: paper, typical (the paper's typical PC) or measured [default: measured with --ssd, else typical].",
 )
-@click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, int8, float32.")
+@click.option(
+    "--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, int8 or float32 [default: the model's]."
+)
 @base.json_option("llmcache.kv-plan/1")
 def plan_command(as_json: bool, **options: Any) -> None:
-    """What of a model and its KV cache fits where, and how long a token would take.
+    """Plan where a model and its KV cache fit (GPU, RAM, SSD), and estimate the time of a token.
 
-    All times are modelled. With --ssd, the speeds of this machine are those of 'llmcache kv profile', which measures them
-    if it has not yet; the computational SSD is emulated. A GPU is never measured: its speeds are those of the typical PC.
+    All times are modelled. With --ssd, the speeds are those of 'llmcache kv profile', which is run if there is no profile;
+    the computational SSD is emulated. GPUs are not measured: their speeds are those of the typical PC.
 
     \b
     Examples:
@@ -257,9 +266,9 @@ def plan_command(as_json: bool, **options: Any) -> None:
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @base.json_option("llmcache.kv-list/1")
 def list_command(directory: str, as_json: bool) -> None:
-    """What prompts are stored in DIR, of which models, and what was restored of them.
+    """List the prompts stored in DIR by model, and how often they were restored.
 
-    DIR is the directory of a PrefixCache (llama-cpp-python), or of 'llmcache serve-llama'.
+    DIR is the directory of a PrefixCache (llama-cpp-python) or of 'llmcache serve-llama'.
 
     \b
     Examples:
@@ -277,9 +286,9 @@ def list_command(directory: str, as_json: bool) -> None:
 @click.argument("model", metavar="MODEL")
 @base.json_option("llmcache.kv-show/1")
 def show_command(directory: str, model: str, as_json: bool) -> None:
-    """What prompts of MODEL are stored in DIR, and what its blocks depend on.
+    """Show the prompts of MODEL stored in DIR, and the data of its fingerprint.
 
-    MODEL is the beginning of a fingerprint, as 'llmcache kv list' shows it, or the name of the model's file.
+    MODEL is the beginning of the fingerprint, as 'llmcache kv list' shows it, or the name of the model's file.
 
     \b
     Examples:
@@ -294,14 +303,16 @@ def show_command(directory: str, model: str, as_json: bool) -> None:
 
 @base.command("prune")
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
-@click.option("--unused", metavar="TIME", help="Remove what was not used for so long: 30d.")
-@click.option("--keep", metavar="SIZE", help="Keep so much, and remove what was not used for longest: 10G.")
-@click.option("--model", metavar="NAME", help="Of this model alone: the beginning of its fingerprint, or its file.")
+@click.option("--unused", metavar="TIME", help="Remove blocks not used for this time: 30d.")
+@click.option("--keep", metavar="SIZE", help="Remove the least recently used blocks until this size is left: 10G.")
+@click.option(
+    "--model", metavar="NAME", help="Only this model: the beginning of its fingerprint, or its file [default: all]."
+)
 @base.json_option("llmcache.kv-prune/1")
 def prune_command(directory: str, unused: str | None, keep: str | None, model: str | None, as_json: bool) -> None:
-    """Remove stored prompts from DIR: by age, by size, of a model; with --model alone all of it.
+    """Remove stored prompts from DIR by age, size or model. --model by itself removes all prompts of the model.
 
-    Programs that use DIR may go on: they evaluate what is not there any more. Files that are not theirs stay.
+    Programs that use DIR can continue: they evaluate removed prompts again. Other files in DIR are not touched.
 
     \b
     Examples:
@@ -319,16 +330,16 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
 )
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @click.argument("words", metavar="[-- COMMAND...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("--url", metavar="URL", help="Serve in front of a server that runs: http://127.0.0.1:8080.")
-@click.option("--slots-dir", metavar="PATH", type=types.DIRECTORY, help="With --url: the server's --slot-save-path.")
+@click.option("--url", metavar="URL", help="Use a running server: http://127.0.0.1:8080.")
+@click.option("--slots-dir", metavar="PATH", type=types.DIRECTORY, help="With --url: the --slot-save-path of the server.")
 @click.option(
     "--listen",
     metavar="ADDRESS",
-    help="Listen at HOST:PORT [default: --host and --port of COMMAND; with --url 127.0.0.1:8080].",
+    help="Listen on HOST:PORT [default: --host and --port of COMMAND; with --url 127.0.0.1:8080].",
 )
-@click.option("--limit", type=types.SIZE, default="20G", help="Bytes that DIR may hold.")
-@click.option("--ttl", metavar="TIME", help="Remove prompts that were not used for this long: 30d.")
-@click.option("--floor", type=types.SIZE, default="1G", help="Space of the file system that is left free.")
+@click.option("--limit", type=types.SIZE, default="20G", help="Maximum size of DIR.")
+@click.option("--ttl", metavar="TIME", help="Remove prompts not used for this time: 30d [default: never].")
+@click.option("--floor", type=types.SIZE, default="1G", help="Space to leave free on the file system.")
 def proxy_command(
     directory: str,
     words: tuple[str, ...],
@@ -339,11 +350,11 @@ def proxy_command(
     ttl: str | None,
     floor: int,
 ) -> int:
-    """Store the prompts of a llama-server in DIR and restore them, also after a restart.
+    """Serve a stock llama-server, and store its prompts in DIR.
 
-    COMMAND is llama-server with its arguments. The proxy listens where COMMAND would, and passes all requests on. The
-    longest stored beginning of a prompt is restored into one of the server's slots; the rest is evaluated and stored.
-    GET /llmcache/metrics reports hits, bytes and seconds saved (OpenMetrics).
+    COMMAND is llama-server with its options. The proxy listens where the server would, and passes all requests on. If a
+    prompt begins like a stored one, that beginning is restored into a slot of the server instead of evaluated, also
+    after a restart of both. GET /llmcache/metrics returns hits, bytes and seconds saved (OpenMetrics).
 
     \b
     Examples:

@@ -59,9 +59,9 @@ def stats_command(mount: str | None, interval: float | None, count: int | None, 
 
     if openmetrics:
         if interval is not None or as_json:
-            raise click.UsageError("--openmetrics goes neither with INTERVAL nor with --json")
+            raise click.UsageError("--openmetrics cannot be combined with INTERVAL or --json")
         if mount is None:
-            raise click.UsageError("--openmetrics: of which MOUNT? 'llmcache stats' lists them")
+            raise click.UsageError("--openmetrics needs MOUNT: 'llmcache stats' lists the mounts")
         operation.show_openmetrics(mount)
         return
     if mount is None:

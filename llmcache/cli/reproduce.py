@@ -9,12 +9,14 @@ from llmcache.cli import base, types
 
 @base.command("reproduce")
 @click.argument("name", metavar="NAME", type=types.NameType("all", table="llmcache.report:REPRODUCTIONS", several=False))
-@base.output_option("Write NAME.html and NAME.json here [default: the current directory; --json: nowhere].", types.DIRECTORY)
-@click.option("--quick", is_flag=True, help="Coarser: 10 cache sizes in place of 100 (io-caching).")
+@base.output_option(
+    "Write NAME.html and NAME.json to DIR [default: the current directory; with --json, no files].", types.DIRECTORY
+)
+@click.option("--quick", is_flag=True, help="Use 10 cache sizes instead of 100 (io-caching).")
 @base.json_option("llmcache.reproduce.NAME/1")
 @base.force_option()
 def command(name: str, output: str | None, quick: bool, as_json: bool, force: bool) -> int:
-    """Recompute a paper, or all: its figures and claims beside what our policies and models give.
+    """Recompute the figures and claims of a paper, or of all papers, and compare them with the published ones.
 
     \b
     io-caching  Rethinking I/O Caching for LLM Inference (2025): figures 1, 2,
@@ -25,7 +27,7 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
                 of the tables; measured
     kelle       Kelle, KV caching on eDRAM (MICRO 2025): tables, text, figures;
                 all modelled
-    all         all of them, and an index of their verdicts: all.html, all.json
+    all         all papers, and an index of their verdicts: all.html, all.json
 
     \b
     Examples:
@@ -33,9 +35,10 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
       llmcache reproduce kelle --json | jq '.claims[] | {name, findings}'
       llmcache reproduce all --quick -o results
 
-    Every verdict (confirmed, partly, not confirmed) is computed from the numbers beside it, by the rule on the page. What
-    the paper says, what is modelled and what is measured stay apart. Nothing is measured by this command: what is, comes
-    with llmcache, and the page names the machine and the day. The paper's traces are not public: synthetic ones stand in.
+    Every verdict (confirmed, partly, not confirmed) is computed from the numbers shown with it, by the rule on the page.
+    Published, modelled and measured values are kept separate. This command measures nothing: measurements are part of
+    llmcache, and the page names their machine and date. The traces of io-caching are not public; synthetic ones replace
+    them.
     """
     from llmcache.report.reproduce import run
 

@@ -73,6 +73,6 @@ def command(
     settings = session.RunSettings(cache, memory, user, directories, globs, env, as_json)
     if pid is not None:
         if memory is not None or user is not None:
-            raise UsageError("run: --memory and --user are for a command that is started", "leave them out with --pid")
+            raise UsageError("run: --memory and --user apply to a command, not to --pid", "omit them")
         return session.attach(pid, settings)
     return session.run(words, settings)

@@ -11,23 +11,23 @@ from llmcache.cli import base, types
 
 @base.command("serve-llama", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": True})
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
-@click.option("--limit", metavar="SIZE", default="20G", help="Bytes that DIR may hold.")
-@click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
-@click.option("--floor", metavar="SIZE", default="1G", help="Space of the file system that is left free.")
+@click.option("--limit", metavar="SIZE", default="20G", help="Maximum size of DIR.")
+@click.option("--ttl", metavar="TIME", help="Remove blocks not used for this time: 30d [default: never].")
+@click.option("--floor", metavar="SIZE", default="1G", help="Space to leave free on the file system.")
 @click.option(
     "--shared",
     metavar="ADDRESS",
     envvar="LLMCACHE_SHARED",
     show_envvar=True,
-    help="A Redis-compatible server to share prompts over: redis://host:6379/0.",
+    help="Share prompts through this Redis-compatible server: redis://host:6379/0.",
 )
 @click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
 def command(directory: str, limit: str, ttl: str | None, floor: str, shared: str | None, arguments: tuple[str, ...]) -> None:
-    """Serve models with llama-cpp-python; prompts are stored in DIR.
+    """Serve models with llama-cpp-python, and store evaluated prompts in DIR.
 
-    The server is 'python -m llama_cpp.server', which takes ARGUMENTS, with a cache that its own settings cannot name: what
-    a prompt has in common with those that are stored, also by an earlier server or another one, is not evaluated again.
-    GET /metrics tells hits, bytes and seconds saved (OpenMetrics).
+    The server is 'python -m llama_cpp.server' with ARGUMENTS and the prefix cache of llmcache: if a prompt begins like
+    a stored one, that beginning is restored instead of evaluated. Prompts stored by earlier or other servers count too.
+    GET /metrics returns hits, bytes and seconds saved (OpenMetrics).
 
     \b
     Examples:

@@ -22,22 +22,22 @@ from llmcache.cli import base, types
     "--cache",
     metavar="SIZE,…",
     default="auto",
-    help="16M,64M, or shares of the blocks that a trace touches: 2%,10%, or auto: ten of them, 2 to 100 %.",
+    help="Cache sizes: 16M,64M, percentages of the trace's distinct blocks: 2%,10%, or auto: ten sizes from 2 to 100 %.",
 )
-@click.option("--bw", metavar="RATE,…", help="Bandwidths of storage: 100,500 (MB/s), 1GB/s [default: 100,200,500,1000].")
+@click.option("--bw", metavar="RATE,…", help="Storage bandwidths: 100,500 (MB/s), 1GB/s [default: 100,200,500,1000].")
 @click.option(
     "--setup",
     metavar="TIME",
     default="0",
-    help="What a missed block takes beside its transfer: 80us for random reads one by one; the paper has 50us.",
+    help="Time for each missed block in addition to its transfer: 80us for single random reads; the paper uses 50us.",
 )
-@click.option("--t", metavar="TIME", help="Say where more is missed within T than storage delivers in it: stalls.")
-@click.option("--mrc", is_flag=True, help="Add the hits of LRU at every cache size.")
+@click.option("--t", metavar="TIME", help="Also report stalls: slices of this length that miss more than storage delivers.")
+@click.option("--mrc", is_flag=True, help="Also compute the hits of LRU at every cache size.")
 @base.json_option("llmcache.simulate/1")
-@click.option("--report", type=types.FILE, help="Write an HTML page with pictures of the rows and curves.")
+@click.option("--report", type=types.FILE, help="Also write an HTML page with plots of the results.")
 @base.force_option()
-@click.option("--jobs", type=types.Range(min=1), help="Threads [default: one per core].")
-@click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster instead: tcp://host:8786 ([cluster] extra).")
+@click.option("--jobs", type=types.Range(min=1), help="Number of threads [default: one for each core].")
+@click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster: tcp://host:8786 (extra [cluster]).")
 def command(
     traces: tuple[str, ...],
     as_json: bool,
@@ -47,11 +47,11 @@ def command(
     scheduler: str | None,
     **options: Any,
 ) -> None:
-    """What caches of several sizes and policies hit on recorded traces.
+    """Simulate caches of several sizes and policies on recorded traces.
 
-    Hits and bytes are counted exactly, block by block. Latency and stalls are modelled from the misses: they come at the
-    bandwidth of storage, as blocks do that are read in sequence, unless --setup gives each a time of its own; what is
-    read goes on to the GPU at 20 GB/s.
+    Hits and bytes are counted exactly, block by block. Latency and stalls are modelled: missed blocks are transferred at
+    the storage bandwidth, as in sequential reads (--setup adds a time for each block), and all blocks read are then
+    transferred to the GPU at 20 GB/s.
 
     \b
     Examples:
@@ -59,12 +59,12 @@ def command(
       llmcache simulate a.parquet b.csv --cache 64M,1G --bw 100,1000 --t 0.1
       llmcache simulate run.parquet --policy lru --mrc --json > run.json
 
-    --t cuts the trace's own time into slices and tells in how many of them more is missed than storage delivers in one
-    (formula 1: BW x T), and how long they wait for it in all.
+    --t divides the recorded time into slices of T. It reports how many slices miss more than storage delivers in T
+    (formula 1: BW x T), and how long they wait in total.
 
-    belady sees the future: it holds the whole trace in memory, and is refused where accesses were lost.
+    The policy belady uses future accesses: it keeps the whole trace in memory and rejects traces with lost events.
 
-    With --scheduler each trace is sent to the workers.
+    --scheduler sends each trace to the workers.
     """
     from llmcache.cache.plan import plan_of
     from llmcache.cache.policies.base import told_compiling
@@ -73,7 +73,9 @@ def command(
     from llmcache.report.output import check_target, progress
 
     if scheduler is not None and jobs is not None:
-        raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
+        raise click.UsageError(
+            "--jobs and --scheduler cannot be combined: workers of a cluster set their own number of threads"
+        )
     models = partial(ModelHeaders, ())
     plan = plan_of(**options, drawn=report is not None)
     if report is not None:

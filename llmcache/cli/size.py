@@ -11,27 +11,29 @@ from llmcache.units import parse_duration, parse_size_with_unit
 
 
 @base.command("size")
-@click.option("--bw", type=types.BANDWIDTH, help="Bandwidth of storage: 100 (MB/s), 100MB/s, 1GB/s.")
+@click.option("--bw", type=types.BANDWIDTH, help="Storage bandwidth: 100 (MB/s), 100MB/s, 1GB/s.")
 @click.option(
-    "--loop", type=types.above("size", parse_size_with_unit, "70M"), help="Bytes that a token reads of the weights: 70M."
+    "--loop", type=types.above("size", parse_size_with_unit, "70M"), help="Bytes of weights read for each token: 70M."
 )
-@click.option("--model", type=types.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a directory.")
-@click.option("--cache", type=types.SIZE_WITH_UNIT, help="A cache to judge, hot set included: 64M.")
-@click.option("--ram", type=types.SIZE_WITH_UNIT, help="Memory to judge: 16G [default, without --cache: this machine's].")
+@click.option("--model", type=types.FILE, help="Read loop and hot set from a GGUF or safetensors file, or a directory.")
+@click.option("--cache", type=types.SIZE_WITH_UNIT, help="Cache size to evaluate, hot set included: 64M.")
+@click.option("--ram", type=types.SIZE_WITH_UNIT, help="Memory to evaluate: 16G [default without --cache: this machine's].")
 @click.option(
-    "--t", type=types.above("time", parse_duration, "0.1, 100ms"), help="Computing time per token [default: 0.1 s]."
+    "--t", type=types.above("time", parse_duration, "0.1, 100ms"), help="Computing time for each token [default: 0.1 s]."
 )
 @click.option(
     "--tokens-per-second",
     type=types.above("n", types.number, "10", most=1e9),
-    help="In place of --t: the wanted rate, T = 1/N.",
+    help="Target rate instead of --t: T = 1/N.",
 )
-@click.option("--hot", type=types.SIZE_WITH_UNIT, help="Hot set, kept whole [default: the model's, else 4M].")
-@click.option("--device", type=click.Choice(["watch", "phone"]), help="Bandwidth, cache and hot set of a device class.")
-@click.option("--measure", type=types.DIRECTORY, help="Measure the bandwidth of DIR's storage, in place of --bw.")
+@click.option("--hot", type=types.SIZE_WITH_UNIT, help="Hot set, always cached [default: the model's, else 4M].")
+@click.option(
+    "--device", type=click.Choice(["watch", "phone"]), help="Use bandwidth, cache and hot set of this device class."
+)
+@click.option("--measure", type=types.DIRECTORY, help="Measure the storage bandwidth of DIR instead of --bw.")
 @base.json_option("llmcache.size/1")
 def command(as_json: bool, **options: Any) -> None:
-    """How large a cache a model needs to run without stalls, what memory gives it, or how large a loop a cache serves.
+    """Calculate the cache a model needs to run without stalls, its speed with this memory, or a cache's largest loop.
 
     \b
     Examples:

@@ -11,29 +11,31 @@ from llmcache.cli import base, types
 
 @base.command("trace", cls=base.CommandAfterDashes)
 @click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=types.FILE)
-@base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
+@base.output_option("Write the trace to this .parquet file [default: PROGRAM-PID.parquet].")
 @click.option(
-    "-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends]."
+    "-d", "--duration", "seconds", type=types.TIME, help="Stop after this time: 90s, 5m [default: when the process ends]."
 )
-@click.option("--follow/--no-follow", default=True, help="Record processes that it starts as well.")
-@click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
-@click.option("--writes/--no-writes", default=True, help="Record writes as well as reads.")
-@click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
-@click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
+@click.option("--follow/--no-follow", default=True, help="Also record the processes that it starts.")
+@click.option("--path", "glob", metavar="GLOB", help="Record only matching files: '*.gguf', '/models/*' [default: all].")
+@click.option("--writes/--no-writes", default=True, help="Also record writes.")
+@click.option("--block", is_flag=True, help="Also write block device requests and their latency to FILE.block.parquet.")
+@click.option(
+    "--mmap-rerefs", "rerefs_s", type=types.TIME, help="Also sample accesses to mapped pages, at this interval (x86-64)."
+)
 @click.option(
     "--tier",
     type=types.NameType("auto", "filemap", "fexit", "syscalls", "faults", several=False),
     default="auto",
-    help="filemap, fexit, syscalls or faults.",
+    help="Data source: auto, filemap, fexit, syscalls or faults.",
 )
-@click.option("--coalesce/--no-coalesce", default=True, help="Join accesses to adjacent blocks.")
-@click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
+@click.option("--coalesce/--no-coalesce", default=True, help="Join consecutive accesses to adjacent blocks.")
+@click.option("--report", type=types.FILE, help="Also write an HTML page with a plot and the classes.")
 @base.force_option()
 @base.json_option("llmcache.capture/1")
 def command(
     words: tuple[str, ...], output: str | None, report: str | None, force: bool, as_json: bool, **options: Any
 ) -> None:
-    """Record which file blocks a process accesses: PID, the only one called NAME, or a command after --.
+    """Record which file blocks a process accesses: the process PID, the process NAME, or a command after --.
 
     \b
     Examples:
@@ -42,11 +44,12 @@ def command(
       sudo llmcache trace llama-server --path '*.gguf' --report run.html
       llmcache classify run.parquet
 
-    Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
-    (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
+    Ctrl-C ends the recording and completes the trace. At the end, llmcache sends SIGTERM to a command that it started;
+    other processes continue. If the recorder is killed, FILE.recording remains: info, classify and convert read it.
 
-    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), faults (page faults, and reads where strace is
-    installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
+    Tiers, best first: filemap, fexit and syscalls use BPF; they need root and libbpf. faults records page faults, and
+    reads if strace is installed; it needs no root for your own processes. By default, llmcache uses the best tier that
+    works and prints its limits.
     """
     from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace import capture

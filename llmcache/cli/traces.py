@@ -1,4 +1,4 @@
-"""The commands for recorded traces: what one holds, in other formats, what was read how, and pictures of it."""
+"""The commands for recorded traces: describe, convert, classify and plot them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmcache.cli import base, types
 @click.argument("file", type=types.FILE)
 @base.json_option("llmcache.info/1")
 def info_command(file: str, as_json: bool) -> None:
-    """Show what the trace in FILE (.parquet, .csv, .strace, .oracleGeneral) holds and where it comes from.
+    """Show contents and origin of the trace FILE (.parquet, .csv, .strace or .oracleGeneral).
 
     \b
     Examples:
@@ -27,11 +27,11 @@ def info_command(file: str, as_json: bool) -> None:
 
 
 FORMATS = """\b
-Formats, by the ending of the name:
-  .parquet        llmcache's own: every column
+Formats, by file name extension:
+  .parquet        llmcache's own format, with all columns
   .csv            file,offset,length,op[,time] in bytes and seconds
-  .oracleGeneral  libCacheSim's, 24 bytes a record; written by block
-  .strace         only read: strace -f -ttt -y -e trace=desc,process -o OUT …
+  .oracleGeneral  libCacheSim, records of 24 bytes; one for each block
+  .strace         input: strace -f -ttt -y -e trace=desc,process -o OUT …
 
 \b
 Examples:
@@ -45,7 +45,7 @@ Examples:
 @base.force_option()
 @base.json_option("llmcache.convert/1")
 def convert_command(source: str, target: str, force: bool, as_json: bool) -> None:
-    """Convert the trace IN to OUT; the endings of the names tell the formats."""
+    """Convert the trace IN to OUT. The file name extensions select the formats."""
     from llmcache.trace.formats import convert
     from llmcache.units import format_size
 
@@ -58,14 +58,20 @@ def convert_command(source: str, target: str, force: bool, as_json: bool) -> Non
 @base.command("classify")
 @click.argument("trace", type=types.FILE)
 @base.json_option("llmcache.classify/1")
-@click.option("--min-bytes", type=types.SIZE, default="64K", help="Sum up what is smaller in one line.")
-@click.option("--model", "models", type=types.FILE, multiple=True, help="Name tensors from this GGUF or safetensors file.")
+@click.option("--min-bytes", type=types.SIZE, default="64K", help="Add up smaller rows in one line.")
+@click.option(
+    "--model",
+    "models",
+    type=types.FILE,
+    multiple=True,
+    help="Read tensor names from this GGUF or safetensors file (repeatable).",
+)
 def classify_command(trace: str, as_json: bool, min_bytes: int, models: tuple[str, ...]) -> None:
-    """What was read once (SEQ), in a LOOP with its period, or again and again (HOT), by file.
+    """Show which parts of each file were read once (SEQ), in a LOOP with a period, or all the time (HOT).
 
-    TRACE is a trace of llmcache (.parquet), or .strace, .csv or .oracleGeneral. Tensors are named where a model file is
-    still where the trace saw it; --model names them from a copy. Of a mixture of experts it also shows how unevenly they
-    are used, and what caches of whole experts would hit.
+    TRACE is a .parquet, .strace, .csv or .oracleGeneral file. If a model file still has the path recorded in the trace,
+    its tensors are named; for a copy of it, use --model. For MoE models, the output also shows how unevenly the experts
+    are used, and the hits of caches of whole experts.
 
     \b
     Examples:
@@ -83,26 +89,32 @@ def classify_command(trace: str, as_json: bool, min_bytes: int, models: tuple[st
 
 @base.command("plot")
 @click.argument("trace", type=types.FILE)
-@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
+@base.output_option("Write the plot to this .png, .svg or .html file.", required=True)
 @click.option(
     "--files",
     metavar="GLOB",
-    help="Draw the files whose path or name matches: '*.gguf', '*' [default: those with 1 % of accesses or blocks].",
+    help="Draw files whose path or name matches: '*.gguf', '*' [default: files with 1 % of the accesses or blocks].",
 )
-@click.option("--classes/--no-classes", default=True, help="Shade what is SEQ, LOOP and HOT.")
-@click.option("--model", "models", type=types.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
+@click.option("--classes/--no-classes", default=True, help="Tint the classes SEQ, LOOP and HOT.")
+@click.option(
+    "--model",
+    "models",
+    type=types.FILE,
+    multiple=True,
+    help="Read layer names from this GGUF or safetensors file (repeatable).",
+)
 @base.force_option()
 @base.json_option("llmcache.plot/1")
 def plot_command(
     trace: str, output: str, files: str | None, classes: bool, models: tuple[str, ...], force: bool, as_json: bool
 ) -> None:
-    """Draw which blocks are accessed when: block number against time, a band for each file.
+    """Plot block number against time, with a band for each file.
 
-    TRACE is a trace of llmcache (.parquet), or .strace, .csv or .oracleGeneral. Layers and tensors are named at the
-    right edge where a model file is still where the trace saw it; --model names them from a copy.
+    TRACE is a .parquet, .strace, .csv or .oracleGeneral file. If a model file still has the path recorded in the trace,
+    its layers and tensors are named at the right edge; for a copy of it, use --model.
 
-    An HTML page is a single file, with the table of classes. A trace of any length is drawn in the same memory;
-    --no-classes is faster where millions of rows are random.
+    An HTML page is a single file and includes the table of classes. Memory does not depend on the length of the trace.
+    For traces with millions of random accesses, --no-classes is faster.
 
     \b
     Examples:

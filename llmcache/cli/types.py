@@ -119,7 +119,7 @@ def above(name: str, parse: Callable[[str], float], example: str, most: float = 
         value = parse(text)
         if not 0 < value <= most or not math.isfinite(value):
             bound = "" if most == math.inf else f" and at most {most:g}"
-            raise UsageError(f"'{text}', more than 0{bound} is needed", f"for instance: {example}")
+            raise UsageError(f"'{text}' must be more than 0{bound}", f"for example: {example}")
         return value
 
     return TextType(name, checked)
@@ -130,7 +130,7 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"'{text}' is not a number", "write a number: 0.5") from None
+        raise UsageError(f"'{text}' is not a number", "give a number, for example 0.5") from None
 
 
 def whole(least: int) -> TextType:
@@ -139,7 +139,7 @@ def whole(least: int) -> TextType:
     def parse(text: str) -> int:
         digits = text.strip().replace("_", "")
         if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
-            raise UsageError(f"'{text}' is not a whole number", "write tokens or sequences: 2048")
+            raise UsageError(f"'{text}' is not a whole number", "give a whole number, for example 2048")
         if int(digits) < least:
             raise UsageError(f"{digits} is too small: at least {least}")
         return int(digits)

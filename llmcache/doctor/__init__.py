@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ _REMEDY = "pip install . in the source directory, or tools/test"
 SCHEMA = "llmcache.doctor/1"
 OK, LIMITED, FAILED, SKIPPED = "ok", "limited", "failed", "skipped"
 """Statuses: as good as it gets; works, but less of something; a mount is impossible; was not asked for."""
+_INDENT = 28
 _STYLES = {OK: ("ok", "green"), LIMITED: ("limited", "yellow"), FAILED: ("FAILED", "bold red"), SKIPPED: ("skipped", "dim")}
 
 
@@ -77,7 +80,7 @@ def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
 
         return Diagnosis({"engine": examine_engine(pid)})
     if directory is not None and not os.path.isdir(directory):
-        raise UsageError(f"DIR: {directory} is not a directory", "name a directory on the storage to measure")
+        raise UsageError(f"DIR: {directory} is not a directory", "give a directory on the storage to measure")
     return Diagnosis(dict(_area(file, directory) for file in AREAS))
 
 
@@ -96,13 +99,20 @@ def show(diagnosis: Diagnosis, as_json: bool) -> None:
         print(json.dumps(diagnosis.document(), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
+    room = max(20, console.width - _INDENT) if console.is_terminal else sys.maxsize
     for area, checks in diagnosis.areas.items():
         console.print(Text(area, "bold"))
         for check in checks:
             word, style = _STYLES[check.status]
-            console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{check.found}"))
+            found = textwrap.wrap(check.found, room, break_long_words=False, break_on_hyphens=False)
+            console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{found[0]}"))
+            below = found[1:]
             if check.remedy is not None:
-                console.print(Text(f"{'':<28}> {check.remedy}"))
+                below += textwrap.wrap(
+                    f"> {check.remedy}", room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+                )
+            for line in below:
+                console.print(Text(f"{'':<{_INDENT}}{line}"))
     if "mount" not in diagnosis.areas:
         return
     failed, limited = diagnosis.count(FAILED), diagnosis.count(LIMITED)

@@ -14,8 +14,8 @@ def examine(pid: int) -> list[Check]:
     models.check_process("--pid", pid)
     files = models.of_process(pid)
     if not files:
-        looked = "looked at its arguments, open files and mappings, and at those of its children"
-        return [Check("model files", LIMITED, f"none found: {looked}", "wait until it has loaded a model, or use sudo")]
+        found = "none found in the arguments, open files and mappings of the process and its children"
+        return [Check("model files", LIMITED, found, "wait until the process has loaded a model, or use sudo")]
     checks = []
     for path in models.first_shards(files):
         size = format_size(models.size_of(path))
@@ -30,5 +30,5 @@ def examine(pid: int) -> list[Check]:
     for copied in copies:
         checks.append(Check("weights", LIMITED, copied.said(), copied.remedy, copied.facts()))
     if not copies:
-        checks.append(Check("weights", OK, "read from the files: no copy in private memory was found"))
+        checks.append(Check("weights", OK, "read from the files; no copy in private memory was found"))
     return checks

@@ -33,16 +33,18 @@ def _system() -> Check:
 
 def _storage(directory: str | None) -> Check:
     if directory is None:
-        return Check("storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
+        return Check(
+            "storage", SKIPPED, "not measured: no directory is given", "llmcache doctor DIR measures it in 10 seconds"
+        )
     try:
         found = measure(directory)
     except LlmcacheError as error:
-        remedy = "name a directory on a disk where you may write, or one with a file of 64 MiB or more"
+        remedy = "give a directory on a disk where you may write, or one with a file of 64 MiB or more"
         return Check("storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
     facts = {"directory": directory, "bandwidth": found.bandwidth, "bytes_read": found.bytes_read, "source": "measured"}
     said = f"{directory}: reads {format_rate(found.bandwidth)} (measured, O_DIRECT)"
     if found.bandwidth > STEER_STREAMS:
-        said += f", more than the {format_rate(STEER_STREAMS)} that mode steer streams: inplace does"
+        said += f"; mode steer streams at most {format_rate(STEER_STREAMS)}, mode inplace is faster"
     return Check("storage", OK, said, facts=facts)
 
 
@@ -57,7 +59,7 @@ def _read_ahead(directory: str | None) -> list[Check]:
     facts["directory"] = directory
     if kib <= SMALL_READ_AHEAD_KB:
         return [Check("read-ahead", OK, said, facts=facts)]
-    said += ", also around each fault of a client on an expert of an MoE model"
+    said += ", also around each page fault on an expert of an MoE model"
     return [Check("read-ahead", LIMITED, said, f"mount MoE models with {read_ahead_advice()}", facts)]
 
 
@@ -67,13 +69,13 @@ def _gpu() -> Check:
         cards = ["an AMD GPU (/dev/kfd)"]
     if not cards:
         remedy = "only the gpu tier of llmcache.kv.transformers needs one"
-        return Check("GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
+        return Check("GPU", LIMITED, "none: attention is computed on the processor", remedy, {"cards": []})
     usable = _torch_sees_it()
     said, facts = ", ".join(cards), {"cards": cards, "torch": usable}
     if usable:
         return Check("GPU", OK, f"{said}; torch can use it", facts=facts)
     remedy = "install a torch for this GPU: https://pytorch.org/get-started"
-    return Check("GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
+    return Check("GPU", LIMITED, f"{said}; torch is not installed or cannot use it", remedy, facts)
 
 
 def _nvidia() -> list[str]:

@@ -25,16 +25,16 @@ def _free(root: Path) -> Check:
     except EnvironmentProblem as problem:
         return Check("free memory", FAILED, problem.message, problem.hint, facts)
     where = "" if least.name == machine.name else f" ({least.name})"
-    said += f"; a mount would take {format_size(size)}{where} without --cache"
+    said += f"; a mount without --cache would take {format_size(size)}{where}"
     return Check("free memory", OK, said, facts=facts | {"budget_bytes": size})
 
 
 def _lockable(root: Path) -> Check:
     size = memory.lockable_bytes(root)
     if size >= memory.UNLIMITED:
-        return Check("RLIMIT_MEMLOCK", OK, "memory may be locked without limit: mode steer", facts={"unlimited": True})
-    said = f"{format_size(size)} may be locked: budgets beyond that take mode arena"
-    remedy = "for mode steer: run as root, or '* - memlock unlimited' in /etc/security/limits.conf and log in again"
+        return Check("RLIMIT_MEMLOCK", OK, "unlimited: mode steer is possible", facts={"unlimited": True})
+    said = f"{format_size(size)} may be locked; larger budgets use mode arena"
+    remedy = "for mode steer: run as root, or set '* - memlock unlimited' in /etc/security/limits.conf and log in again"
     return Check("RLIMIT_MEMLOCK", LIMITED, said, remedy, {"unlimited": False, "limit_bytes": size})
 
 
@@ -42,9 +42,9 @@ def _cgroup(root: Path) -> Check:
     version = memory.cgroup_version(root)
     limits = memory.cgroup_memory(root)
     if version is None:
-        remedy = "mount cgroup2 on /sys/fs/cgroup to have memory limits of groups respected and measured"
+        remedy = "mount cgroup2 on /sys/fs/cgroup, so that mounts respect memory limits"
         return Check("cgroup", LIMITED, "no memory controller", remedy)
-    said = f"version {version}, " + (f"{len(limits)} memory limits above this process" if limits else "no memory limit here")
+    said = f"version {version}, " + (f"memory limits of this process: {len(limits)}" if limits else "no memory limit")
     least = min((limit.total_bytes for limit in limits), default=None)
     if least is not None:
         said += f", the smallest {format_size(least)}"
@@ -53,6 +53,6 @@ def _cgroup(root: Path) -> Check:
 
 def _stalls(root: Path) -> Check:
     if memory.stalled_us(root) is not None:
-        return Check("PSI", OK, "memory stalls can be seen")
-    remedy = "boot with psi=1 (kernels with CONFIG_PSI); the margin of free memory is watched without it, too"
-    return Check("PSI", LIMITED, "no /proc/pressure/memory: a mount notices pressure later", remedy)
+        return Check("PSI", OK, "reports memory stalls")
+    remedy = "boot with psi=1 (a kernel with CONFIG_PSI); a mount watches the free memory in any case"
+    return Check("PSI", LIMITED, "no /proc/pressure/memory: a mount notices memory pressure later", remedy)

@@ -25,15 +25,19 @@ def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]
 def _in_place(directory: str | None, root: Path) -> Check:
     reason = why_not(directory)
     if reason is not None:
-        remedy = "root, Linux 6.12 with BTF, libbpf 1, and models on ext4, xfs or f2fs; modes steer and arena do without"
+        remedy = (
+            "mode inplace needs root, Linux 6.12 with BTF, libbpf 1, and ext4, xfs or f2fs; modes steer and arena do not"
+        )
         return Check("in place", LIMITED, reason, remedy)
     text = root / "sys/kernel/mm/transparent_hugepage/enabled"
     pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
     if pages is None or pages[1] == "never":
-        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled: streaming costs a tenth then"
-        return Check("in place", LIMITED, "mode inplace can be had, without huge pages", remedy)
+        remedy = (
+            "for streaming at a tenth of the CPU time: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+        return Check("in place", LIMITED, "mode inplace is possible, but without huge pages", remedy)
     where = "" if directory is None else f" for {directory}"
-    return Check("in place", OK, f"mode inplace can be had{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
+    return Check("in place", OK, f"mode inplace is possible{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
 
 
 def _fuse() -> Check:
@@ -41,7 +45,7 @@ def _fuse() -> Check:
         mountpoint.check_device()
     except EnvironmentProblem as problem:
         return Check("FUSE", FAILED, problem.message, problem.hint)
-    return Check("FUSE", OK, "/dev/fuse may be opened")
+    return Check("FUSE", OK, "/dev/fuse is accessible")
 
 
 def _fusermount(root: Path) -> Check:
@@ -51,7 +55,7 @@ def _fusermount(root: Path) -> Check:
     if found is not None:
         return Check("fusermount3", OK, found, facts={"path": found})
     status = LIMITED if os.geteuid() == 0 else FAILED
-    return Check("fusermount3", status, "missing: only root can mount", libfuse.APT_HINT)
+    return Check("fusermount3", status, "not installed: only root can mount over FUSE", libfuse.APT_HINT)
 
 
 def _libfuse() -> Check:
@@ -60,7 +64,7 @@ def _libfuse() -> Check:
     except EnvironmentProblem as problem:
         return Check("libfuse", FAILED, problem.message, problem.hint)
     except ImportError as error:
-        return Check("libfuse", FAILED, f"its binding cannot be loaded: {error}", "pip install -U mfusepy")
+        return Check("libfuse", FAILED, f"its Python binding cannot be loaded: {error}", "pip install -U mfusepy")
     return Check("libfuse", OK, version, facts={"version": version})
 
 
@@ -72,14 +76,14 @@ def _allow_other(root: Path) -> Check:
     if "user_allow_other" in (line.strip() for line in lines):
         return Check("user_allow_other", OK, "users may mount with -o allow_other")
     if os.geteuid() == 0:
-        return Check("user_allow_other", OK, "not set in /etc/fuse.conf; mounts of root are for all users anyway")
+        return Check("user_allow_other", OK, "not set in /etc/fuse.conf; all users can use mounts of root")
     remedy = "to share your mounts: echo user_allow_other | sudo tee -a /etc/fuse.conf"
-    return Check("user_allow_other", LIMITED, "not set: only you can see your mounts", remedy)
+    return Check("user_allow_other", LIMITED, "not set: only you can use your mounts", remedy)
 
 
 def _root() -> Check:
     user = os.geteuid()
     if user == 0:
         return Check("root", OK, "yes", facts={"uid": user})
-    remedy = "sudo: best tier of llmcache trace, mode steer without a limit, priority for the daemon"
-    return Check("root", LIMITED, f"no (user id {user}): mounts work, with less", remedy, {"uid": user})
+    remedy = "sudo allows mode inplace, mode steer without a limit, the best tier of llmcache trace, and a high priority"
+    return Check("root", LIMITED, f"no (user id {user}): mounts work, with limits", remedy, {"uid": user})

@@ -34,7 +34,10 @@ def examine() -> list[Check]:
         extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         remedy = "pip install . in the source directory"
-        return [python, Check("llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
+        return [
+            python,
+            Check("llmcache", LIMITED, f"{__version__}, not installed: versions of packages are not checked", remedy),
+        ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each starts a process
         found = list(pool.map(lambda line: list(_checks(Requirement(line), extras)), declared))
     return [python, own, *(check for checks in found for check in checks)]
@@ -58,13 +61,13 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
-        why = "missing" if extra is None else f"not installed (extra [{extra}])"
+        why = "not installed" if extra is None else f"not installed (extra [{extra}])"
         return Check(wanted.name, status, why, remedy, facts | {"version": None})
     facts |= {"version": version}
     if Version(version) < Version(bounds[">="]):
         return Check(wanted.name, status, f"{version} is older than {bounds['>=']}", remedy, facts)
     if not wanted.specifier.contains(version, prereleases=True):
-        return Check(wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
+        return Check(wanted.name, LIMITED, f"{version} is newer than the tested versions", remedy, facts)
     if (problem := _import_problem(wanted.name)) is not None:
         why = f"{version} is installed, but cannot be imported: {problem}"
         return Check(wanted.name, status, why, f"pip install --force-reinstall {wanted.name}", facts)
@@ -84,7 +87,7 @@ def _import_problem(distribution: str) -> str | None:
             [sys.executable, "-c", f"import {public[0]}"], capture_output=True, text=True, timeout=_IMPORT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"it takes more than {_IMPORT_S:.0f} s"
+        return f"the import takes more than {_IMPORT_S:.0f} s"
     if done.returncode < 0:
         return f"Python is killed by {signal.Signals(-done.returncode).name}"
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason is given"])[-1]
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no error message"])[-1]

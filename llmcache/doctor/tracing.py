@@ -16,8 +16,8 @@ def examine() -> list[Check]:
 def _btf() -> Check:
     reason = supported()
     if reason is None:
-        return Check("BTF", OK, "the kernel describes its types")
-    remedy = "Linux 6.1 or later with CONFIG_DEBUG_INFO_BTF=y, as in Debian 12 and Ubuntu 24.04"
+        return Check("BTF", OK, "available")
+    remedy = "use Linux 6.1 or later with CONFIG_DEBUG_INFO_BTF=y, as in Debian 12 and Ubuntu 24.04"
     return Check("BTF", LIMITED, reason, remedy)
 
 
@@ -26,18 +26,18 @@ def _libbpf() -> Check:
         libbpf.library()
     except EnvironmentProblem as problem:
         return Check("libbpf", LIMITED, problem.message, problem.hint)
-    return Check("libbpf", OK, "version 1 can be loaded")
+    return Check("libbpf", OK, "version 1")
 
 
 def _tracepoints() -> Check:
     try:
         missing = [name for name in TRACEPOINTS if not libbpf.has_tracepoint(name)]
     except EnvironmentProblem as problem:
-        return Check("tracepoints", LIMITED, f"not known: {problem.message}", problem.hint)
+        return Check("tracepoints", LIMITED, f"unknown: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:
-        return Check("tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", "Linux 6.12 or later has them", facts)
-    return Check("tracepoints", OK, "those of the page cache are there", facts=facts)
+        return Check("tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", "use Linux 6.12 or later", facts)
+    return Check("tracepoints", OK, "the page cache has tracepoints", facts=facts)
 
 
 def _tier() -> Check:
@@ -52,6 +52,6 @@ def _tier() -> Check:
     if tier is None:
         return Check("tier", LIMITED, f"none works: {passed_over}", "run as root", facts)
     if not reasons:
-        return Check("tier", OK, f"{tier}, the best", facts=facts)
-    remedy = f"for {next(iter(SOURCES))}: root, Linux 6.12 with BTF, and libbpf 1"
+        return Check("tier", OK, f"{tier}, the best tier", facts=facts)
+    remedy = f"{next(iter(SOURCES))} needs root, Linux 6.12 with BTF, and libbpf 1"
     return Check("tier", LIMITED, f"{tier}, because {passed_over}", remedy, facts)

@@ -24,7 +24,7 @@ LEAST_BYTES = 64 << 20
 _GPU = re.compile(r"/dev/(nvidia[0-9]+|kfd|dri/renderD[0-9]+)")
 _REMEDIES: dict[Cause, str] = {
     "repacking": "if the model does not fit in memory, start it with --no-repack or LLAMA_ARG_NO_REPACK=1",
-    "no-mmap": "to read them from the file, start it with --load-mode mmap (older: without --no-mmap; Ollama: use_mmap)",
+    "no-mmap": "to read the file instead, start it with --load-mode mmap (older: without --no-mmap; Ollama: use_mmap)",
     "direct-io": "to read them through the page cache, start it with --load-mode mmap (older: without --direct-io)",
     "mlock": "if the model does not fit in memory, start it with --load-mode mmap (older: without --mlock)",
     "gpu": "only layers that stay on the CPU gain from steering (-ngl, -ot)",
@@ -58,13 +58,13 @@ class Copied:
 
     def said(self) -> str:
         """Return the sentence about the copy, without the remedy."""
-        how = {"repacking": "rearranged (repacking)", "no-mmap": "without mapping the file", "direct-io": "by direct I/O"}
+        how = {"repacking": "by repacking", "no-mmap": "without mapping the file", "direct-io": "by direct I/O"}
         if self.cause == "gpu":
-            return f"{self.process} ({self.pid}) uses a GPU: what is copied there is read from the file once"
+            return f"{self.process} ({self.pid}) uses a GPU: it reads the weights that it copies there only once"
         size = format_size(self.copied_bytes)
         if self.cause == "mlock":
-            return f"{self.process} ({self.pid}) has locked {size} of memory: the whole model stays resident"
-        return f"{self.process} ({self.pid}) has copied {size} of the weights into private memory, {how[self.cause]}"
+            return f"{self.process} ({self.pid}) has locked {size} of memory, so the whole model stays resident"
+        return f"{self.process} ({self.pid}) has copied {size} of the weights into private memory {how[self.cause]}"
 
     @property
     def remedy(self) -> str:

@@ -30,7 +30,7 @@ _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
 
 def read_ahead_advice() -> str:
     """Return the option of a mount for MoE models."""
-    large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has a MiB or more"
+    large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has 1 MiB or more"
     return f"--read-ahead {MIXTURE_READ_AHEAD_KB}Ki ({large})"
 
 
@@ -52,7 +52,7 @@ class ReadAhead:
         """EnvironmentProblem: the storage has no such setting."""
         path = read_ahead_file(directory, root)
         if path is None:
-            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "leave it out")
+            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
         self._path, self._kb = path, size_bytes >> 10
         self._fd: int | None = None
 
@@ -71,7 +71,9 @@ class ReadAhead:
                     os.pwrite(self._fd, f"{int(self._path.read_text())}\n{self._path}\n".encode(), 0)
                 self._path.write_text(f"{self._kb}\n")
         except OSError as error:
-            raise EnvironmentProblem(f"read_ahead: {self._path} cannot be set: {error.strerror}", "leave it out") from error
+            raise EnvironmentProblem(
+                f"read_ahead: cannot set {self._path}: {error.strerror}", "omit this setting"
+            ) from error
 
     def restore(self) -> None:
         """Restore the original value, unless another mount still needs another one."""
@@ -93,7 +95,7 @@ def restore_left() -> None:
                 try:
                     _restore(f"{directory}/{name}")
                 except OSError as error:
-                    log.warning("read_ahead_kb of %s cannot be restored: %s", name.removeprefix(_NOTES), error.strerror)
+                    log.warning("cannot restore read_ahead_kb of %s: %s", name.removeprefix(_NOTES), error.strerror)
 
 
 def _restore(path: str) -> None:

@@ -46,7 +46,7 @@ class Services:
                 failed = [when for when in failed if now - when < WITHIN_S] + [now]
                 with self._lock:
                     self.failures += 1
-                log.exception("service %s: unexpected error, %d times in a minute", name, len(failed))
+                log.exception("service %s: unexpected error (number %d within a minute)", name, len(failed))
             if len(failed) >= FAILURES_MAX:
                 with self._lock:
                     self.ended.append(name)

@@ -148,7 +148,7 @@ def refusal() -> str | None:
         for advice in (MADV_COLD, MADV_PAGEOUT):
             process_madvise(own, [(start, page)], advice)
     except OSError as error:
-        return f"the system call {call} is refused: {error.strerror}"
+        return f"the kernel or a seccomp filter refuses the system call {call}: {error.strerror}"
     finally:
         for fd in (own, file):
             if fd >= 0:

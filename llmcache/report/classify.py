@@ -231,8 +231,8 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
 
 def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
     """Yields the same for a page, with all layers."""
-    caption = f"Experts of {mixture.model}: shares of the uses (%) that the most used tenth and quarter of a layer's have"
-    caption += ", and of the experts of a visit (%) that the next one uses again"
+    caption = f"Experts of {mixture.model}. Top tenth, top quarter: percentage of the uses that go to the most used tenth "
+    caption += "and quarter of the experts. Again: percentage of the experts of a visit that the next visit uses again."
     rows: list[list[Cell]] = [
         [layer.name, layer.experts, layer.used, layer.visits, layer.uses, *map(_percent, _figures(layer)[len(COUNTS) :])]
         for layer in mixture.layers
@@ -242,8 +242,8 @@ def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
         [cache.share * 100, cache.size_bytes / 1e6, cache.experts, cache.lru * 100, cache.belady * 100]
         for cache in mixture.caches
     ]
-    columns = ["part of their bytes (%)", "size (MB)", "experts", "hits of LRU (%)", "hits at best, Belady (%)"]
-    yield PageTable("Hits of a cache of whole experts, counted in uses", columns, caches, digits=1)
+    columns = ["cache, of all experts (%)", "size (MB)", "experts", "LRU hits (%)", "Belady hits, the maximum (%)"]
+    yield PageTable("Hits of a cache of whole experts, as a percentage of the uses", columns, caches, digits=1)
     yield from (Text(remark, note=True) for remark in _remarks(mixture))
 
 

@@ -82,7 +82,7 @@ def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[
     if options.experiment is not None:
         names = [name.strip() for name in options.experiment.split(",")]
     if unknown := [name for name in names if name not in EXPERIMENTS]:
-        raise UsageError(f"--experiment: there is no '{unknown[0]}'", f"one or more of: {','.join(EXPERIMENTS)}")
+        raise UsageError(f"--experiment: there is no experiment '{unknown[0]}'", f"one or more of: {','.join(EXPERIMENTS)}")
     found = {name: EXPERIMENTS[name](setup) for name in names}
     found |= {name: EXPERIMENTS[name](setup) for name in options.flips if name in EXPERIMENTS}
     rates = [text for text in options.flips if text not in EXPERIMENTS]

@@ -135,13 +135,15 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
     own = {row.configuration.system.name: row.configuration for row in rows}
     waited = {row.configuration.system.name: row.outcome.latencies_s for row in rows}
     waits = {
-        name.replace("_", " "): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
+        RESOURCE_NAMES.get(name, name): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
         for name in LATENCIES
         if any(of[name] for of in waited.values())
     }
     yield _by_system(f"Time by the resource that is waited for ({MODELLED})", "resource", waited, waits)
     parts = [*(field.name for field in fields(Area)), "chip_mm2"]
-    areas = {name.removesuffix("_mm2"): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts}
+    areas = {
+        AREA_NAMES.get(name, name.removesuffix("_mm2")): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts
+    }
     on_chip = {name: area_of(one.system) for name, one in own.items()}
     yield _by_system(f"Area in mm² ({MODELLED} from table 1, for comparison only)", "part", on_chip, areas)
     if lifetimes := {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}:
@@ -156,6 +158,17 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
             "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
         }
         yield _by_system(f"Systolic evictor, one step with a full cache ({MODELLED})", "cost", evictors, cells)
+
+
+RESOURCE_NAMES = {
+    "prefill_array": "array, prefill",
+    "prefill_dram": "DRAM, prefill",
+    "dram_weights": "DRAM, weights",
+    "dram_kv": "DRAM, KV",
+    "sram": "SRAM",
+    "kv_memory": "KV memory",
+}
+AREA_NAMES = {"sram_mm2": "SRAM", "edram_mm2": "eDRAM", "sfu_mm2": "SFU"}
 
 
 def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:

@@ -160,11 +160,11 @@ SYSTEM_LOOKS: dict[str, Look] = {
 OTHER_LOOKS = (Look("#332288", (0, (6, 2)), "P"), Look("#882255", (0, (2, 1)), "X"), Look("#8c6d1f", (0, (8, 2)), "d"))
 AXES = {
     "context": "context (tokens)",
-    "decode": "decoded (tokens)",
+    "decode": "decoded tokens",
     "batch": "batch (sequences)",
     "budget": "budget N' (tokens)",
     "mean_interval_ns": "mean refresh interval (µs)",
-    "dram_bytes_per_s": "DRAM (GB/s)",
+    "dram_bytes_per_s": "DRAM bandwidth (GB/s)",
     "kv_capacity_bytes": "KV memory (MiB)",
 }
 _SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
@@ -191,7 +191,7 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
             )
             bottom += heights
         _systems(panel, of)
-        panel.set(title=f"profile {profile}", ylabel="energy, modelled (kJ)")
+        panel.set(title=f"Profile {profile}", ylabel="energy (kJ, modelled)", ylim=(0, 1.05 * bottom.max() or None))
     legend_below(figure, axes)
     return figure
 
@@ -200,8 +200,8 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
     figure, axes = grid_of(1 + len(profiles))
-    shown = [("speed-up", "speedup", profiles[0])] + [
-        (f"energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
+    shown = [("Speed-up", "speedup", profiles[0])] + [
+        (f"Energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
     ]
     for panel, (title, name, profile) in zip(axes, shown, strict=True):
         of = [row for row in rows if row["profile"] == profile]
@@ -211,7 +211,7 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
         _systems(panel, of)
-        panel.set(title=title, ylabel=f"times {baseline}, modelled")
+        panel.set(title=title, ylabel=f"relative to {baseline} (modelled)")
         panel.margins(y=0.12)
     return figure
 
@@ -230,7 +230,7 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    panel.set_ylabel("refresh, of all energy, modelled")
+    panel.set_ylabel("share of refresh in the energy (modelled)")
     panel.margins(y=0.12)
     legend_below(figure, [panel])
     return figure
@@ -244,12 +244,12 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         places = [place for _, place, _ in roof.points] + [ridge]
         spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
         roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
-        panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
+        panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="limit of DRAM, then of the array")
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
         logarithmic(panel, "xy")
-        panel.set(title=roof.system, xlabel="8-bit operations of the model per byte over DRAM")
-        panel.set_ylabel("10⁹ operations/s, modelled")
+        panel.set(title=roof.system, xlabel="8-bit operations per byte from DRAM")
+        panel.set_ylabel("10⁹ operations/s (modelled)")
     legend_below(figure, axes)
     return figure
 
@@ -263,7 +263,7 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row["system"] for row in rows}) == len(lines)
     figure, axes = grid_of(2)
-    for panel, name, title in zip(axes, ("speedup", "efficiency"), ("speed-up", "energy efficiency"), strict=True):
+    for panel, name, title in zip(axes, ("speedup", "efficiency"), ("Speed-up", "Energy efficiency"), strict=True):
         for place, (label, of) in enumerate(lines.items()):
             look = look_of_system(of[0]["system"], place) if by_system else _CYCLE[place % len(_CYCLE)]
             line = look.line() | ({"linestyle": "none"} if along == SYSTEM else {})
@@ -272,7 +272,7 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
         if places and max(places) > 20 * max(min(places), 1e-9):
             logarithmic(panel, "x")
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        panel.set(title=title, xlabel=AXES.get(along, ""), ylabel=f"times {baseline}, modelled")
+        panel.set(title=title, xlabel=AXES.get(along, ""), ylabel=f"relative to {baseline} (modelled)")
     legend_below(figure, axes, long=True)
     return figure
 
@@ -327,8 +327,8 @@ def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
 
 
 LEAD = (
-    "Modelled: latency and energy of an accelerator that exists on paper only, from the constants of the Kelle paper and of "
-    "the profile that is named; nothing is measured, and nothing is fitted to the paper's results."
+    "Latency and energy of a hypothetical accelerator, modelled with the constants of the Kelle paper and of the named "
+    "energy profiles. Nothing is measured, and nothing is fitted to the paper's results."
 )
 
 
@@ -366,7 +366,7 @@ def drawings(found: Saved) -> dict[str, Drawing]:
     rows, baseline = found.rows, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
-        title = f"Speed-up and efficiency over {AXES.get(along, 'systems')}"
+        title = f"Speed-up and energy efficiency over {AXES.get(along, 'systems')}"
         return {"sweep": Drawing(title, lambda: sweep_figure(rows, baseline), _told(rows[:8]))}
     offered = {
         "energy": Drawing("Energy by component", lambda: energy_figure(rows), _told(rows)),
@@ -374,7 +374,9 @@ def drawings(found: Saved) -> dict[str, Drawing]:
     }
     if refreshed := [row for row in rows if row["mean_interval_ns"] is not None]:
         shares = "; ".join(f"{row['system']}, {row['profile']} {percent(row['refresh_share'])}" for row in refreshed)
-        offered["refresh"] = Drawing("Share of refresh", lambda: refresh_figure(rows), f"Refresh of all energy: {shares}.")
+        offered["refresh"] = Drawing(
+            "Share of refresh in the energy", lambda: refresh_figure(rows), f"Share of refresh in the energy: {shares}."
+        )
     if found.roofs:
         points = "; ".join(
             f"{roof.system}, {name}: {rate / 1e9:.0f} G/s at {place:.3g} operations per byte"
@@ -391,11 +393,11 @@ def page(found: Saved, offered: dict[str, Drawing]) -> str:
     work = f"context {first['context']:,.0f}, decode {first['decode']:,.0f}, batch {first['batch']:g}"
     which = many if found.is_sweep else f"{first['model']}, {first['workload']}: {work}"
     profiles = ", ".join(dict.fromkeys(row["profile"] for row in found.rows))
-    caption = f"Modelled. {which}; profiles: {profiles}; against {found.baseline}."
+    caption = f"Modelled. {which}; profiles: {profiles}; relative to {found.baseline}."
     if found.is_sweep and (left_out := lines_left_out(found.rows)):
-        caption += f" {left_out:,} more are not drawn: sweep less at a time."
+        caption += f" {left_out:,} more lines are not drawn: vary fewer parameters."
     sections = [Section(one.title, [embedded(one.draw(), one.alt, caption)]) for one in offered.values()]
-    return html_page("llmcache edram: the accelerator model", LEAD, sections)
+    return html_page("llmcache edram: accelerator model", LEAD, sections)
 
 
 def _told(rows: Sequence[SavedResult]) -> str:

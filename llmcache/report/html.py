@@ -207,6 +207,7 @@ _STYLE = """
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:2rem 1.2rem 4rem}
 h1{font-size:1.75rem;line-height:1.25;margin:0 0 .6rem}
+h1,h2{overflow-wrap:anywhere}
 h2{font-size:1.3rem;margin:2.6rem 0 .7rem;padding-top:.9rem;border-top:1px solid var(--faint)}
 p{max-width:75ch}.lead{font-size:1.08rem}.note,figcaption{color:var(--muted);font-size:.88rem}
 a{color:var(--link)}nav ul{padding-left:1.2rem;columns:2 20rem}

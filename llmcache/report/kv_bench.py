@@ -140,18 +140,16 @@ def beta_figure(bench: Bench, source: str) -> Figure:
     with theme.style():
         figure, (panel,) = theme.grid_of(1)
         betas = [row.beta for row in rows if row.beta is not None]
-        panel.plot(betas, [row.token_ns / _NS_PER_MS for row in rows], label="a token", **TOKEN.line())
-        panel.plot(
-            betas, [row.stages_ns["evaluate"] / _NS_PER_MS for row in rows], label="its evaluation", **EVALUATE.line()
-        )
+        panel.plot(betas, [row.token_ns / _NS_PER_MS for row in rows], label="token", **TOKEN.line())
+        panel.plot(betas, [row.stages_ns["evaluate"] / _NS_PER_MS for row in rows], label="evaluation", **EVALUATE.line())
         marks, rule = bench.marks, f"f_c / f_s = {bench.marks.rule:.3g}"
         panel.axvline(marks.rule, color=theme.INK, linestyle=(0, (4, 2)), linewidth=1.2, label=rule)
         if marks.m0 is not None:
             panel.axvline(marks.m0, color=theme.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, label=f"M0 = {marks.m0:.3g}")
-        label = "beta: keys and values in the processor's pool / in the device's"
+        label = "beta: keys and values in the processor's pool / in the device's pool"
         theme.powers_of_2(panel, betas, map("{:.3g}".format, betas), label)
-        panel.set(ylim=(0, None), ylabel=f"ms per decode step ({kind_of(bench)})")
-        panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
+        panel.set(ylim=(0, None), ylabel=f"decode step (ms, {bench.kind})")
+        panel.set_title(f"{rows[0].title}: latency over the ratio of the pools")
         panel.legend()
     return figure
 
@@ -197,11 +195,11 @@ def _draw(panel: Axes, row: Row, timeline: Timeline) -> None:
     panel.set_yticks(range(len(RESOURCES)), names)
     panel.set_ylim(len(RESOURCES) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
-    panel.set_title(f"{row.title}: {row.idle_share:.0%} of the time nothing computes")
+    panel.set_title(f"{row.title}: accelerator idle {row.idle_share:.0%} of the time")
 
 
 _LARGEST_BYTES = 1 << 28
-_LEAD = "Policies that choose which keys and values a decode step attends to; figures are {kind}."
+_LEAD = "KV cache policies choose the keys and values that a decode step attends to. All values are {kind}."
 
 
 def plot(run: str, output: str, force: bool) -> Written:
@@ -256,7 +254,7 @@ def _alt(bench: Bench) -> str:
         parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
         return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."
     points = ", ".join(f"{row.beta:.3g}: {row.token_ns / _NS_PER_MS:.3g} ms" for row in bench.rows if row.beta is not None)
-    return f"Latency of a decode step by beta: {points}. The rule expects the least at {bench.marks.expected:.3g}."
+    return f"Latency of a decode step over beta: {points}. The rule expects the minimum at {bench.marks.expected:.3g}."
 
 
 def _caption(bench: Bench) -> str:
@@ -267,10 +265,10 @@ def _caption(bench: Bench) -> str:
 
 def _page(bench: Bench, figure: Figure) -> str:
     headings, *rows = latency_cells(bench)
-    what = "Latency against beta" if bench.marks is not None else "One decode step"
+    what = "Latency over beta" if bench.marks is not None else "One decode step"
     sections = [
         Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
-        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", headings, rows)]),
+        Section("Times", [PageTable(f"{kind_of(bench)}; each stage by itself", headings, rows)]),
         Section("Conditions", [Facts(conditions(bench, notes=True))]),
     ]
     return html_page("llmcache kv bench", _LEAD.format(kind=kind_of(bench)), sections)

@@ -12,12 +12,13 @@ from llmcache.errors import printable
 from llmcache.kv.prefix.store import Pruned, StoredModel
 from llmcache.report import output
 from llmcache.report.output import plain_table
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_size, shortened
 
 LIST, SHOW, PRUNE = "llmcache.kv-list/1", "llmcache.kv-show/1", "llmcache.kv-prune/1"
 
 
-_UNITS = [10**9 * seconds for seconds in (1, 60, 3600, 86400)]
+_UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+LEAST_MODEL = 18  # letters of a model's file that other columns make room for
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
@@ -28,18 +29,19 @@ def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> N
 
 def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table]:
     yield f"{printable(directory)}: {format_size(sum(model.size_bytes for model in models))}"
-    lines = plain_table("model", "fingerprint", "blocks", "size", "longest", "used", "restores", "tokens")
-    for model in models:
-        lines.add_row(
-            printable(model.file) or "?",
-            model.fingerprint[:8],
-            f"{sum(model.blocks.values()):,}",
-            format_size(model.size_bytes),
-            f"{model.longest_tokens:,}",
-            _ago(model.used_ns_ago),
-            f"{model.restores:,}",
-            f"{model.restored_tokens:,}",
-        )
+    columns = {
+        "fingerprint": [model.fingerprint[:8] for model in models],
+        "blocks": [f"{sum(model.blocks.values()):,}" for model in models],
+        "size": [format_size(model.size_bytes) for model in models],
+        "longest": [f"{model.longest_tokens:,}" for model in models],
+        "used": [_ago(model.used_ns_ago) for model in models],
+        "restores": [f"{model.restores:,}" for model in models],
+        "tokens": [f"{model.restored_tokens:,}" for model in models],
+    }
+    room = max(LEAST_MODEL, output.fit(columns, output.output_width(), LEAST_MODEL, ()))
+    lines = plain_table("model", *columns)
+    for model, *cells in zip(models, *columns.values(), strict=True):
+        lines.add_row(shortened(printable(model.file) or "?", room), *cells)
     if models:
         yield lines
 
@@ -74,5 +76,5 @@ def _show(as_json: bool, document: dict[str, object], parts: Iterable[str | Tabl
 
 
 def _ago(age_ns: int) -> str:
-    unit = max((unit for unit in _UNITS if unit <= age_ns), default=_UNITS[0])
-    return f"{format_duration(age_ns // unit * unit)} ago"
+    name = next((name for name, seconds in _UNITS.items() if seconds * 10**9 <= age_ns), "s")
+    return f"{age_ns // (_UNITS[name] * 10**9)} {name} ago"

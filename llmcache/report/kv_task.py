@@ -27,7 +27,6 @@ PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#
 """As in a decode step's Gantt chart."""
 _MS, _MIB = 1e6, 1 << 20
 _VARIANTS: tuple[tuple[theme.Dash, str], ...] = (((0, (1, 1.2)), "s"), ((0, (5, 1.5)), "^"), ((0, (3, 1, 1, 1)), "D"))
-_OTHERS = ("o", "s", "^", "v", "D", "P", "X")
 
 
 def look_of(policy: str) -> theme.Look:
@@ -47,16 +46,22 @@ def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
     """Memory against time per token, at the longest context, as figure 1; beside each point right answers and budget."""
-    for place, row in enumerate(bench.at(bench.contexts[-1])):
-        look = look_of(row.policy)
+    rows = bench.at(bench.contexts[-1])
+    looks = looks_of(row.policy for row in rows)
+    titles = {row.title for row in rows}
+    for row in rows:
+        look = looks[row.policy]
         at = ((row.memory.kv_bytes + row.memory.index_bytes) / _MIB, row.speed.tpot_ns / _MS)
-        axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, zorder=look.front)
+        label = row.title if row.title in titles else None  # once for each policy
+        titles.discard(row.title)
+        axes.scatter(*at, marker=look.marker, color=look.colour, zorder=look.front, label=label)
         told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
         axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
     theme.logarithmic(axes, "x")
     axes.margins(x=0.2)
     axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
-    axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
+    axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens; right answers (budget)")
+    axes.legend(fontsize=7)
 
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
@@ -65,7 +70,7 @@ def second_token(axes: Axes, bench: TaskBench) -> None:
     times = [row.speed.tt2t_ns / _MS for row in rows]
     axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
     _names(axes, rows)
-    axes.set(xlabel="time to the second token (ms)", title="Time to the second token")
+    axes.set(xlabel="time to second token (ms)", title="Time to second token")
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
@@ -80,7 +85,7 @@ def per_token(axes: Axes, bench: TaskBench) -> None:
         told = f"{row.answers.share / full:.0%}" if full else "-"
         axes.annotate(told, (float(left[place]), place), xytext=(3, -3), textcoords="offset points", fontsize=7)
     _names(axes, rows)
-    axes.set(xlabel="time per token (ms)", title="Time per token; answers relative to full")
+    axes.set(xlabel="time per token (ms)", title="Time per token; right answers vs. full cache")
     axes.set_xlim(right=1.35 * float(left.max()))
     axes.legend(fontsize=7, loc="lower right")
 
@@ -97,7 +102,7 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **looks[policy].line())
     theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
-    axes.set(ylim=(0, None), ylabel="time per token (ms)", title="Time per token by context")
+    axes.set(ylim=(0, None), ylabel="time per token (ms)", title="Time per token over context")
     axes.legend(fontsize=7)
 
 
@@ -121,18 +126,18 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
         theme.powers_of_2(axes, budgets, map(str, budgets), "token budget")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set(ylim=(-0.02, 1.04), xlabel="token budget", ylabel="right answers")
-    axes.set_title(f"Answers by budget ({bench.task}, {bench.contexts[-1]:,} tokens)")
+    axes.set_title(f"Right answers over budget ({bench.task}, {bench.contexts[-1]:,} tokens)")
     axes.legend(fontsize=7)
 
 
 PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
-    "accuracy": ("table 1", accuracy),
-    "tradeoff": ("figure 1", tradeoff),
-    "second token": ("figure 7a", second_token),
-    "per token": ("figures 7b and 7c", per_token),
-    "scaling": ("figure 8", scaling),
+    "accuracy": ("Right answers over budget (as in table 1 of the paper)", accuracy),
+    "tradeoff": ("Memory and time (as in figure 1 of the paper)", tradeoff),
+    "second token": ("Time to second token (as in figure 7a of the paper)", second_token),
+    "per token": ("Time per token (as in figures 7b and 7c of the paper)", per_token),
+    "scaling": ("Time per token over context (as in figure 8 of the paper)", scaling),
 }
-"""Panels by name: the paper's figure that it is like, and what draws it; depths are apart (see `depth_figure`)."""
+"""Panels by name: the title on a page, and what draws it; depths are apart (see `depth_figure`)."""
 
 
 def panels_of(bench: TaskBench) -> list[str]:
@@ -183,8 +188,8 @@ def _names(axes: Axes, rows: Sequence[TaskRow]) -> None:
 
 
 LEAD = (
-    "A real model answers questions about long contexts with transformers' own cache and with spilled ones. Everything is "
-    "measured on the machine named below; the computational SSD is not used."
+    "A real model answers questions about long contexts with the cache of transformers and with spilling caches. All values "
+    "are measured on the machine named below. No computational SSD is used."
 )
 
 
@@ -262,11 +267,10 @@ def page(bench: TaskBench) -> str:
     told, under = alt_text(bench), caption(bench)
     sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
-        title = "Right answers by depth and context (like the paper's figure 6)"
+        title = "Right answers by depth and context (as in figure 6 of the paper)"
         sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
     for name in panels_of(bench):
-        title = f"{name.capitalize()} (like the paper's {PANELS[name][0]})"
-        sections.append(Section(title, [theme.embedded(figure_of(bench, [name]), told, under)]))
+        sections.append(Section(PANELS[name][0], [theme.embedded(figure_of(bench, [name]), told, under)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
 
@@ -274,7 +278,7 @@ def page(bench: TaskBench) -> str:
 def alt_text(bench: TaskBench) -> str:
     """Returns in words what the pictures show."""
     rows = bench.at(bench.contexts[-1])
-    told = ", ".join(f"{row.name} {row.answers.share:.0%} at {row.speed.tpot_ns / 1e6:.3g} ms a token" for row in rows)
+    told = ", ".join(f"{row.name} {row.answers.share:.0%} at {row.speed.tpot_ns / 1e6:.3g} ms per token" for row in rows)
     return f"At {bench.contexts[-1]:,} tokens: {told}."
 
 

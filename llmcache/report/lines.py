@@ -96,7 +96,7 @@ def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
         place.set_ylim(bottom=0, top=1.05 * longest if comparable and longest else None)
-        place.set_ylabel("data fetch latency, modelled (s)")
+        place.set_ylabel("fetch latency (s, modelled)")
     legend_below(figure, axes)
     return figure
 
@@ -111,16 +111,17 @@ def _draw(axes: Axes, panel: Panel) -> None:
         marked = (order % every, every) if line.marked is None else list(line.marked)
         look = {"drawstyle": "steps-post", "markevery": marked, **line.look.line()}
         axes.plot(line.sizes_bytes / factor, line.values, label=line.label, **look)
+    falls = panel.lines[0].values[-1] < panel.lines[0].values[0]
     for size, name in panel.marks:
         axes.axvline(size / factor, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
             name,
-            (size / factor, 0),
+            (size / factor, 1 if falls else 0),  # away from the ends of the lines
             xycoords=("data", "axes fraction"),
-            xytext=(-3, 4),
+            xytext=(-3, -4 if falls else 4),
             textcoords="offset points",
             ha="right",
-            va="bottom",
+            va="top" if falls else "bottom",
             rotation=90,
             fontsize=7.5,
             color=MUTED,

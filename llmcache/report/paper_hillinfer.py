@@ -426,7 +426,7 @@ class HillInferResults:
 
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
     """Returns the paper recomputed. `quick` changes nothing: what is measured is saved."""
-    tell("asking the models")
+    tell("evaluating the models")
     paper = read_paper("hillinfer")
     results = HillInferResults(paper, measurements("hillinfer"))
     return Reproduction("hillinfer", paper, judge(paper, results.ours()), results.told(), lambda: _blocks(results))
@@ -442,15 +442,15 @@ def _blocks(found: HillInferResults) -> Blocks:
     told = "; ".join(f"{kind}, {share:.0%}: {of[0]:.3g} to {of[-1]:.3g} s" for kind, share, of in ends)
     beta = "; ".join(f"{name}: {min(of) / 1e6:.0f} to {max(of) / 1e6:.0f} ms" for name, of in found.sweep.items())
     blocks: dict[str, list[HtmlBlock]] = {
-        "The speed-ups: by how much not, and why": list(_why(found)),
-        "Memory (the paper's figure 2)": [picture(paper, "memory", _memory_figure(), told=memory)],
+        "Speed-ups: differences and reasons": list(_why(found)),
+        "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), told=memory)],
         places["transfers"]: [picture(paper, "transfers", _transfer_figure(found.transfers), told=told)],
         places["systems"]: [
             picture(paper, "speed-ups", _speedup_figure(paper, found.cases)),
             picture(paper, "latencies", _latency_figure(paper, found.cases)),
         ],
         places["beta"]: [picture(paper, "beta", _sweep_figure(found.sweep), told=beta)],
-        "The machine of the paper, number by number": [_machine_table(PAPER_PC)],
+        "Constants of the paper's machine": [_machine_table(PAPER_PC)],
         places["accuracy"]: [],
     }
     conditions = machine_words(measured)
@@ -461,7 +461,7 @@ def _blocks(found: HillInferResults) -> Blocks:
     if (accuracy := measured["accuracy"]) is not None:
         conditions.append(("answers", f"{accuracy['answers']}, contexts of {accuracy['tokens']:,} tokens"))
     for name, why in measured["missing"].items():
-        blocks[places[name]].append(Text(f"Not measured: {name}. {why}"))
+        blocks[places[name]].append(Text(f"Not measured: {name} ({why})."))
     return blocks | {"Conditions": [Facts(conditions)]}
 
 
@@ -480,18 +480,16 @@ def _why(found: HillInferResults) -> Iterator[HtmlBlock]:
         [paper.variants[name], *(f"{min(row):.2f} to {max(row):.2f}" for row in speedups(of).values())]
         for name, of in found.cases.items()
     ]
-    yield Table("Speed-ups end to end (modelled); the paper: 4.21 to 8.56", columns, ranges)
+    yield Table("End-to-end speed-up (modelled); in the paper: 4.21 to 8.56", columns, ranges)
     yield from (Text(text.format(**moved, **long, **rates)) for text in paper.data["why"])
     needs: list[list[Cell]] = [[paper.variants[name], *map(_rates, of.values())] for name, of in found.needed.items()]
-    yield Table(
-        "How fast the baselines' SSD would have to be read for 4.21 to 8.56 (GB/s, Qwen-7B, 4 K, modelled)", columns, needs
-    )
+    yield Table("SSD bandwidth of the baselines that gives 4.21 to 8.56 (GB/s, Qwen-7B, 4 K, modelled)", columns, needs)
     yield Fold("The readings", [Facts([(paper.variants[name], text) for name, text in paper.data["readings"].items()])])
 
 
 def _rates(ends: tuple[float, float]) -> str:
     if all(map(math.isnan, ends)):
-        return "no speed does it"
+        return "none"
     return " to ".join("any" if math.isnan(rate) else f"{rate / 1e9:.2f}" for rate in ends)
 
 
@@ -518,25 +516,27 @@ def _memory_figure() -> Figure:
         found: dict[str, Curve] = {}
         for look, model in zip(_TWO, SAID, strict=True):
             found[model] = (look, {place: use(MODELS[model], place).total / GIB for place in places})
-            found[f"{model}: the paper"] = (
+            found[f"{model}: paper"] = (
                 replace(look, colour=INK, dash="none", marker="X", front=9),
                 {said_at: SAID[model]},
             )
-        for limit, name in ((GPU_GB, "RTX 4090"), (PC_GB, "a typical PC, all memory")):
+        for limit, name in ((GPU_GB, "RTX 4090"), (PC_GB, "typical PC, all memory")):
             found[f"{name}: {limit} GB"] = (replace(_LIMIT, dash=(0, (2, limit / 10))), dict.fromkeys(places, float(limit)))
         return found
 
     panels = {
-        f"tokens of context, batch {BATCH}": curves(BY_CONTEXT, MEMORY_CONTEXT, lambda m, n: memory_use(m, n, BATCH)),
-        f"batch, context {MEMORY_CONTEXT:,}": curves(BY_BATCH, BATCH, lambda m, n: memory_use(m, MEMORY_CONTEXT, n)),
+        f"Over context (tokens), batch {BATCH}": curves(BY_CONTEXT, MEMORY_CONTEXT, lambda m, n: memory_use(m, n, BATCH)),
+        f"Over batch, context {MEMORY_CONTEXT:,}": curves(BY_BATCH, BATCH, lambda m, n: memory_use(m, MEMORY_CONTEXT, n)),
     }
-    return curves_figure(panels, "", "memory, modelled (GiB)", doubling=True)
+    return curves_figure(panels, "", "memory (GiB, modelled)", doubling=True)
 
 
 def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
     """Returns figure 3a, modelled and measured: seconds over context."""
     panels = {
-        kind: {f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)}
+        kind.capitalize(): {
+            f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)
+        }
         for kind, of in found.items()
     }
     return curves_figure(panels, "context (tokens)", "seconds", doubling=True)
@@ -546,7 +546,7 @@ def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
     """Returns figure 10: speed-ups end to end at every point, one panel a reading."""
     figure, axes = grid_of(len(cases))
     for panel, (name, found) in zip(axes, cases.items(), strict=True):
-        panel.axhspan(LEAST, MOST, color=FAINT, zorder=0, label=f"the paper: {LEAST} to {MOST}x")
+        panel.axhspan(LEAST, MOST, color=FAINT, zorder=0, label=f"paper: {LEAST} to {MOST}x")
         panel.axhline(1, color=MUTED, linewidth=0.8, zorder=1)
         # The four baselines side by side, so that none hides another.
         for shift, (baseline, row) in zip((-0.24, -0.08, 0.08, 0.24), speedups(found).items(), strict=True):
@@ -557,7 +557,7 @@ def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
         panel.minorticks_off()
         labels = [f"{model} {context // 1024} K" for model, context in found]
         panel.set_xticks(range(len(found)), labels, rotation=60, ha="right", fontsize=7.5)
-        panel.set(ylabel="speed-up, modelled", title=paper.variants[name])
+        panel.set(ylabel="speed-up (modelled)", title=paper.variants[name])
     legend_below(figure, axes)
     return figure
 
@@ -574,7 +574,7 @@ def _latency_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
         }
         for name in ("sizes", "flexgen-20")
     }
-    return curves_figure(panels, "context (tokens)", f"s per decode step, {LONGCHAT}, modelled", doubling=True, log=True)
+    return curves_figure(panels, "context (tokens)", "decode step (s, modelled)", doubling=True, log=True)
 
 
 def _sweep_figure(sweep: Mapping[str, Sequence[float]]) -> Figure:
@@ -583,6 +583,6 @@ def _sweep_figure(sweep: Mapping[str, Sequence[float]]) -> Figure:
         name: (look, {step: time / 1e6 for step, time in zip(STEPS, times, strict=True)})
         for look, (name, times) in zip(_TWO, sweep.items(), strict=True)
     }
-    along = f"beta, in multiples of fc/fs ({BETA_RULE:.3g})"
-    panels = {"Qwen-7B, 8 K: latency by the ratio of the pools": curves}
-    return curves_figure(panels, along, "ms per decode step, modelled", doubling=True)
+    along = f"beta, in multiples of fc/fs = {BETA_RULE:.3g}"
+    panels = {"Qwen-7B, 8 K: latency over the ratio of the pools": curves}
+    return curves_figure(panels, along, "decode step (ms, modelled)", doubling=True)

@@ -172,14 +172,14 @@ def _blocks(paper: Paper, measured: Mapping[str, Any]) -> Blocks:
         blocks[printed["section"]].append(table)
     facts = machine_words(measured)
     for task, bench in _benches(measured).items():
-        blocks[titles[TASKS[task]]] += [*_pictures(bench), Fold("The numbers", [kv_task.page_table(bench)])]
+        blocks[titles[TASKS[task]]] += [*_pictures(bench), Fold("All numbers", [kv_task.page_table(bench)])]
         facts.append((task, ", ".join(f"{what} {value}" for what, value in kv_task.facts(bench))))
     if rows := measured["lengths"]["rows"]:
         blocks[titles[TIMES]] += _times(paper, rows)
     for name, why in measured["missing"].items():
-        blocks[titles[TASKS.get(name, TIMES)]].append(Text(f"Not measured: {name}. {why}"))
-    blank = Table("Not measured", ["where", "what", "why"], paper.data["blank"])
-    return {**blocks, "What stays blank": [blank], "Conditions": [Facts(facts)]}
+        blocks[titles[TASKS.get(name, TIMES)]].append(Text(f"Not measured: {name} ({why})."))
+    blank = Table("Parts of the paper that are not measured", ["where", "what", "why"], paper.data["blank"])
+    return {**blocks, "Not measured": [blank], "Conditions": [Facts(facts)]}
 
 
 def _pictures(bench: TaskBench) -> list[HtmlBlock]:
@@ -194,7 +194,7 @@ def _pictures(bench: TaskBench) -> list[HtmlBlock]:
 
 def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
     """Figures 8 and 1: time of a token and memory over the context, a line for each cache; and the numbers."""
-    panels: dict[str, dict[str, theme.Curve]] = {"Time of a token (ms)": {}, "Keys, values and index in memory (MiB)": {}}
+    panels: dict[str, dict[str, theme.Curve]] = {"Time per token (ms)": {}, "Keys, values and index in memory (MiB)": {}}
     looks = kv_task.looks_of(row["policy"] for row in rows)
     for row in rows:
         memory = (row["memory"]["kv_bytes"] + row["memory"]["index_bytes"]) / (1 << 20)
@@ -202,7 +202,7 @@ def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
             curves.setdefault(row["title"], (looks[row["policy"]], {}))[1][row["tokens"]] = value
     figure = theme.curves_figure(panels, "context (tokens)", "", doubling=True)
     told = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
-    head = ["tokens", "cache", "a token (ms)", "times full", *(f"{part} (ms)" for part in PARTS)]
+    head = ["tokens", "cache", "per token (ms)", "relative to full", *(f"{part} (ms)" for part in PARTS)]
     cells: list[list[Cell]] = [
         [
             f"{row['tokens']:,}", row["title"], row["speed"]["tpot_ns"] / 1e6, row["times_stock"],

@@ -426,11 +426,11 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
         traces[name] = SHAPES[name]()
         sizes = [FootprintShare(Decimal(100 * step) / steps) for step in range(1, steps + 1)]
         apps[name] = app_of(name, title, simulate(traces[name], POLICIES, sizes))
-    tell("looking for loops")
+    tell("detecting loops")
     classes = {name: classify([trace]) for name, trace in traces.items()}
     judged = judge(paper, ours(apps, classes, measured["overhead"]["ns_per_block"]))
     told = {
-        "traces": "synthetic, shaped after sections 3.1 and 3.2; the paper's own are not public",
+        "traces": "synthetic, shaped after sections 3.1 and 3.2; those of the paper are not public",
         "latency_model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(FetchModel())},
         "cache_sizes_per_trace": {name: len(app.sizes_bytes) for name, app in apps.items()},
         "results": [row for app in apps.values() for row in _rows(app)],
@@ -512,22 +512,20 @@ def _blocks(
 ) -> dict[str, list[HtmlBlock]]:
     facts, overhead = paper.facts, measured["overhead"]
     took: list[list[Cell]] = [[policy_class(name).title, ns] for name, ns in overhead["ns_per_block"].items()]
-    head = f"Replay of {overhead['trace']}, half its footprint cached, one thread, median of {overhead['repeats']}"
+    head = f"Replay of {overhead['trace']} with half its footprint cached, one thread, median of {overhead['repeats']} runs"
     conditions = [
         ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}"),
-        ("traces", "synthetic, from llmcache.trace.shapes with its default seeds; times invented"),
+        ("traces", "synthetic, from llmcache.trace.shapes with its default seeds; the times are invented"),
         *machine_words(measured),
         ("replayed on", f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"),
     ]
     remote = [app for app in apps.values() if app.remote]
     return {
-        "Hit ratio against cache size (the paper's figure 4)": _ratios(paper, "on-device", on_device(apps)),
-        "Fetch latency against cache size (the paper's figure 5)": [_latencies(paper, apps, policy) for policy in AWARE],
-        "Overhead of a policy": [Table(f"{head} (measured)", ["policy", "ns per block"], took, digits=1)],
-        "Remote inference: no figure of the paper's": _ratios(paper, "remote", remote),
-        "Accesses (like the paper's figures 1 and 2)": [
-            _accesses(apps[name], trace, classes[name]) for name, trace in traces.items()
-        ],
+        "Hit ratio over cache size (figure 4)": _ratios(paper, "on-device", on_device(apps)),
+        "Fetch latency over cache size (figure 5)": [_latencies(paper, apps, policy) for policy in AWARE],
+        "Overhead of the policies": [Table(f"{head} (measured)", ["policy", "ns per block"], took, digits=1)],
+        "Remote inference (not in the paper)": _ratios(paper, "remote", remote),
+        "Accesses (as in figures 1 and 2)": [_accesses(apps[name], trace, classes[name]) for name, trace in traces.items()],
         "Conditions": [Facts(conditions)],
     }
 
@@ -546,8 +544,8 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
         shares = [f"{of[policy] / of[BELADY]:.0%}" for policy in AWARE]
         rows.append([app.title, format_size(app.footprint_bytes), *of.values(), *shares])
     many = len(apps[0].sizes_bytes)
-    columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]}, of Belady" for policy in AWARE)]
-    head = f"Mean hit ratio over {many} sizes, {1 / many:.1%} to 100 % of the footprint (modelled)"
+    columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]} / Belady" for policy in AWARE)]
+    head = f"Mean hit ratio over {many} sizes from {1 / many:.1%} to 100 % of the footprint (modelled)"
     return [picture(paper, name, ratio_figure(panels, "hit ratio"), told=told), Table(head, columns, rows)]
 
 

@@ -570,16 +570,16 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
         named = {one.claim.name: one for one in judged[about]}
         told = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
         blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=told)]
-    example = "LLaMA2-7B on PG19, by component (like figures 13, 15b and 16a)"
-    columns = ["where", "what", "why not"]
+    example = "LLaMA2-7B on PG19, by component (as in figures 13, 15b and 16a)"
+    columns = ["where", "what", "reason"]
     facts = paper.facts
     whose = ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}")
     return blocks | {
         example: list(_example(paper)),
-        "Not recomputed": [Table("What else the paper prints", columns, paper.data["not_recomputed"])],
+        "Not recomputed": [Table("Parts of the paper that are not recomputed", columns, paper.data["not_recomputed"])],
         "Conditions": [
             Facts([whose, *paper.data["conditions"].items()]),
-            _constants("Profiles of energies", PROFILES),
+            _constants("Energy profiles", PROFILES),
             _constants("Accelerators", {name: system.hardware for name, system in SYSTEMS.items()}),
             _constants("Policies", {name: system.policy for name, system in SYSTEMS.items()}),
             _constants("Models", MODELS),
@@ -589,9 +589,9 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
 
 PRINTED = Look(INK, "-", "s", 1.8, 6)
 LOOKS: dict[str, tuple[str, Look]] = {  # by profile: what the legend calls it
-    "paper": ("energies as printed", Look("#0072b2", "-", "o", 2.0)),
-    "public": ("public energies", Look("#d55e00", (0, (5, 1.5)), "^")),
-    "silicon": ("silicon's refresh", Look("#009e73", (0, (3, 1, 1, 1)), "D")),
+    "paper": ("modelled, profile paper", Look("#0072b2", "-", "o", 2.0)),
+    "public": ("modelled, profile public", Look("#d55e00", (0, (5, 1.5)), "^")),
+    "silicon": ("modelled, profile silicon", Look("#009e73", (0, (3, 1, 1, 1)), "D")),
 }
 
 
@@ -606,10 +606,10 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
     panels: dict[str, dict[str, Curve]] = {}
     for title, of in names.items():
         claims = {float(at): named[name] for at, name in of.items()}
-        panels[title] = {"printed": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
+        panels[title] = {"printed in the paper": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
         for profile, (told, look) in LOOKS.items():
             panels[title][told] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})
-    return curves_figure(panels, along, "efficiency, × Original+SRAM")
+    return curves_figure(panels, along, "efficiency, relative to Original+SRAM")
 
 
 def _example(paper: Paper) -> Iterator[HtmlBlock]:
@@ -621,7 +621,7 @@ def _example(paper: Paper) -> Iterator[HtmlBlock]:
     yield picture(paper, "example", energy_figure(found.rows), told=energies)
     yield picture(paper, "example", refresh_figure(found.rows), told=shares)
     rows: list[list[Cell]] = [[name, *map(joules, strategy_j(p).values())] for name, p in PROFILES.items()]
-    yield Table("Energy by refresh strategy (section 8.3.3), modelled", ["profile", *STRATEGIES], rows)
+    yield Table("Energy by refresh strategy (section 8.3.3, modelled)", ["profile", *STRATEGIES], rows)
     yield picture(paper, "roofline", roofline_figure(found.roofs), told=points)
 
 

@@ -223,6 +223,7 @@ FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
 MOST_LETTERS = 30  # of a file's name
 CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
+OP_NAMES = {"read": "read", "write": "write", "map": "page fault (map)"}
 CLASSES = tuple(CLASS_NAMES)
 """Where classes lie on each other (one of the reads, one of the writes), the later one is shown."""
 TINT = 0.2  # opacity of a class behind the accesses
@@ -274,11 +275,11 @@ def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5
     axes.imshow(image, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=3)
     axes.set_xlim(0, right)
     axes.set_ylim(0, 1)
-    axes.set(title=picture.title, xlabel="time (s)" if by_time else "accesses so far (4 KiB blocks)")
+    axes.set(title=picture.title, xlabel="time (s)" if by_time else "accesses (4 KiB blocks)")
     if not by_time:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_ylabel("block number in its file (4 KiB blocks)")
+    axes.set_ylabel("block number in the file (4 KiB blocks)")
     _block_ticks(axes, picture.bands)
     _right_edge(axes, picture)
     _legend(axes, picture)
@@ -412,7 +413,7 @@ def _name_inside(axes: Axes, band: Band, name: str) -> None:
 
 def _legend(axes: Axes, picture: AccessPicture) -> None:
     present = picture.grid.counts().sum(axis=(1, 2)) > 0
-    handles = [Patch(color=OP_COLOURS[op], label=op) for op, there in zip(OPS, present, strict=True) if there]
+    handles = [Patch(color=OP_COLOURS[op], label=OP_NAMES[op]) for op, there in zip(OPS, present, strict=True) if there]
     kinds = {shade.kind for shade in picture.shades}
     handles += [
         Patch(color=colour, alpha=0.55, label=f"{CLASS_NAMES[kind]} ({kind})")
@@ -422,7 +423,7 @@ def _legend(axes: Axes, picture: AccessPicture) -> None:
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(handles))
 
 
-STRIP_TEXT = "tinted, and at the right edge: narrow for SEQ, medium for LOOP, wide for HOT"
+STRIP_TEXT = "tinted; the strip at the right edge is narrow for SEQ, medium for LOOP and wide for HOT"
 
 
 def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
@@ -482,7 +483,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
         ("lost events", f"{provenance.lost_events:,}" if provenance.lost_events else ""),
         ("command", provenance.command),
         ("note", provenance.note),
-        ("one cell", f"{_cell(picture)}; the op that is most frequent in it colours it"),
+        ("one cell", f"{_cell(picture)}, in the color of its most frequent operation"),
         ("classes", STRIP_TEXT if picture.shades else ""),
         ("not shown", _left_out(picture)),
     ]
@@ -492,10 +493,10 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
     """Returns in a few lines what is seen, and what to know before believing it; all else is in `conditions`."""
     facts = dict(conditions(picture, source))
-    told = f"Source: {facts['source']}; {facts['accesses']}"
+    told = f"Source: {facts['source']}. {facts['accesses']}"
     told += f" in {facts['duration']}" if picture.grid.by_time else ""
     told += f"; {facts['lost events']} events lost" if "lost events" in facts else ""
-    told += f". A cell: {printable(_cell(picture))}."
+    told += f". One cell: {printable(_cell(picture))}."
     return told + (f" Not shown: {facts['not shown']}." if "not shown" in facts else "")
 
 
@@ -508,7 +509,7 @@ def alt_text(picture: AccessPicture) -> str:
         classes = f", {'/'.join(kinds)}" if kinds else ""
         blocks = f"blocks {span.first:,} to {span.end - 1:,}, {span.accesses:,} accesses"
         parts.append(f"{picture.names[band.file]}: {blocks}{classes}")
-    return f"{picture.title}: block numbers over {'time' if picture.grid.by_time else 'accesses'}. " + "; ".join(parts) + "."
+    return f"{picture.title}: block number over {'time' if picture.grid.by_time else 'accesses'}. " + "; ".join(parts) + "."
 
 
 def _cell(picture: AccessPicture) -> str:
@@ -531,14 +532,14 @@ def _left_out(picture: AccessPicture) -> str:
     if not rest:
         return ""
     share = sum(span.accesses for span in rest) / picture.survey.accesses
-    files = f"{len(rest)} further files with {share:.1%} of the accesses"
+    files = f"{len(rest)} more files with {share:.1%} of the accesses"
     if len(shown) == MOST_BANDS:
-        return f"{files}; --files GLOB chooses"
-    return f"{files}, each below {WORTH_A_BAND:.0%} of accesses and blocks; --files '*' shows {MOST_BANDS} files"
+        return f"{files} (choose files with --files GLOB)"
+    return f"{files}, each below {WORTH_A_BAND:.0%} of accesses and blocks (--files '*' shows {MOST_BANDS} files)"
 
 
 MOST_ROWS = 100
-COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "places", "times", "period (s)", "share (%)"]
+COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "ranges", "times", "period (s)", "share (%)"]
 
 
 def shades_of(rows: Sequence[Classification]) -> list[Shade]:
@@ -562,9 +563,9 @@ def classes_table(rows: Sequence[Classification], files: Container[int]) -> Tabl
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
     names = [names_line(row) for row in shown]
-    caption = "Classes, largest share of all accesses first (see: llmcache classify)"
+    caption = "Classes, largest share of all accesses first (see llmcache classify)"
     if rest:
-        caption += f"; {len(rest):,} more with {sum(row.share for row in rest):.1%} of the accesses are left out"
+        caption += f"; {len(rest):,} more rows with {sum(row.share for row in rest):.1%} of the accesses are not shown"
     columns = COLUMNS + (["tensors"] if any(names) else [])
     cells = [_cells(row) + ([name] if any(names) else []) for row, name in zip(shown, names, strict=True)]
     return Table(caption, columns, cells, digits=2)
@@ -584,7 +585,7 @@ def _cells(row: Classification) -> list[Cell]:
     ]
 
 
-LEAD = "Which blocks were accessed when, counted from the recorded accesses."
+LEAD = "Block accesses over time, counted from the recorded trace."
 
 
 def plot(

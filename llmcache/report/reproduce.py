@@ -38,8 +38,8 @@ COLOURS = {Verdict.CONFIRMED: "green", Verdict.PARTLY: "yellow", Verdict.NOT_CON
 BADGES = {verdict: Badge(verdict.value, kind) for verdict, kind in zip(Verdict, ("good", "fair", "bad"), strict=True)}
 WORDS = [verdict.value for verdict in Verdict]
 LEAD = (
-    "What four papers claim beside what is modelled or measured here. Every verdict is computed from numbers by a rule; "
-    "both stand on the page of the paper."
+    "The claims of four papers, compared with modelled and measured results. Every verdict is computed from numbers by a "
+    "rule; the page of the paper shows both."
 )
 Tell = Callable[[str], None]
 """Is told in words what begins."""
@@ -84,7 +84,7 @@ class Reproduction:
         for about in section.get("about", ()):
             if judged := self.claims.get(about):
                 rules: list[list[Cell]] = [[one.claim.name, one.claim.rule] for one in judged]
-                table = Table("When a claim counts as confirmed", ["claim", "rule"], rows=rules)
+                table = Table("Rules of the verdicts", ["claim", "rule"], rows=rules)
                 blocks += [self._claims(about, judged), Fold(table.caption, [table])]
         return Section(section["title"], blocks)
 
@@ -96,7 +96,7 @@ class Reproduction:
             for title in dict.fromkeys(title for title, _ in found):
                 counts = Counter(one.verdict for named, one in found if named == title)
                 rows.append([about, title, *(counts[verdict] for verdict in Verdict)])
-        return Table("Findings by verdict", ["claims about", "judged for", *WORDS], rows)
+        return Table("Number of findings by verdict", ["claims about", "variant", *WORDS], rows)
 
     def _claims(self, about: str, judged: Sequence[Judged]) -> Table:
         """The paper's words, then a row for each variant with verdict and number."""
@@ -107,8 +107,8 @@ class Reproduction:
                 variant = "" if name == OURS else self.paper.variants.get(name, name)
                 rows.append([*paper, variant, BADGES[found.verdict], found.words])
                 paper = ["", ""]
-        columns = ["paper", "section", "with", "verdict", f"ours ({self.paper.kinds[about]})"]
-        return Table(f"What the paper says: {about}", columns, rows)
+        columns = ["paper", "section", "variant", "verdict", f"ours ({self.paper.kinds[about]})"]
+        return Table(f"Claims about {about}", columns, rows)
 
 
 def reproduce(name: str, quick: bool, told: Tell) -> Reproduction:
@@ -134,12 +134,12 @@ def measurements(name: str) -> dict[str, Any]:
 def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns on which machine, when and how what is measured was measured, as names and values."""
     machine, missing = measured["machine"], measured.get("missing", {})
-    size = "small, on a machine that did other things too" if measured["quick"] else "in full"
+    size = "short run on a shared machine" if measured["quick"] else "full run"
     told = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
     return [
         ("measured on", told),
-        ("measured", f"{measured['date']}, {size}, by tools/bench papers"),
-        ("not measured", ", ".join(missing) or "nothing is missing of what can be measured"),
+        ("measured", f"{measured['date']}, {size}, with tools/bench papers"),
+        ("not measured", ", ".join(missing) or "none"),
     ]
 
 
@@ -276,10 +276,10 @@ def _index(entries: Sequence[IndexEntry]) -> str:
             for one in judged
             for variant, of in one.findings.items()
         ]
-        table = Table("Every claim", ["about", "paper", "variant", "verdict", "here"], rows)
+        table = Table("All claims", ["about", "paper", "variant", "verdict", "ours"], rows)
         sections.append(Section(entry.name, [table]))
-    caption = "Verdicts by paper; a claim has one for each variant it speaks of"
-    first = Section("Verdicts", [Table(caption, ["paper", "what of it", *WORDS, "seconds"], summary, 0)])
+    caption = "Number of verdicts by paper; a claim has one for each variant"
+    first = Section("Verdicts", [Table(caption, ["paper", "title", *WORDS, "seconds"], summary, 0)])
     return html_page("Four papers, recomputed", LEAD, [first, *sections])
 
 

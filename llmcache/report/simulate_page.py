@@ -19,8 +19,8 @@ from llmcache.units import BLOCK_BYTES, format_rate, format_size
 
 MODELLED = "modelled from the misses"
 LEAD = (
-    "Hits and bytes are counted exactly, block by block, from the recorded accesses; latencies and stalls are modelled from "
-    "the misses. Blocks are 4 KiB; MB are 10⁶ bytes."
+    "Hits and bytes are counted exactly, block by block, from the recorded accesses. Latencies and stalls are modelled from "
+    "the misses. A block has 4 KiB; 1 MB is 10⁶ bytes."
 )
 
 
@@ -55,7 +55,7 @@ def _facts(summary: Summary) -> HtmlBlock:
     facts = [
         ("source", summary.tier),
         ("rows", f"{summary.rows:,}"),
-        ("accesses", f"{summary.accesses:,} blocks: {summary.reads:,} read, {summary.writes:,} written"),
+        ("accesses", f"{summary.accesses:,} blocks: {summary.reads:,} reads, {summary.writes:,} writes"),
         ("footprint", f"{summary.footprint_blocks:,} blocks, {format_size(summary.footprint_bytes)}"),
     ]
     return Facts(facts + ([("lost events", f"{summary.lost_events:,}")] if summary.lost_events else []))
@@ -78,11 +78,11 @@ def _ratio_line(rows: Sequence[Result], exact: Curve | None) -> Line:
 
 
 def _known(rows: Sequence[Result], exact: Curve | None) -> str:
-    """Returns which parts of the lines are known."""
+    """Return which points of the lines are computed."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     whole = [] if exact is None or exact.policy not in policies else [f"{policy_class(exact.policy).title} at all sizes"]
     others = ["the others"] if whole and len(policies) > 1 else [] if whole else ["all"]
-    return ", ".join(whole + [f"{name} at the marks, drawn level up to the next" for name in others])
+    return ", ".join(whole + [f"{name} at the markers, drawn level up to the next" for name in others])
 
 
 def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -> HtmlBlock:
@@ -90,9 +90,9 @@ def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -
     with style():
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
     told = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
-    alt = f"Hit ratio over cache size, a line per policy, smallest to largest cache: {told}."
-    told = f"Hit ratio of {_named(summary)}: reads and writes in blocks of 4 KiB, counted by replay"
-    return embedded(figure, alt, f"{told}. Known: {_known(rows, exact)}.")
+    alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {told}."
+    told = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
+    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
 
 
 def _named(summary: Summary) -> str:
@@ -127,9 +127,9 @@ def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exac
     told = "; ".join(
         f"{panel.title} {panel.lines[0].values[0]:.3g} to {panel.lines[-1].values[-1]:.3g} s" for panel in panels
     )
-    alt = f"Latency over cache size, a line per bandwidth. Slowest, smallest to fastest, largest: {told}."
-    told = f"Time to fetch all that {_named(summary)} reads, modelled: {latency_note(model)}; writes fetch nothing"
-    return embedded(figure, alt, f"{told}. Known: {_known(rows, exact)}.")
+    alt = f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {told}."
+    told = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
+    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
 
 
 def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:
@@ -138,13 +138,13 @@ def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:
     with style():
         figure = ratio_figure([Panel("Miss ratio at all sizes", lines, _marks(summary, rows), linear=True)], "miss ratio")
     alt = f"Miss ratio of {lines[0].label} over cache size: {lines[0].values[0]:.3f} to {lines[0].values[-1]:.3f}."
-    many = f"{len(curve.sizes):,} of {len(exact.sizes):,} sizes are drawn, each is exact"
-    return embedded(figure, alt, f"Miss-ratio curve of {_named(summary)}: counted in one pass; {many}.")
+    many = f"{len(curve.sizes):,} of {len(exact.sizes):,} sizes are drawn; all values are exact"
+    return embedded(figure, alt, f"Miss-ratio curve of {_named(summary)}, counted in one pass. {many}.")
 
 
 def _stalls(summary: Summary, rows: Sequence[Result]) -> HtmlBlock:
     cells: list[list[Cell]] = [
-        ["no cache avoids", "", format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
+        ["first reads (no cache avoids them)", "", format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
         for one in summary.cold_stalls
     ]
     cells += [
@@ -152,8 +152,8 @@ def _stalls(summary: Summary, rows: Sequence[Result]) -> HtmlBlock:
         for row in rows
         for one in row.stalls
     ]
-    columns = ["policy", "cache", "storage", "slices that stall", "slices", "stall (s)"]
-    return Fold("Stalls", [Table(f"Slices of T in which more is missed than storage delivers ({MODELLED})", columns, cells)])
+    columns = ["policy", "cache", "storage", "stalled slices", "all slices", "stall (s)"]
+    return Fold("Stalls", [Table(f"Slices of T that miss more than storage delivers in T ({MODELLED})", columns, cells)])
 
 
 def _table(rows: Sequence[Result]) -> Table:
@@ -166,14 +166,14 @@ def _table(rows: Sequence[Result]) -> Table:
             row.cache_bytes / 1e6,
             row.hits,
             row.hit_ratio,
-            "nothing is read" if row.byte_hit_ratio is None else row.byte_hit_ratio,
+            "no reads" if row.byte_hit_ratio is None else row.byte_hit_ratio,
             row.storage_read_bytes / 1e6,
             row.evictions,
             *(latency.latency_s for latency in row.latencies),
         ]
         for row in rows
     ]
-    return Table("Counted, except latency", columns, cells)
+    return Table("Counted, except for the modelled latency", columns, cells)
 
 
 def _conditions(simulation: Simulation) -> HtmlBlock:

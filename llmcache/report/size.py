@@ -52,7 +52,7 @@ def lines(answer: Answer) -> Iterator[str]:
         yield from _ram(answer.ram, mixture)
         if answer.ram.fits_repacked is False and answer.model is not None:
             copies = f"llama.cpp copies {size_text(answer.model.repacked_bytes)} of the model"
-            yield f"  by default  {copies}, which do not fit: the kernel kills it (--no-repack avoids the copy)"
+            yield f"  by default  {copies}, which does not fit: the kernel kills it (--no-repack avoids the copy)"
 
 
 def _mixture(answer: Answer) -> MixtureBytes | None:
@@ -105,8 +105,8 @@ def _inputs(answer: Answer) -> Iterator[str]:
         yield f"loop        {size_text(size_bytes)} read once per token{_model_note(answer)}"
         if answer.model is not None and answer.model.repacked_bytes:
             copied = size_text(answer.model.repacked_bytes)
-            yield f"            by default, llama.cpp copies {copied} of it into its own memory (repacking);"
-            yield "            this is for --no-repack, or a build with GGML_CPU_REPACK=OFF"
+            note = f"by default, llama.cpp copies {copied} of it into its own memory (repacking)"
+            yield f"            {note}; this is for --no-repack, or a build with GGML_CPU_REPACK=OFF"
         if mixture is not None:
             yield (
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "

@@ -33,7 +33,9 @@ class NotRunnable(LlmcacheError):
 
     def __init__(self, command: str, code: int, reason: str, hint: str | None = None) -> None:
         usual = (
-            "name a program that is on PATH, or its path" if code == NOT_FOUND else "chmod +x it, or name its interpreter"
+            "check the name, or give the path of the program"
+            if code == NOT_FOUND
+            else "make it executable (chmod +x), or run it with its interpreter"
         )
         hint = hint or usual
         super().__init__(f"cannot run '{command}': {reason}", hint)
@@ -48,7 +50,7 @@ def resolve(command: str, path: str | None) -> str:
     exists = os.path.lexists(command) if "/" in command else shutil.which(command, os.F_OK, path) is not None
     if not exists or ("/" in command and not os.path.exists(command)):
         raise NotRunnable(command, NOT_FOUND, "no such program")
-    raise NotRunnable(command, NOT_EXECUTABLE, "a directory" if os.path.isdir(command) else "it is not executable")
+    raise NotRunnable(command, NOT_EXECUTABLE, "it is a directory" if os.path.isdir(command) else "it is not executable")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def user_of(name: str | None, environment: Mapping[str, str]) -> User | None:
         entry = pwd.getpwuid(int(chosen)) if chosen.isascii() and chosen.isdigit() else pwd.getpwnam(chosen)
     except KeyError:
         hint = "list users with: getent passwd" if name is not None else "unset SUDO_USER to run the command as root"
-        raise UsageError(f"{named_by}: there is no user '{chosen}'", hint) from None
+        raise UsageError(f"{named_by}: user '{chosen}' does not exist", hint) from None
     if entry.pw_uid == os.geteuid():
         return None
     if not is_root:
@@ -201,10 +203,10 @@ class Child:
         if failed:
             self.wait()
             if failed < 0 and self.user is not None:
-                hint = "this needs CAP_SETUID and CAP_SETGID; run the command as root with SUDO_USER unset"
+                hint = "this needs CAP_SETUID and CAP_SETGID; unset SUDO_USER to run the command as root"
                 raise EnvironmentProblem(f"cannot become user '{self.user.name}': {os.strerror(-failed)}", hint)
             if failed == errno.ENOENT:  # the program itself was found
-                hint = "its first line (#!) names the interpreter; file(1) shows the loader"
+                hint = "the first line of a script (#!) names its interpreter; file(1) shows the loader of a program"
                 raise NotRunnable(self.words[0], NOT_FOUND, "its interpreter or loader does not exist", hint)
             raise NotRunnable(self.words[0], NOT_EXECUTABLE, os.strerror(failed))
 

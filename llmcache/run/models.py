@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import stat
@@ -27,6 +28,8 @@ LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
 VARIABLES = tuple(f"LLAMA_ARG_{name}" for name in ("MODEL", "MMPROJ", "SPEC_DRAFT_MODEL", "MODEL_DRAFT", "MODELS_DIR"))
 """Of llama.cpp, which name a model file or a directory with such files."""
+DEPTH, DIRECTORIES_MAX = 5, 1 << 14
+"""Levels and directories of --dir that are searched: a Hugging Face hub cache has four levels."""
 _HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")
 
 
@@ -75,25 +78,34 @@ def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: 
         os.close(fd)
 
 
-def in_words(words: Iterable[str], environment: Mapping[str, str], directory: str) -> list[str]:
+def in_words(words: Iterable[str], environment: Mapping[str, str], directory: str, depth: int = 1) -> list[str]:
     """Return the absolute paths of the model files that the words of a command, and the engine's variables, name.
 
-    A word, or the value of `--option=value`, names a file, or a directory with model files. Shards of a named file are
-    included. Paths are relative to `directory`; a symbolic link stays the path.
+    A word, or the value of `--option=value`, names a file, or a directory with model files in up to `depth` levels. Shards
+    of a named file are included. Paths are relative to `directory`; a symbolic link stays the path.
     """
     found: dict[str, None] = {}
     named = [value for variable in VARIABLES if (value := environment.get(variable))]
     for word in (*words, *named):
         for text in {word, word.partition("=")[2]} - {""}:
             if "\0" not in text:
-                found |= dict.fromkeys(_models_at(os.path.normpath(os.path.join(directory, os.path.expanduser(text)))))
+                path = os.path.normpath(os.path.join(directory, os.path.expanduser(text)))
+                found |= dict.fromkeys(_models_at(path, depth))
     return list(found)
 
 
-def _models_at(path: str) -> Iterator[str]:
+def _models_at(path: str, depth: int) -> Iterator[str]:
+    """Yield the model files at `path`; of several paths of one file below a directory the first."""
     if os.path.isdir(path):
-        with contextlib.suppress(OSError):
-            yield from filter(is_model, sorted(entry.path for entry in os.scandir(path)))
+        seen: set[str] = set()
+        for where, directories, files in itertools.islice(os.walk(path), DIRECTORIES_MAX):
+            directories.sort()
+            if where.count(os.sep) - path.count(os.sep) >= depth - 1:
+                directories.clear()
+            for file in filter(is_model, (os.path.join(where, name) for name in sorted(files))):
+                if (real := os.path.realpath(file)) not in seen:
+                    seen.add(real)
+                    yield file
     elif is_model(path):
         yield from shards_of(path)
 
@@ -155,11 +167,11 @@ def check_process(option: str, pid: int) -> None:
     if pid == os.getpid():
         raise UsageError(f"{option}: {pid} is llmcache itself", hint)
     if int(fields["Tgid"]) != pid:
-        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"{option} {fields['Tgid']}")
+        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"use {option} {fields['Tgid']}")
     if fields["State"][0] in "ZX":
         raise EnvironmentProblem(f"{option}: process {pid} has ended", hint)
     if "VmSize" not in fields:
-        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a thread of the kernel, which reads no model", hint)
+        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a kernel thread, which reads no model", hint)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 

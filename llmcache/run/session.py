@@ -95,7 +95,7 @@ class Session:
         for source in sources:
             if (kind := fstype_at(source)) in IN_MEMORY:
                 self.refused[source] = kind
-                say(f"not steering {self._models_in(source)}: {source} is on {kind}, its files are in memory already")
+                say(f"not steering {self._models_in(source)}: {source} is on {kind}, so its files are already in memory")
         return [source for source in sources if source not in self.refused]
 
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
@@ -105,7 +105,7 @@ class Session:
         """
         mounted = steering.served_already(source)
         if mounted is not None:
-            say(f"{self._models_in(source)}: steered already by the mount on {mounted.point} ({mounted.mode})")
+            say(f"{self._models_in(source)}: already steered by the mount on {mounted.point} ({mounted.mode})")
         else:
             try:
                 mounted = steering.start(
@@ -167,8 +167,8 @@ def _described(path: str) -> str:
     except OSError:  # it was removed
         return os.path.basename(path)
     if (model := models.bytes_of(path)) is not None and model.experts is not None:
-        used = "" if model.used is None else f", {model.used} used"
-        facts.append(f"MoE, {model.experts} experts{used}")
+        experts = f"{model.experts} experts" if model.used is None else f"{model.used} of {model.experts} experts a token"
+        facts.append(f"MoE, {experts}")
     return f"{name} ({', '.join(facts)})"
 
 
@@ -198,7 +198,8 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories, *settings.named()] or words[1:]
     if user is not None:
         environment = user.environment(environment)
-    sources = session.without_memory(session.add(models.in_words(given, environment, _directory())))
+    depth = models.DEPTH if settings.directories else 1
+    sources = session.without_memory(session.add(models.in_words(given, environment, _directory(), depth)))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
     has_ended = False
@@ -208,13 +209,15 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
                 session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
             stack.callback(session.close)
             if reason is not None and not session.files:
-                hint = f"in place no file need be named, but {reason}; name one with --dir or --files"
+                hint = (
+                    f"name a model with --dir or --files; files that the command opens are found in place only, but {reason}"
+                )
                 raise UsageError(_not_found(given), hint)
             if settings.set_environment and sources:
                 room_bytes = min(settings.memory_bytes or sys.maxsize, tightest().available_bytes)
                 for name, value in engine_variables(session.files, words, environment, room_bytes).items():
                     environment[name] = value
-                    say(f"setting {name}={value}: llama.cpp would copy more weights than fit in memory (see --no-env)")
+                    say(f"setting {name}={value}, else llama.cpp copies more weights than fit in memory (see --no-env)")
             killed = oom_kills()
             if reason is None or all(map(steering.served_already, sources)):
                 child = _at_their_paths(session, words, program, environment, user, sources)
@@ -233,12 +236,12 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             session.renew(None)
             if child.status == signal.SIGKILL and oom_kills() > killed:
                 limit = "" if settings.memory_bytes is None else f" (--memory {format_size(settings.memory_bytes)})"
-                say(f"the kernel's OOM killer ended the command: it needs more memory than there is{limit}")
+                say(f"the kernel's OOM killer ended the command: it needs more memory than is available{limit}")
             _summarize(session, time.monotonic() - began, tokens.stop())
     except Exception as error:
         if not has_ended:
             raise
-        say(f"after the end of the command: {error}")
+        say(f"error after the end of the command: {error}")
     return child.end_alike()
 
 
@@ -251,8 +254,8 @@ def _directory() -> str:
 
 
 def _not_found(given: Sequence[str]) -> str:
-    looked = f"looked at: {' '.join(given)}" if given else "the command has no arguments"
-    return f"no model file is named: {looked}, and {', '.join(models.VARIABLES[:1])}"
+    looked = f"'{' '.join(given)}'" if given else "the command, which has no arguments,"
+    return f"no model file is named in {looked} or in {models.VARIABLES[0]}"
 
 
 def _at_their_paths(
@@ -302,15 +305,15 @@ def _over_fuse(
         environment |= {name: _moved(environment[name], points) for name in models.VARIABLES if name in environment}
         rewritten = [words[0], *(_moved(word, points) for word in words[1:])]
         child = Child(rewritten, program, environment, user=user, group=session.group)
-        way = f"by a mount of its own, with the paths among its arguments changed (no private namespace: {error.strerror})"
-    say(f"over FUSE {way}; not in place: {reason}")
+        way = f"by a separate mount, with the model paths in the arguments changed (no private namespace: {error.strerror})"
+    say(f"steering over FUSE {way}; not in place: {reason}")
     try:
         for source in sources:
             session.steer(source, points[source], "auto", child.pid, is_starting=True)
         if not session.steered:
             raise EnvironmentProblem(
-                "no model file can be steered here",
-                "llmcache doctor lists what this machine lacks; the command itself runs without llmcache as before",
+                "no model file can be steered on this machine",
+                "llmcache doctor shows what is missing; the command itself also runs without llmcache",
             )
     except BaseException:
         child.cancel()
@@ -335,7 +338,7 @@ def attach(pid: int, settings: RunSettings) -> int:
     if reason := why_not():
         raise EnvironmentProblem(
             f"cannot steer a running process: {reason}",
-            "its files are open already, and only in place can they be steered: use sudo, or start it with llmcache run",
+            "files that are already open can only be steered in place: use sudo, or start the command with llmcache run",
         )
     session = Session(settings)
     try:
@@ -350,7 +353,7 @@ def attach(pid: int, settings: RunSettings) -> int:
         tokens = stack.enter_context(_tokens_of(pid))
         with contextlib.suppress(KeyboardInterrupt):
             if not models.opened_by(pid):
-                say(f"process {pid} has no model file open: waiting until it opens one, or ends")
+                say(f"process {pid} has no model file open: waiting until it opens one or ends")
             _watch(session, pid, end, os.getpid())
         _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
@@ -391,7 +394,7 @@ def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
         except Exception as error:  # noqa: BLE001 - the command continues, whatever its observer meets
             if repr(error) not in said:
                 said.add(repr(error))
-                say(f"cannot look at the files of the command: {error!r}")
+                say(f"cannot examine the files of the command: {error!r}")
 
 
 def _ends_within(end: int, seconds: float) -> bool:
@@ -425,13 +428,13 @@ def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
             print(json.dumps(document), file=sys.stderr, flush=True)
         return
     if not session.files:
-        say("no model file was opened: nothing was steered")
+        say("the command opened no model file: nothing was steered")
         return
     for line in summary_lines(tokens):
         say(line)
     loops = [loop for _, stats in found if stats is not None for file in stats["files"] for loop in file["loops"]]
     if (ratio := page_cache_ratio(tokens, loops)) is not None:
-        say(f"the page cache alone would have needed about {ratio:.1f} times as long for a token (modelled)")
+        say(f"with the page cache alone, a token would take about {ratio:.1f} times as long (modelled)")
     for mounted, stats in found:
         if stats is not None:
             read, budget = (format_size(int(stats[key])) for key in ("backing_read_bytes", "budget_bytes"))

@@ -117,8 +117,8 @@ def remove_abandoned() -> None:
 def _failure(code: int, text: str) -> LlmcacheError:
     """Return the error that `llmcache mount` has printed, or the signal that has ended it."""
     if code < 0:
-        hint = "the memory of the cgroup may be too small (dmesg shows OOM kills)" if code == -signal.SIGKILL else None
-        return MountProblem(f"the daemon was ended by {signal.Signals(-code).name} when it started", hint)
+        hint = "the memory limit of the cgroup may be too small (dmesg shows OOM kills)" if code == -signal.SIGKILL else None
+        return MountProblem(f"the daemon was killed by {signal.Signals(-code).name} while it started", hint)
     lines = text.strip().splitlines()
     said = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[-1] if lines else "no message")
     hint = next((line.partition("hint: ")[2] for line in lines if line.startswith("hint: ")), None)

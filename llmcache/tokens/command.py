@@ -25,7 +25,7 @@ from llmcache.tokens.watch import TokenWatch
 
 END_POLL_S = 0.1
 LINES_PER_HEADING = 40
-_EXAMPLE = "llmcache tokens PID, llmcache tokens /mnt/models, or llmcache tokens -- COMMAND"
+_EXAMPLE = "llmcache tokens PID, llmcache tokens MOUNT, or llmcache tokens -- COMMAND"
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Settings:
     def __post_init__(self) -> None:
         """UsageError for a duration of nothing."""
         if self.seconds is not None and self.seconds <= 0:
-            raise UsageError("-d: the duration must be more than 0", "leave it out to observe until the process ends")
+            raise UsageError("-d: the duration must be more than 0", "omit -d to observe until the process ends")
 
 
 def observe(words: Sequence[str], settings: Settings) -> int:
     """Print the tokens of what `words` name; return the exit code. LlmcacheError: it cannot be observed."""
     if not words or list(words) == ["--"]:
-        raise UsageError("PID: which process is to be observed?", _EXAMPLE)
+        raise UsageError("PID: no process, mount or command is given", _EXAMPLE)
     if words[0] == "--":
         return _observe_command(words[1:], settings)
     if len(words) > 1:
-        raise UsageError(f"PID: '{words[1]}' follows '{words[0]}'; one process or mount is observed", _EXAMPLE)
+        raise UsageError(f"PID: give one process or mount, not '{words[0]}' and '{words[1]}'", _EXAMPLE)
     is_mount = not words[0].isdecimal()
     find = _clients_of(words[0]) if is_mount else ProcessTree(_checked(words[0]))
     with _Lines(settings, sys.stdout) as lines:
@@ -121,7 +121,7 @@ def _clients_of(path: str) -> Find:
     if mount is None:
         if not os.path.isdir(point):
             raise UsageError(f"PID: '{path}' is neither the number of a process nor a mount point", _EXAMPLE)
-        raise mountpoint.not_mounted(path, f"mount it first, or: {_EXAMPLE}")
+        raise mountpoint.not_mounted(path, f"mount it first, or use {_EXAMPLE}")
     mountpoint.ask(path, {"op": "stats"})
     source = control.files(point, mount.owner).describe().get("source") if mount.fstype == mountpoint.IN_PLACE else None
     directories = {point, *([source] if isinstance(source, str) else [])}

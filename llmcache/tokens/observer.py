@@ -41,9 +41,9 @@ class Observer:
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
-            raise EnvironmentProblem("single tokens can be observed by root only", "sudo llmcache tokens ...")
+            raise EnvironmentProblem("only root can observe single tokens", "sudo llmcache tokens ...")
         if not is_known_processor():
-            raise EnvironmentProblem("hardware breakpoints are used on x86-64 and arm64 only")
+            raise EnvironmentProblem("llmcache uses hardware breakpoints on x86-64 and arm64 only")
         self._object = BpfObject(OBJECT)
         files = [program for program, tracepoint in _FILES.items() if has_tracepoint(tracepoint)]
         self.sees_files = len(files) == len(_FILES)
@@ -54,10 +54,14 @@ class Observer:
         except LoadFailure as failure:
             self._object.close()
             hint = "tokens needs Linux 6.10 or later with BTF, root, and no lockdown"
-            raise EnvironmentProblem(f"the kernel refuses to observe processes: {failure}", hint) from failure
+            raise EnvironmentProblem(
+                f"the kernel rejects the BPF programs that observe processes: {failure}", hint
+            ) from failure
         if not self.look(os.getpid()):
             self._object.close()
-            raise EnvironmentProblem("the kernel lets no BPF program find processes", "tokens needs Linux 6.10 or later")
+            raise EnvironmentProblem(
+                "BPF programs cannot look up processes in this kernel", "tokens needs Linux 6.10 or later"
+            )
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - FRAME_BYTES)
         self._breakpoints: dict[int, list[int]] = {}
 
@@ -122,7 +126,7 @@ def _ending_ignored() -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             said, hint = (
                 "all hardware breakpoints of the process are in use",
-                "end its debugger, or other observers of its tokens",
+                "end its debugger, or other commands that observe its tokens",
             )
         else:
             said = f"hardware breakpoints cannot be set: {error.strerror}"

@@ -295,7 +295,7 @@ class TokenWatch:
         busy = [process for process in self._processes.values() if process.busy_ns > NOTE_NS]
         if not self._noted and (why := self._unseen(busy)):
             self._noted = True
-            self._on_note(f"cannot see tokens so far: {why}")
+            self._on_note(f"no tokens seen so far: {why}")
 
     def _unseen(self, processes: Sequence[_Process]) -> str | None:
         """Return the reason why no token of these processes was seen, if it is known."""
@@ -304,8 +304,8 @@ class TokenWatch:
         paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
         if not paths:
             return (
-                "the process maps no model file. If it is an engine, it has copied the weights (llama.cpp: start it "
-                "with --load-mode mmap, older: without --no-mmap), or has not loaded a model yet"
+                "the process maps no model file: it has not loaded a model yet, or it has copied the weights "
+                "(llama.cpp: start it with --load-mode mmap; older versions: without --no-mmap)"
             )
         for process in processes:
             for model in process.models:
@@ -314,8 +314,8 @@ class TokenWatch:
                     if (copied := find_copy(facts, model.size_bytes, 0)) is not None and copied.cause != "mlock":
                         return str(copied)
         return (
-            f"the process maps {', '.join(paths)} and reads none of the tensors that were watched: "
-            "it has copied the weights (to a GPU, or repacked), or has computed nothing yet"
+            f"the process maps {', '.join(paths)}, but reads none of the observed tensors: "
+            "it has copied the weights (to a GPU, or repacked), or has not computed anything yet"
         )
 
     # Events

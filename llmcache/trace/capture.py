@@ -51,7 +51,7 @@ from llmcache.trace.record import (
     locked_extra,
 )
 from llmcache.trace.records import ACCESS, BLOCK, EVICT, FILL, MATCHED, POLL_S, SAMPLED, Scope
-from llmcache.units import BLOCK_BYTES, format_duration, format_size
+from llmcache.units import BLOCK_BYTES, format_duration, format_percent, format_size
 
 SCHEMA = "llmcache.capture/1"
 BLOCK_SCHEMA = "llmcache.block/1"
@@ -84,9 +84,9 @@ class CaptureSettings:
     def __post_init__(self) -> None:
         """UsageError, naming the option, for what cannot be."""
         if Path(self.output).suffix.lower() != PARQUET:
-            raise UsageError(f"-o: '{self.output}' must end in {PARQUET}", "llmcache convert makes other formats of it")
+            raise UsageError(f"-o: '{self.output}' must end in {PARQUET}", "llmcache convert writes other formats")
         if self.seconds is not None and self.seconds <= 0:
-            raise UsageError("-d: the duration must be more than 0", "leave it out to record until the process ends")
+            raise UsageError("-d: the duration must be more than 0", "omit -d to record until the process ends")
         if self.rerefs_s is not None and self.rerefs_s <= 0:
             raise UsageError("--mmap-rerefs: the interval must be more than 0", "for example: --mmap-rerefs 1s")
 
@@ -175,7 +175,7 @@ class Captured:
 
     def lines(self) -> list[str]:
         """Returns the summary for people."""
-        ratio = "" if self.miss_ratio is None else f", {self.miss_ratio:.1%} from storage"
+        ratio = "" if self.miss_ratio is None else f", {format_percent(self.miss_ratio)} from storage"
         made = [
             f"{self.trace}: {self.rows} rows in {format_duration(self.duration_s * 1e9)}; {self.ending}",
             f"accessed: {format_size(self.blocks * BLOCK_BYTES)} in {len(self.files)} files{ratio}",
@@ -188,7 +188,7 @@ class Captured:
         if self.left_out_rows:
             made.append(f"left out by --path: {self.left_out_rows} rows")
         if self.unnamed_files:
-            made.append(f"files without a name, closed before it could be looked up: {self.unnamed_files}")
+            made.append(f"files without a name, because they were closed too early: {self.unnamed_files}")
         made += [f"also written: {path}" for path in self.beside]
         return made + [f"note: {remark}" for remark in self.remarks]
 
@@ -391,12 +391,12 @@ class _Capture:
 
     def _say_begin(self) -> None:
         name = os.path.basename(self._target.command.split(" ", 1)[0] or "?")
-        say(f"llmcache trace: recording {self._target.pid} ({name}), tier {self._source.name}; Ctrl-C ends")
+        say(f"llmcache trace: recording {self._target.pid} ({name}), tier {self._source.name}; Ctrl-C to stop")
         say(f"cannot see: {self._source.cannot_see}")
         for remark in self._source.remarks:
             say(f"note: {remark}")
         if self._better_tiers:
-            say(f"better tiers cannot record here: {self._better_tiers}")
+            say(f"better tiers are not available: {self._better_tiers}")
 
     def _say_line(self, span_s: float) -> None:
         """What happened in the last `span_s` seconds, in less than 80 columns."""
@@ -404,9 +404,9 @@ class _Capture:
         seconds, lost = time.monotonic() - self._started_s, self._source.lost
         rows, blocks = (now.rows - before.rows) / span_s, (now.blocks - before.blocks) / span_s
         known, missed = now.known_blocks - before.known_blocks, now.missed_blocks - before.missed_blocks
-        miss = f"{missed / known:7.1%}" if known else "      -"
+        miss = f"{format_percent(missed / known if known else None):>7}"
         speed = f"{rows:10.0f} {blocks:10.0f} {blocks * BLOCK_BYTES / 1e6:9.1f}"
-        say(f"{seconds:7.1f}s {speed} {miss} {len(now.by_file):7d} {lost:9d}")
+        say(f"{seconds:6.1f} s {speed} {miss} {len(now.by_file):7d} {lost:9d}")
         self._shown_counts = dataclasses.replace(now)
 
 
@@ -485,7 +485,7 @@ class BlockRequests:
         if not self._requests:
             return "no block requests"
         latency = format_duration(self._latency_us / self._requests * 1e3)
-        return f"{self._requests} block requests, {format_size(self._blocks * BLOCK_BYTES)}, {latency} each on average"
+        return f"{self._requests} block requests, {format_size(self._blocks * BLOCK_BYTES)}, mean latency {latency}"
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
         """Give the file its name."""

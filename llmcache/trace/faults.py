@@ -277,8 +277,11 @@ class Strace:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._process.kill()
                 said = self._process.communicate()[1].decode(errors="replace").strip()
-                reason = said.splitlines()[0] if said else "it does not attach"
-                raise EnvironmentProblem(f"strace: {reason}", "only your own processes without root, and no other debugger")
+                reason = said.splitlines()[0] if said else "it cannot attach"
+                raise EnvironmentProblem(
+                    f"strace: {reason}",
+                    "without root, it attaches only to your own processes, and only where no debugger is attached",
+                )
             time.sleep(0.005)
 
     @property
@@ -388,11 +391,11 @@ class FaultSource(Source):
     """See `sees` and `cannot_see`."""
 
     name = "faults"
-    sees = "the page of every page fault in a mapped file; reads and writes by call where strace is installed"
+    sees = "the page of every page fault in a mapped file; with strace also reads and writes by system call"
     cannot_see = (
-        "whether the page cache had the blocks; accesses to pages that are mapped already or were mapped around a fault; "
-        "faults in calls of the kernel, and where mremap has put a file; io_uring; where files go that were open before, "
-        "unless they are read at offsets"
+        "cache hits and misses; accesses to pages that are already mapped, or that the kernel maps around a fault; page "
+        "faults inside system calls; files that mremap has moved; io_uring; the offsets of reads in files that were open "
+        "before the recording, unless the calls name them (pread)"
     )
     pages = False
     requests = False
@@ -408,11 +411,11 @@ class FaultSource(Source):
     def probe(cls) -> str | None:
         """Why not here: perf events are forbidden, or there are none."""
         if not is_known_processor():
-            return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+            return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
         try:
             os.close(_opened(os.getpid(), 0, True))
         except PermissionError:
-            return "perf events are forbidden (kernel.perf_event_paranoid is above 2)"
+            return "perf events are not allowed (kernel.perf_event_paranoid is above 2)"
         except OSError as error:
             return f"perf events: {error.strerror}"
         return None
@@ -427,13 +430,13 @@ class FaultSource(Source):
             if shutil.which("strace"):
                 self._strace = Strace(scope, self.paths)
             else:
-                self.remarks.append("not recorded: reads and writes by call (strace is not installed)")
+                self.remarks.append("not recorded: reads and writes by system call (strace is not installed)")
         except BaseException as error:
             self._close()
             if isinstance(error, PermissionError):
-                raise EnvironmentProblem("that process belongs to somebody else", "sudo llmcache trace …") from error
+                raise EnvironmentProblem("the process belongs to another user", "sudo llmcache trace …") from error
             if isinstance(error, OSError):
-                raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", "try as root") from error
+                raise EnvironmentProblem(f"cannot open perf events: {error.strerror}", "try as root") from error
             raise
 
     def _attach(self, scope: Scope) -> None:
@@ -509,5 +512,5 @@ class FaultSource(Source):
         if self._strace is not None:
             self._strace.close()
             if self._strace.guessed:
-                self.remarks.append(f"offsets guessed, of files that were open before: {self._strace.guessed}")
+                self.remarks.append(f"guessed offsets, in files that were open before the recording: {self._strace.guessed}")
             self._strace = None

@@ -219,15 +219,15 @@ class LockedBytes:
             if before and (size_bytes := min(before, self._bytes(file))):
                 self.by_file[file.id] = size_bytes
                 self.remarks.append(
-                    f"{file.path}: its mount (llmcachefs) keeps {format_size(size_bytes)} of the loop locked, "
-                    "read without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
+                    f"{file.path}: its mount (llmcachefs) has pinned {format_size(size_bytes)} of the loop; reads of them "
+                    "through mmap are not in the trace, and llmcache classify adds them to the loop"
                 )
 
     def _bytes(self, file: TraceFile) -> int:
         try:
             return self._ask(file)
         except LlmcacheError as error:
-            self.remarks.append(f"{file.path}: how much of it its mount keeps locked is not known: {error.message}")
+            self.remarks.append(f"{file.path}: the bytes that its mount has pinned are unknown: {error.message}")
             return 0
 
 

@@ -123,14 +123,14 @@ def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
         table.add_row(printable(file.path), size, format_size(file.touched_bytes), str(file.accesses), str(file.rows))
     console.print(table)
     if len(info.files) > _MOST_FILES:
-        console.print(f"and {len(info.files) - _MOST_FILES} more files, which --json lists")
+        console.print(f"and {len(info.files) - _MOST_FILES} more files (see --json)")
 
 
 def _facts(info: TraceInfo) -> list[tuple[str, str]]:
     origin = info.provenance
     facts = [
-        ("accessed", f"{format_size(info.accessed_bytes)}, of it {format_size(info.touched_bytes)} distinct"),
-        ("time", f"{format_duration(info.duration_ns)}, from {info.start_ns} ns"),
+        ("accessed", f"{format_size(info.accessed_bytes)}, {format_size(info.touched_bytes)} distinct"),
+        ("time", f"{format_duration(info.duration_ns)}, starting at {info.start_ns} ns"),
         ("ops", _counts(info.ops)),
         ("cache", _counts(info.misses)),
         ("processes", str(len(info.pids))),
@@ -141,7 +141,7 @@ def _facts(info: TraceInfo) -> list[tuple[str, str]]:
         ("note", origin.note),
     ]
     for name, value in sorted(origin.extra.items()):
-        facts.append((name, value if len(value) <= _LONGEST_EXTRA else f"{len(value)} characters, which --json shows"))
+        facts.append((name, value if len(value) <= _LONGEST_EXTRA else f"{len(value)} characters (see --json)"))
     return [(name, value) for name, value in facts if value]
 
 

@@ -77,9 +77,9 @@ class Feature:
 def supported() -> str | None:
     """Why BPF programs of any tier cannot work on this machine, or None."""
     if platform.machine() not in _CALLS:
-        return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+        return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
     if not Path("/sys/kernel/btf/vmlinux").exists():
-        return "the kernel has no BTF (/sys/kernel/btf/vmlinux): CONFIG_DEBUG_INFO_BTF"
+        return "the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)"
     return None
 
 
@@ -207,8 +207,8 @@ _WRITES = (
     Feature([["uring_wrote"], ["uring_wrote_older"]], "writes through io_uring"),
 )
 _STORES = Feature([["stored"]], "writes through mappings")
-_MADE = Feature([["dirtied"]], "which fills were pages made by writes")
-_FILLS = Feature([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
+_MADE = Feature([["dirtied"]], "which cache fills are pages created by writes")
+_FILLS = Feature([["filled", "evicted"]], "cache fills and evictions, so hits and misses are unknown")
 _DIRECT = Feature([["read_direct"]], "O_DIRECT reads")
 _HUGE = Feature([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block requests")
@@ -244,7 +244,7 @@ class BpfSource(Source):
         try:
             KernelPrograms(cls.features(Scope(())), follow=True, coalesce=True).close()
         except LoadFailure as failure:
-            return f"the kernel refuses {failure.program or 'the programs'}: {os.strerror(failure.number)}"
+            return f"the kernel rejects {failure.program or 'the BPF programs'}: {os.strerror(failure.number)}"
         except EnvironmentProblem as problem:
             return problem.message
         return None
@@ -256,9 +256,9 @@ class BpfSource(Source):
             self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
-            said = f"the kernel refuses tier '{self.name}': {failure}"
-            raise EnvironmentProblem(said, "choose another with --tier") from failure
-        self.remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
+            said = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
+            raise EnvironmentProblem(said, "choose another tier with --tier") from failure
+        self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
             raise scope.nobody()
@@ -314,9 +314,9 @@ class FilemapSource(BpfSource):
         "and mapping; cache fills and evictions"
     )
     cannot_see = (
-        "accesses to pages that are mapped already; which blocks around a page fault were touched; the beginning of an "
-        "io_uring read, sendfile or splice that goes beyond what was read ahead; reads of tmpfs; "
-        "O_DIRECT past iomap (raw devices, btrfs before 5.16, FUSE, NFS); copy_file_range and splice into a file"
+        "accesses to pages that are already mapped; which blocks around a page fault were touched; the beginning of an "
+        "io_uring read, sendfile or splice that goes beyond the data read ahead; reads of tmpfs; O_DIRECT that bypasses "
+        "iomap (raw devices, btrfs before 5.16, FUSE, NFS); copy_file_range and splice into a file"
     )
 
     @classmethod
@@ -324,7 +324,7 @@ class FilemapSource(BpfSource):
         """As for all; without the tracepoints nothing else need be asked."""
         reason = supported()
         if reason is None and not _described():
-            return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
+            return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"
         return reason or super().probe()
 
 
@@ -335,7 +335,7 @@ class FexitSource(BpfSource):
     programs = ("read_returned", "fault_returned", "mapped", "map_returned")
     sees = "reads by call, io_uring and page faults, block by block; writes; cache fills and evictions"
     cannot_see = (
-        "sendfile and splice; accesses to pages that are mapped already; which blocks around a page fault were touched; "
+        "sendfile and splice; accesses to pages that are already mapped; which blocks around a page fault were touched; "
         "reads of tmpfs; O_DIRECT before Linux 6.6"
     )
 
@@ -346,7 +346,7 @@ class SyscallSource(BpfSource):
     name = "syscalls"
     programs = ("read_call_returned",)
     sees = "what read, pread, readv, preadv and preadv2 returned, whatever the file system; writes by call and io_uring"
-    cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; whether the page cache had the blocks"
+    cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; cache hits and misses"
     pages = False
 
 
@@ -374,7 +374,7 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
     the processes cannot be recorded by any.
     """
     if tier not in (AUTO, *SOURCES):
-        raise UsageError(f"--tier: '{tier}' is unknown", f"known are: {', '.join([AUTO, *SOURCES])}")
+        raise UsageError(f"--tier: '{tier}' is unknown", f"use one of: {', '.join([AUTO, *SOURCES])}")
     passed_over: dict[str, str] = {}
     for name in SOURCES if tier == AUTO else [tier]:
         started = _started(SOURCES[name], scope)
@@ -383,7 +383,7 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
         passed_over[name] = started
     if tier == AUTO:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-        raise EnvironmentProblem(f"nothing on this machine can record this: {reasons}", "as root: sudo llmcache trace …")
+        raise EnvironmentProblem(f"no tier can record this on this machine: {reasons}", "try as root: sudo llmcache trace …")
     others = (name for name, other in SOURCES.items() if name != tier and not _unseen(other, scope))
     works = next((name for name in others if SOURCES[name].probe() is None), None)
     hint = f"--tier {works} works here" if works else "no other tier works here either: most need root"

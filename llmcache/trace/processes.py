@@ -62,12 +62,12 @@ def target_of(words: Sequence[str]) -> Target:
     UsageError: no process, or several; EnvironmentProblem: there is none.
     """
     if not words or words == ("--",):
-        raise UsageError("PID: what is to be recorded?", "llmcache trace PID, or llmcache trace -- CMD…")
+        raise UsageError("PID: no process or command is given", "llmcache trace PID, or llmcache trace -- CMD…")
     if words[0] == "--":
         return _spawned(words[1:])
     if len(words) > 1:
-        hint = f"with its children; a command goes after --: llmcache trace -- {' '.join(words)}"
-        raise UsageError(f"PID: '{words[1]}' after process {words[0]}: one process is recorded", hint)
+        hint = f"its children are recorded as well; to start a command: llmcache trace -- {' '.join(words)}"
+        raise UsageError(f"PID: give one process, not '{words[0]}' and '{words[1]}'", hint)
     pid = int(words[0]) if re.fullmatch("[0-9]{1,20}", words[0]) else _named(words[0])
     if pid == os.getpid():
         raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
@@ -79,7 +79,7 @@ def _spawned(command: Sequence[str]) -> Target:
     """The command, started but waiting; its process number does not change when it is released."""
     if shutil.which(command[0]) is None:
         problem = "cannot be executed" if os.path.exists(command[0]) else "not found"
-        raise UsageError(f"CMD: '{command[0]}' {problem}", "a process is given by its number, a command by name or path")
+        raise UsageError(f"CMD: '{command[0]}' {problem}", "give a command by its name or path")
     waiting, gate = os.pipe()
     try:
         pid = os.posix_spawn(
@@ -98,13 +98,13 @@ def _named(name: str) -> int:
     """Number of the one process that is called `name`, by the kernel or by its command line."""
     found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
     if not found:
-        hint = f"{_LIST}; a command that is to be started goes after --: llmcache trace -- {name}"
+        hint = f"{_LIST}; to start a command: llmcache trace -- {name}"
         raise EnvironmentProblem(f"PID: no process is called '{name}'", hint)
     if len(found) > 1:
         shown = [f"{pid} ({printable(_command_line(pid)[:_LONGEST_LISTED])})" for pid in sorted(found)[:_MOST_LISTED]]
         more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
         said = f"PID: {len(found)} processes are called '{name}': {', '.join(shown)}{more}"
-        raise UsageError(said, "give the number of one")
+        raise UsageError(said, "give the number of one of them")
     return found[0]
 
 
@@ -123,11 +123,11 @@ def _check(pid: int) -> None:
         fields = status_of(pid)
         flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
     except (OSError, IndexError) as error:
-        raise EnvironmentProblem(f"PID: process {pid} is not there", _LIST) from error
+        raise EnvironmentProblem(f"PID: process {pid} does not exist", _LIST) from error
     if int(fields["Tgid"]) != pid:
-        raise EnvironmentProblem(f"PID: {pid} is a thread of process {fields['Tgid']}", f"record {fields['Tgid']}")
+        raise EnvironmentProblem(f"PID: {pid} is a thread of process {fields['Tgid']}", f"record process {fields['Tgid']}")
     if flags & _KERNEL_THREAD:
-        raise EnvironmentProblem(f"PID: {pid} ({fields['Name']}) is a thread of the kernel: it has no files", _LIST)
+        raise EnvironmentProblem(f"PID: {pid} ({fields['Name']}) is a kernel thread, which has no files", _LIST)
     if fields["State"].startswith(("Z", "X")):
         raise EnvironmentProblem(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
 

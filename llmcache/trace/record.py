@@ -33,7 +33,7 @@ from llmcache.units import BLOCK_BYTES
 FORMAT = "llmcache.trace/1"
 KEY = b"llmcache.trace"
 LOCKED = "locked_bytes"
-_CHANGED = "the file was changed or is damaged: record or convert it again"
+_CHANGED = "the file is damaged or was modified: record or convert it again"
 _LIMITS = {"id": 1 << 32, "dev": 1 << 64, "inode": 1 << 64, "generation": 1 << 64, "size_bytes": 1 << 63}
 
 
@@ -60,7 +60,7 @@ class TraceFile:
         try:
             os.fsencode(self.path)
         except UnicodeEncodeError:
-            raise DataError(f"files: path {self.path!a} is not what any bytes are read as", _CHANGED) from None
+            raise DataError(f"files: path {self.path!a} is not a valid path", _CHANGED) from None
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
         raise DataError(f"metadata: not JSON: {error}", _CHANGED) from error
     if not isinstance(document, dict) or document.get("schema") != FORMAT:
         found = document.get("schema") if isinstance(document, dict) else None
-        raise DataError(f"schema: {reprlib.repr(found)}, not '{FORMAT}'", "written by another version of llmcache")
+        raise DataError(
+            f"schema: {reprlib.repr(found)}, not '{FORMAT}'", "the file was written by another version of llmcache"
+        )
     table = file_table(files_of(document.get("files")))
     return table, _entry(Provenance, document.get("provenance"), "provenance")
 
@@ -183,7 +185,7 @@ LAST_BLOCK = (1 << 63) // BLOCK_BYTES  # one past the last block of the largest 
 # What a file may have grown, by somebody who was not traced, since its size was noted. Growth by traced writes is known
 # exactly. Generous: to refuse a good trace is worse than to take a damaged one whose damage looks plausible.
 GROWTH_BLOCKS = (64 << 30) // BLOCK_BYTES
-_HINT = "the trace is damaged, or what wrote it has a fault"
+_HINT = "the trace is damaged, or the program that wrote it has a bug"
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
     beyond = columns.first > LAST_BLOCK - columns.count.astype(np.uint64)
     _no(beyond, "first", columns.first, "the run ends beyond the largest file", row)
     if int(columns.t_ns[0]) < after_ns:
-        raise DataError(f"t_ns: row {row} has {columns.t_ns[0]}, the row before it {after_ns}; must ascend", _HINT)
+        raise DataError(f"t_ns: row {row} has {columns.t_ns[0]}, the row before it {after_ns}: times must ascend", _HINT)
     _no(np.concatenate(([False], columns.t_ns[1:] < columns.t_ns[:-1])), "t_ns", columns.t_ns, "times must ascend", row)
 
 
@@ -325,7 +327,7 @@ def largest(ids: NDArray[Any], values: Uint64s) -> tuple[NDArray[Any], Uint64s]:
 
 BATCH_ROWS = 1 << 16
 GROUP_ROWS = 1 << 17  # what a reader holds in memory at once: 4 MiB of columns
-_FOREIGN = "not a trace of llmcache; its formats are listed by: llmcache convert --help"
+_FOREIGN = "this is not a trace of llmcache; llmcache convert --help lists the formats"
 
 
 class Trace:
@@ -583,7 +585,7 @@ class TraceWriter:
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     """A with block that reads `path`: its OSErrors become UsageError (no such file) or EnvironmentProblem."""
     if os.path.isdir(path):
-        raise UsageError(f"'{path}' is a directory", "name a file")
+        raise UsageError(f"'{path}' is a directory", "give the name of a file")
     try:
         yield
     except FileNotFoundError as error:
@@ -615,7 +617,7 @@ def _check_schema(path: Path, schema: Any) -> None:
             raise DataError(f"{name}: '{path}' has this column twice", _FOREIGN)
         if schema.field(name).type != SCHEMA.field(name).type:
             found, wanted = schema.field(name).type, SCHEMA.field(name).type
-            raise DataError(f"{name}: '{path}' has {found}, must be {wanted}", _FOREIGN)
+            raise DataError(f"{name}: '{path}' has type {found}, must be {wanted}", _FOREIGN)
     if extra := [name for name in schema.names if name not in COLUMNS]:
         raise DataError(f"{extra[0]}: '{path}' has a column that a trace does not have", _FOREIGN)
 
@@ -675,7 +677,7 @@ class BlockSpace:
                 waiting, rows = [], 0
         starts, ends = _merged(starts, ends, waiting)
         if len(starts) == 0:
-            raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
+            raise DataError("rows: the trace is empty", "record it again, or look at it with: llmcache info FILE")
         return cls(starts, ends)
 
     def within(self, file: int, first: int, end: int) -> Int64s:

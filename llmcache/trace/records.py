@@ -107,7 +107,7 @@ class Scope:
 
     def nobody(self) -> EnvironmentProblem:
         """Returns the error that none of the targets runs."""
-        said = f"process {', '.join(map(str, self.targets))} is not there"
+        said = f"process {', '.join(map(str, self.targets))} does not exist"
         return EnvironmentProblem(said, "list processes with: ps -e")
 
 

@@ -48,7 +48,7 @@ def test_the_server_answers_alike_and_its_tokens_and_copies_are_reported(model: 
     said, summary = done.stderr.splitlines()[:-1], json.loads(done.stderr.splitlines()[-1])
     assert any("steering q4_k_m.gguf (" in line for line in said), said
     copied = next(line for line in said if "has copied" in line)
-    assert "rearranged (repacking)" in copied and "--no-repack" in copied
+    assert "by repacking" in copied and "--no-repack" in copied
     assert summary["schema"] == "llmcache.run/1" and summary["files"] == [str(model)]
     (steered,) = summary["steered"]
     assert steered["mode"] == "inplace"
@@ -64,7 +64,9 @@ def test_a_command_that_the_oom_killer_ends(model: Path) -> None:
     done = llmcache("run", "--memory", "72Mi", "--", *answers(1, 4, 2)("", model), timeout=240)
     assert done.returncode == -9, done.stderr[-2000:]
     assert "setting LLAMA_ARG_NO_REPACK=1" in done.stderr
-    assert "the kernel's OOM killer ended the command: it needs more memory than there is (--memory 75.5 MB)" in done.stderr
+    assert (
+        "the kernel's OOM killer ended the command: it needs more memory than is available (--memory 75.5 MB)" in done.stderr
+    )
 
 
 GENERATE = """

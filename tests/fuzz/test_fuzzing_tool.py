@@ -87,7 +87,7 @@ def test_names_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzzing.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
     assert {"gguf", "safetensors", "parquet", "recording", "spill", "control-lines", "spill-operations"} <= set(names)
-    with pytest.raises(UsageError, match="no 'nonsense'"):
+    with pytest.raises(UsageError, match="no target 'nonsense'"):
         fuzzing.main(["nonsense"])
 
 

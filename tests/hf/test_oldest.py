@@ -25,7 +25,7 @@ def test_the_oldest_transformers_does_the_same() -> None:
     # what transformers has no part in: policies, trees, the device, disks, settings, and contexts that are handed over.
     others = "qwen2 or qwen3 or mistral or gemma- or gemma2 or mha or short or mass or h2o or icecache or csd or emulated"
     alone = "disk or trees or handed or half_precision or break_even or padding_never or chosen_as or disturb or padded_one"
-    same = "settings or broken_off_leaves or killed or nobody or two_caches or spill_file or looking_ahead"
+    same = "settings or broken_off_leaves or killed or nobody or two_caches or spill_file or looking_ahead or layers_without"
     wanted = f"not ({others} or {alone} or {same})"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, "-k", wanted]
     environment = {**os.environ, "PYTHONPATH": str(OLDEST), "LLMCACHE_REQUIRE_TIERS": "transformers"}

@@ -189,7 +189,7 @@ def test_a_steer_mount_logs_what_it_sees(source: Path, tmp_path: Path) -> None:
     trace = Trace.load(path)
     assert trace.provenance.extra["mode"] == "steer"
     assert "without a request" in (why_not_exact(trace.provenance) or "")
-    assert "not in here" in trace.provenance.note
+    assert "these reads are not recorded" in trace.provenance.note
     touched = BlockSpace.of([trace]).footprint * BLOCK_BYTES
     assert touched >= SIZES["loop.bin"] // MIB * MIB
     assert HIT not in trace.miss and READ in trace.op

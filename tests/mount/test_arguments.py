@@ -119,14 +119,14 @@ def test_paths_that_are_none(places: tuple[Path, Path], tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, sys.executable, "-m", "llmcache", "stats", "mnt"]
     gone = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False)
-    assert gone.returncode == 2 and "the working directory has gone" in gone.stderr
+    assert gone.returncode == 2 and "the working directory no longer exists" in gone.stderr
 
 
 def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) -> None:
     mounted = mount()
     os.unlink(mounted.files.socket)
     done = llmcache("stats", mounted.point)
-    assert done.returncode == 4 and "is served, but nothing listens at" in done.stderr
+    assert done.returncode == 4 and "is served, but no daemon listens at" in done.stderr
     assert llmcache("umount", mounted.point).returncode == 0
 
 
@@ -134,9 +134,9 @@ def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) ->
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
-        (("--spill", "*.txt"), "spill: mode inplace", 2),
+        (("--spill", "*.txt"), "spill: in mode inplace", 2),
         (("-o", "max_read=4096"), "-o max_read=4096", 2),
-        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
+        (("--read-ahead", "1Ki"), "read_ahead: 1Ki is not possible", 2),
     ],
 )
 def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:

@@ -90,7 +90,7 @@ def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: P
                 daemon.kill()
                 daemon.wait()
     assert mountpoint.find(str(places[1])) is None
-    assert "is served on" in (tmp_path / "log.1").read_text()
+    assert "serving a directory on" in (tmp_path / "log.1").read_text()
 
 
 def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
     [
         (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
         (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
-        (["--spill", ""], "(what memory can spare; --cache sets it), read-only", "ro"),
+        (["--spill", ""], "(what memory can spare), read-only", "ro"),
     ],
 )
 def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
@@ -102,8 +102,8 @@ def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
     users = "for all users" if os.geteuid() == 0 else "for this user only"
-    assert line.startswith(f"llmcachefs: {own.point}: arena, ")
-    assert line.endswith(f"{said}, {users}; see: llmcache stats {own.point}")
+    assert line.startswith(f"llmcachefs: {own.point}: arena, budget ")
+    assert line.endswith(f"{said}, {users}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
 
@@ -122,7 +122,7 @@ def test_programs_that_run_already_are_named_as_they_gain_nothing_over_fuse(moun
             assert client.stdin is not None and client.stdout is not None
             client.stdout.readline()
             done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
-            assert done.returncode == 0 and f"({client.pid}); mode inplace adopts them" in done.stderr, done.stderr
+            assert done.returncode == 0 and f"({client.pid}); mode inplace steers open files" in done.stderr, done.stderr
             assert llmcache("umount", own.point).returncode == 0
             client.stdin.close()
     done = llmcache("mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")

@@ -699,7 +699,9 @@ def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp
     with live(empty, points[0], "32Mi", "--mode", "inplace"):
         for source in (empty, empty / "below"):
             done = llmcache("mount", source, points[1], "--mode", "inplace", "--cache", "32Mi")
-            assert done.returncode == 4 and f"steered in place already on {points[0]}" in done.stderr, done.stderr
+            assert done.returncode == 4 and f"already steered in place by the mount on {points[0]}" in done.stderr, (
+                done.stderr
+            )
     done = llmcache("mount", empty / "below", points[1], "--mode", "inplace", "--cache", "32Mi")
     assert done.returncode == 0, done.stderr
     assert llmcache("umount", points[1]).returncode == 0
@@ -798,11 +800,11 @@ def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "inplace, 33.6 MB (--cache), read-only"),
-        (("--rw",), "inplace, 33.6 MB (--cache), writable"),
-        (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
-        (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
-        (("-o", "fsname=models"), "inplace, 33.6 MB (--cache), read-only"),
+        ((), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--rw",), "inplace, budget 33.6 MB (--cache), writable"),
+        (("--spill", ""), "inplace, budget 33.6 MB (--cache), read-only"),
+        (("--spill", "*.tmp"), "steer (spill: in mode inplace either all files are writable or none), budget 33.6 MB"),
+        (("-o", "fsname=models"), "inplace, budget 33.6 MB (--cache), read-only"),
         (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
@@ -818,7 +820,9 @@ def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -
     random_file(empty / "f", MIB)
     try:
         done = llmcache("mount", empty, empty.parent, "--cache", "32Mi")
-        assert done.returncode == 0 and "(SOURCE lies inside MOUNT, which hides it), 33.6 MB" in done.stdout
+        assert (
+            done.returncode == 0 and "(SOURCE lies inside MOUNT, and the mount would hide it), budget 33.6 MB" in done.stdout
+        )
         assert os.listdir(empty.parent) == ["f"]
     finally:
         assert llmcache("umount", empty.parent).returncode == 0

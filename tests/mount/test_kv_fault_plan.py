@@ -279,7 +279,7 @@ class KvRig:
         try:
             self.store = KvStore.restore(self.path, self.config)
         except DataError as error:
-            assert "it holds no sequence" in error.message and not least, error.message
+            assert "has no sequences" in error.message and not least, error.message
             self.path.unlink()
             self.store = KvStore(self.config)
             self.plain = Plain(SHAPE, 2)

@@ -103,7 +103,7 @@ def test_two_daemons_are_refused(mount: Mounter) -> None:
     result = llmcache("mount", mounted.source, mounted.point)
     assert result.returncode == 4
     assert f"already served by pid {mounted.pid}" in result.stderr
-    assert "hint: end it first: llmcache umount" in result.stderr
+    assert "hint: unmount it first: llmcache umount" in result.stderr
     assert os.listdir(mounted.point) == []
 
 
@@ -364,7 +364,7 @@ def test_user_without_fusermount(users_place: Path) -> None:
         users_place, "mount", users_place / "source", users_place / "mnt", "--mode", "arena", path="/nonexistent"
     )
     assert result.returncode == 3
-    assert "fusermount3 is missing" in result.stderr
+    assert "fusermount3 is not installed" in result.stderr
     assert "apt install fuse3" in result.stderr
 
 
@@ -386,7 +386,7 @@ def test_a_link_in_place_of_the_socket_leads_to_no_other_daemon(mount: Mounter, 
         lambda: ask(str(first.point), {"op": "resize", "cache_bytes": 40 << 20}),
         lambda: end_mount(str(first.point), force=False),
     ):
-        with pytest.raises(MountProblem, match="is not the daemon of its user"):
+        with pytest.raises(MountProblem, match="is not the daemon of the mount's user"):
             call()
     ended = end_mount(str(first.point), force=True)
     assert ended.pid == pid and mountpoint.find(str(first.point)) is None and not control.is_locked(first.files)

@@ -128,7 +128,7 @@ def test_a_port_in_use_is_told_before_there_is_a_mount(mount: Mounter, tmp_path:
         refused = llmcache("mount", first.source, other, "--cache", "32Mi", *words)
         assert refused.returncode == 4
         assert f"metrics: cannot listen on {address}: Address already in use" in refused.stderr
-        assert "hint: name another port" in refused.stderr and not os.path.ismount(other)
+        assert "hint: choose another port" in refused.stderr and not os.path.ismount(other)
     assert llmcache("umount", first.point).returncode == 0
     again = mount("--metrics", address)  # the port is free with the mount
     assert stats(again)["metrics"] == address

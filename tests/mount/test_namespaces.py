@@ -103,7 +103,7 @@ def contained(source: Path, point: Path, mode: str) -> Iterator[int]:
     with log.open("w") as sink:
         outer = subprocess.Popen([*command, *words], env=environment(), stdout=sink, stderr=sink)
     try:
-        wait_for(lambda: "is served on" in log.read_text() or outer.poll() is not None, "the mount serves")
+        wait_for(lambda: "serving a directory on" in log.read_text() or outer.poll() is not None, "the mount serves")
         assert outer.poll() is None, log.read_text()
         yield int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text())
     finally:
@@ -139,7 +139,7 @@ def test_readers_of_other_pid_namespaces_are_readers(tmp_path: Path, mode: str, 
             reader.kill()
             reader.wait()
         wait_for(lambda: not any(file["open"] for file in stats()["files"]), "it has ended", state=stats)
-    assert point.with_suffix(".log").read_text().count("outside this pid namespace") == 1
+    assert point.with_suffix(".log").read_text().count("outside this PID namespace") == 1
 
 
 # In a pid namespace: two readers, one after the other, that have one number outside and two inside. They are no children of

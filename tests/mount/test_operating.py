@@ -243,6 +243,16 @@ def test_names_cannot_steer_a_terminal(mount: Mounter, tmp_path: Path) -> None:
     assert other.returncode == 4 and all("/\\x1b[31m[bold]mnt" in text and "\x1b" not in text for text in told), told
 
 
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_files_that_were_closed_take_no_descriptors_of_those_that_are_opened(mount: Mounter, mode: str) -> None:
+    mounted = mount("--mode", mode)
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for number in range(300):
+        (mounted.source / f"{number}.json").write_text(str(number))
+        assert (mounted.point / f"{number}.json").read_text() == str(number)
+    assert 0 < len(said("stats", mounted.point)["files"]) <= 256 // 8 + 1
+
+
 def test_more_files_than_may_be_opened_are_refused(mount: Mounter) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     mounted = mount()
@@ -250,5 +260,5 @@ def test_more_files_than_may_be_opened_are_refused(mount: Mounter) -> None:
         (mounted.source / f"{number}.json").write_text("x")
     resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (256, before[1]))
     done = llmcache("warmup", mounted.point)
-    assert done.returncode == 3 and "GLOB: 70 files are more than can be warmed at once, 64" in done.stderr
+    assert done.returncode == 3 and "GLOB: 70 files match, but at most 64 can be warmed at once" in done.stderr
     assert said("warmup", mounted.point, "?.json")["warm_bytes"] == 10

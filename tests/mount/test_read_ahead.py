@@ -120,4 +120,4 @@ def test_read_ahead_that_harms_an_moe_model_is_logged(disk: LoopDisk, setting: P
             wait_for(lambda stats=mount.stats: stats()["files"], "it is steered")  # type: ignore[misc]
             if warned:
                 wait_for(lambda log=mount.log: "--read-ahead 32Ki" in log.read_text(), "it is logged")  # type: ignore[misc]
-            assert ("around each fault" in mount.log.read_text()) == warned, options
+            assert ("around each page fault" in mount.log.read_text()) == warned, options

@@ -169,7 +169,7 @@ def test_two_runs_on_one_model(model: Path) -> None:
     with running("--", sys.executable, "-c", READER, model, "40") as first:
         said_by(first, "steering model.gguf")
         with running("--", sys.executable, "-c", READER, model, "100") as second:
-            assert "steered already by the mount on" in said_by(second, "model.gguf")
+            assert "already steered by the mount on" in said_by(second, "model.gguf")
             first.communicate(timeout=60)
             assert first.returncode == 0
             assert "in place" in said_by(second, "steering model.gguf"), "the second takes over"
@@ -180,7 +180,7 @@ def test_a_mount_point_of_a_mount_in_place_is_steered_already(model: Path, tmp_p
     assert llmcache("mount", model.parent, tmp_path, "--mode", "inplace", "--cache", "16Mi").returncode == 0
     try:
         done = llmcache("run", "--", "wc", "-c", tmp_path / model.name)
-        assert done.returncode == 0 and f"steered already by the mount on {tmp_path}" in done.stderr, done.stderr
+        assert done.returncode == 0 and f"already steered by the mount on {tmp_path}" in done.stderr, done.stderr
     finally:
         llmcache("umount", tmp_path)
 
@@ -193,7 +193,7 @@ def test_a_model_that_is_removed_while_its_mount_ends(model: Path) -> None:
         shutil.copy(model, path)
         code = "import sys, time; file = open(sys.argv[1]); print('opened', flush=True); time.sleep(8); sys.exit(5)"
         with running("--", sys.executable, "-c", code, path) as second:
-            said_by(second, "steered already by the mount on")
+            said_by(second, "already steered by the mount on")
             assert second.stdout is not None and second.stdout.readline() == "opened\n"
             path.unlink()
             first.kill()
@@ -275,7 +275,7 @@ def test_a_command_that_runs_out_of_memory(model: Path) -> None:
     assert "the kernel's OOM killer ended the command" in done.stderr and "(--memory 200 MB)" in done.stderr
     done = llmcache("run", "--memory", "4K", "--", "true", model)
     assert done.returncode == -signal.SIGKILL and "Traceback" not in done.stderr
-    assert "ended by SIGKILL when it started" in done.stderr and "OOM killer" in done.stderr
+    assert "killed by SIGKILL while it started" in done.stderr and "OOM killer" in done.stderr
 
 
 @needs_in_place
@@ -347,7 +347,7 @@ def test_models_in_memory_are_not_steered(model: Path) -> None:
         shutil.copy(model, directory)
         done = llmcache("run", "--", "wc", "-c", directory / model.name)
         assert done.returncode == 0 and done.stdout.split()[0] == str(model.stat().st_size)
-        assert "its files are in memory already" in done.stderr
+        assert "its files are already in memory" in done.stderr
     finally:
         shutil.rmtree(directory)
 
@@ -359,8 +359,8 @@ def test_bad_input(model: Path) -> None:
         ([], 2, "give either a command after -- or --pid"),
         (["--pid", "1", "--", "true"], 2, "give either a command after -- or --pid"),
         (["--pid", "999999999"], 3, "process 999999999 does not exist"),
-        (["--pid", "1", "--memory", "1G"], 2, "are for a command that is started"),
-        (["--user", "nosuch-user", "--", "true"], 2, "there is no user 'nosuch-user'"),
+        (["--pid", "1", "--memory", "1G"], 2, "apply to a command"),
+        (["--user", "nosuch-user", "--", "true"], 2, "user 'nosuch-user' does not exist"),
         (["--cache", "1K", "--", "true", str(model)], 3, "too small to stream through"),
         (["--cache", "much", "--", "true", str(model)], 2, "--cache: "),
     ):
@@ -422,7 +422,7 @@ def test_ordinary_users_have_a_mount_that_ends_with_the_command(
     finally:
         process.kill()
     assert process.returncode == 0
-    assert ("in a private mount namespace" if namespaces else "with the paths among its arguments changed") in said
+    assert ("in a private mount namespace" if namespaces else "with the model paths in the arguments changed") in said
     assert "not in place: mode inplace needs root" in said and "over FUSE (arena)" in said
     wait_for(lambda: not points_of(process), "nothing is mounted any more")
     assert not [point for point in points if os.path.exists(point)]
@@ -494,7 +494,7 @@ def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
     process = as_user(code=f"import os, sys; {inner}")
     out, said = process.communicate(timeout=60)
     assert process.returncode == 0 and out.split()[0] == str(os.stat(path).st_size), said
-    assert "steered already by the mount on" in said
+    assert "already steered by the mount on" in said
 
 
 def daemons_for(pid: int) -> list[int]:
@@ -518,7 +518,7 @@ def test_ordinary_users_must_name_the_model(as_user: Callable[..., Any]) -> None
     words = [*NOBODY, python, "-m", "llmcache", "run", "--", "sh", "-c", "echo started"]
     done = subprocess.run(words, env={**environment(), **more}, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
-    assert "no model file is named: looked at: -c echo started" in done.stderr
+    assert "no model file is named in '-c echo started'" in done.stderr
 
 
 def test_stats_of_a_copying_client_name_the_flag(model: Path) -> None:

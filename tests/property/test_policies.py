@@ -44,7 +44,7 @@ def test_a_cache_without_room_and_a_second_call_of_belady_are_refused() -> None:
             policy_class("lru")(capacity, blocks)
     policy = policy_class("belady")(4, 8)
     policy.replay(np.array([0]), np.array([8]))
-    with pytest.raises(ValueError, match="replay: Belady takes the whole trace in one call"):
+    with pytest.raises(ValueError, match="replay: Belady needs the whole trace in one call"):
         policy.replay(np.array([0]), np.array([8]))
 
 

@@ -144,7 +144,7 @@ def test_children_are_followed_or_not(record: Record, file: Path) -> None:
 def test_a_process_that_is_not_there_is_an_error() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} is not there"):
+    with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} does not exist"):
         FilemapSource().start(Scope([process.pid]))
 
 

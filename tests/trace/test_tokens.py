@@ -164,12 +164,12 @@ def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "which process"),
-        (("--",), 2, "which process"),
+        ((), 2, "no process"),
+        (("--",), 2, "no process"),
         (("99999999",), 3, "does not exist"),
         (("no-such-thing",), 2, "neither"),
         (("/",), 4, "no llmcachefs is mounted on /"),
-        (("1", "2"), 2, "follows"),
+        (("1", "2"), 2, "give one process or mount"),
         (("-d", "0", str(os.getpid())), 2, "-d"),
         (("--", "no-such-program"), 127, "no such program"),
         (("--", "/etc/passwd"), 126, "not executable"),

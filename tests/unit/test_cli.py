@@ -88,7 +88,7 @@ def test_output_that_has_no_room_is_no_bug(say: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(program(f"{say}('x')"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
-    assert done.stderr.startswith("llmcache: error: there is no room for what is written: No space left on device\nhint: ")
+    assert done.stderr.startswith("llmcache: error: cannot write the output: No space left on device\nhint: ")
 
 
 def test_streams_that_are_closed_are_no_bug() -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "traces/ai_notes.parquet"
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache serve-llama"}  # a script, help, a server's log
+NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache kv proxy", "llmcache serve-llama"}  # a script, help, a server's log
 
 
 def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -206,6 +206,11 @@ def test_pages_that_are_named_are_there() -> None:
     for name, text in PAGES.items():
         named = re.findall(r"\\%\\fB((?:mount\\\.)?llmcache[a-z\\-]*)\\fP\(\d\)", text)
         assert {word.replace("\\", "") for word in named} <= ours, name
+
+
+def test_a_paragraph_after_definitions_is_not_part_of_the_last_one() -> None:
+    made = make_man.section("FIELDS", "## Columns\nterm\n    meaning\n\nparagraph").split("\n")
+    assert made == [".SH FIELDS", '.SS "Columns"', ".TP", "\\fBterm\\fP", "meaning", ".PP", "paragraph"]
 
 
 @pytest.mark.mandoc

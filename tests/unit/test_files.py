@@ -106,7 +106,7 @@ def test_a_file_put_in_the_place_of_a_new_one_is_not_written(
         return fd
 
     monkeypatch.setattr(files, "create", replaced)
-    with pytest.raises((OSError, EnvironmentProblem), match="put in its place"):
+    with pytest.raises((OSError, EnvironmentProblem), match="has replaced the file"):
         write(directory / "file.kv")
     assert target.read_text() == "untouched" and not list(directory.iterdir())
 

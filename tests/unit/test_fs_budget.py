@@ -32,6 +32,7 @@ from llmcache.memory import (
     machine_memory,
     tightest,
 )
+from llmcache.units import parse_size
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -177,7 +178,7 @@ def test_a_budget_that_fits_is_taken_and_a_larger_one_is_reduced_and_said(
     assert settle_budget(None, root) == spare and not caplog.text
     with caplog.at_level(logging.WARNING):
         assert settle_budget(12 * GIB, root) == spare
-    assert "--cache reduced" in caplog.text and "machine" in caplog.text
+    assert "--cache is reduced" in caplog.text and "machine" in caplog.text
 
 
 def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
@@ -191,7 +192,7 @@ def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
 def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None:
     error = refusal(64 * GIB, root)
     assert "does not fit" in error.message
-    possible = int(str(error.hint).split()[1])
+    possible = parse_size(str(error.hint).split()[1])
     assert settle_budget(possible, root) == possible
     (root / "proc/self/cgroup").write_text("0::/unit\n")
     v2_group(root, "unit", str(GIB), 0, {"inactive_file": 0})
@@ -201,7 +202,7 @@ def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None
 @pytest.mark.parametrize("cache_bytes", [None, 64 * MIB])
 def test_a_full_machine_has_no_room(tmp_path: Path, cache_bytes: int | None) -> None:
     write_machine(tmp_path, GIB, MACHINE_MARGIN_BYTES + DAEMON_BYTES)
-    assert "no memory" in refusal(cache_bytes, tmp_path).message
+    assert "not enough memory" in refusal(cache_bytes, tmp_path).message
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_daemon_that_answers_nonsense_hides_no_other_from_the_list(
     said = capsys.readouterr()
     bad, good = said.out.splitlines()[1:]
     assert bad.startswith("no answer ") and good.startswith("steer ")
-    assert said.err == "llmcache: /bad: its daemon tells what this version does not understand\n"
+    assert said.err == "llmcache: /bad: this version of llmcache does not understand the reply of the daemon\n"
 
 
 def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,8 +193,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     gguf(tmp_path / "renamed.gguf", LAYER, shard=(1, 3))
     gguf(tmp_path / "used.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT, used=9)
     for name, said in (
-        ("mixture.safetensors", r"config\.json is no JSON"),
-        ("m-00001-of-00003.gguf", r"m-00002-of-00003\.gguf is missing \(1 of 3 are there\)"),
+        ("mixture.safetensors", r"config\.json is not JSON"),
+        ("m-00001-of-00003.gguf", r"m-00002-of-00003\.gguf is missing \(1 of 3 exist\)"),
         ("renamed.gguf", "is shard 2 of 3"),
         ("used.gguf", "use 9 of 8 experts"),
     ):

@@ -202,7 +202,7 @@ def test_a_failure_is_told_to_the_log_and_not_to_the_scraper(
     with caplog.at_level(logging.ERROR):
         status, _, body = get(serve(Mock(side_effect=RuntimeError("/home/me/secret.gguf"))))
     assert status == 500 and b"secret" not in body
-    assert "metrics cannot be made" in caplog.text
+    assert "cannot collect the metrics" in caplog.text
 
 
 def test_hanging_scrapers_leave_no_room(serve: Callable[..., str]) -> None:

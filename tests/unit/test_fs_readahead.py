@@ -54,7 +54,7 @@ def test_a_value_that_cannot_be_written_back_is_not_forgotten(
     setting.unlink()
     setting.mkdir()  # EISDIR
     mount.restore()
-    assert "vdx cannot be restored" in caplog.text
+    assert "cannot restore read_ahead_kb of vdx" in caplog.text
     setting.rmdir()
     setting.write_text("32\n")
     again = ReadAhead("/proc", 64 << 10, root)

@@ -72,7 +72,9 @@ print(syscalls.refusal())
 )
 def test_a_system_call_that_a_container_refuses_is_known_at_start(number: int, name: str | None) -> None:
     done = subprocess.run([sys.executable, "-c", REFUSING, str(number)], capture_output=True, text=True, check=True)
-    expected = "None" if name is None else f"the system call {name} is refused: Operation not permitted"
+    expected = (
+        "None" if name is None else f"the kernel or a seccomp filter refuses the system call {name}: Operation not permitted"
+    )
     assert done.stdout.strip() == expected
 
 

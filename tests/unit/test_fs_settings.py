@@ -54,10 +54,10 @@ def test_flags_come_before_the_environment_before_the_file_before_defaults(confi
 
 def test_every_key_can_come_from_everywhere(tmp_path: Path) -> None:
     for key in KEYS:
-        text = {"true or false": "true", "a list of texts": '["v"]'}.get(key.kind, '"v"')
+        text = {"true or false": "true", "a list of strings": '["v"]'}.get(key.kind, '"v"')
         path = tmp_path / f"{key.name}.toml"
         path.write_text(f"[mount]\n{key.name} = {text}\n")
-        value = {"true or false": True, "a list of texts": ("v",)}.get(key.kind, "v")
+        value = {"true or false": True, "a list of strings": ("v",)}.get(key.kind, "v")
         assert origins({}, path, {})[key.name] == (value, FILE)
         word = "1" if value is True else "v"
         assert origins({}, None, {f"LLMCACHE_{key.name.upper()}": word})[key.name] == (value, ENVIRONMENT)
@@ -69,9 +69,9 @@ def test_every_key_can_come_from_everywhere(tmp_path: Path) -> None:
     [
         ("[mount]\ncach = '6G'\n", "unknown key 'mount.cach'"),
         ("cache = '6G'\n", "unknown key 'cache'"),
-        ("[mount]\ncache = 6\n", "mount.cache: 6 is not a text"),
+        ("[mount]\ncache = 6\n", "mount.cache: 6 is not a string"),
         ("[mount]\nrw = 'yes'\n", "mount.rw: 'yes' is not true or false"),
-        ("[mount]\npin = 'x'\n", "mount.pin: 'x' is not a list of texts"),
+        ("[mount]\npin = 'x'\n", "mount.pin: 'x' is not a list of strings"),
         ("[mount]\npin = ['x', 1]\n", "mount.pin"),
         ("mount = 1\n", "mount is not a table"),
     ],
@@ -87,7 +87,7 @@ def test_wrong_keys_and_values_are_named(tmp_path: Path, text: str, said: str) -
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_file(str(tmp_path / "none"))
     (tmp_path / "f").write_text("[mount\n")
     with pytest.raises(DataError, match="not TOML"):

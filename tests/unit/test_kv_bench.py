@@ -259,7 +259,7 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
     assert kv_bench.kind_of(replace(MEASURED, rows=rows[:1])) == "measured" and kv_bench.kind_of(SWEEP) == "modelled"
     told = "measured, with an emulated accelerator and computational SSD"
     page = kv_bench.drawn(replace(MEASURED, rows=rows), "run.json", "html").decode()
-    assert f"figures are {told}." in page and f"M{told[1:]}." in page
+    assert f"All values are {told}." in page and f"M{told[1:]}." in page
 
 
 @pytest.mark.parametrize("text", ["", "full,full", "hillinfer-no-x", "full-no-app"])

@@ -66,7 +66,7 @@ def test_svg_has_its_caption_as_text_and_pictures_inside(trace: str, tmp_path: P
     assert run(trace, "-o", target).returncode == 0
     root = ET.parse(target).getroot()
     texts = [text for text in root.itertext() if text.strip()]
-    axes = {"time (s)", "block number in its file (4 KiB blocks)", "read", "write", "map", "loop (LOOP)"}
+    axes = {"time (s)", "block number in the file (4 KiB blocks)", "read", "write", "page fault (map)", "loop (LOOP)"}
     assert any("Source: synthetic" in text for text in texts) and {TOKENIZER, MODEL, COPY} | axes <= set(texts)
     images = [node for node in root.iter() if node.tag.endswith("}image")]
     links = [value for node in images for name, value in node.attrib.items() if name.endswith("href")]
@@ -244,11 +244,11 @@ def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None
     picture = picture_of(trace, "t", shades=shades)
     assert [band.file for band in picture.bands] == [0, 1, 2]  # most accesses; 1.1 % of them; 1.1 % of the blocks
     told = caption(picture, trace)
-    assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
+    assert "Not shown: 6 more files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
     assert {shade.file for shade in picture.shades} == {0, 1, 2}
     many = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
     picture = picture_of(many, "t")
     assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
-    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, many)
+    assert "Not shown: 4 more files with 20.0% of the accesses (choose files with --files GLOB)" in caption(picture, many)
     everything = picture_of(trace, "t", only=chosen_files(trace.files, "*"))
     assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))

@@ -260,7 +260,7 @@ def test_files_are_replaced_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     assert file.stat().st_mtime_ns == before
     shown = run(*words, "--force")
     assert (shown.returncode, shown.stderr) == (0, "") and file.stat().st_mtime_ns > before
-    assert "not confirmed" in shown.stdout and "3.94× is printed" in shown.stdout and "written: " in shown.stdout
+    assert "not confirmed" in shown.stdout and "the paper has 3.94×" in shown.stdout and "written: " in shown.stdout
     monkeypatch.chdir(tmp_path / "new")
     shown = run("kelle", "--json")
     assert json.loads(shown.stdout)["schema"] == "llmcache.reproduce.kelle/1" and len(list(file.parent.iterdir())) == 2

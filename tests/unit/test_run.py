@@ -57,6 +57,18 @@ def test_words_of_a_command_name_models(tmp_path: Path) -> None:
     assert given("-p", "Hello", "", "--flag=", "no\0path") == []
 
 
+def test_a_directory_of_the_user_is_searched_below_and_each_file_found_once(tmp_path: Path) -> None:
+    blob = sparse(tmp_path / f"hub/models--a--b/blobs/{'0' * 64}")
+    for revision in "12":
+        snapshot = tmp_path / f"hub/models--a--b/snapshots/{revision}/model.safetensors"
+        snapshot.parent.mkdir(parents=True)
+        snapshot.symlink_to(f"../../blobs/{blob.name}")
+    deep = sparse(tmp_path / "hub/1/2/3/4/5/model.gguf")
+    assert models.in_words(["hub"], {}, str(tmp_path), models.DEPTH) == [str(blob)]
+    assert models.in_words(["hub/1"], {}, str(tmp_path), models.DEPTH) == [str(deep)]
+    assert models.in_words(["hub"], {}, str(tmp_path)) == []
+
+
 def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     name = "0" * 64
     blob = sparse(tmp_path / f"hub/models--a--b/blobs/{name}")
@@ -141,7 +153,7 @@ def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
     assert raised.value.exit_code == NOT_FOUND
 
 
-@pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a thread of the kernel"), ("Z (zombie)", "has ended")])
+@pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
 def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
     with pytest.raises(LlmcacheError, match=text):
@@ -149,7 +161,7 @@ def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, t
 
 
 def test_user_of_a_command() -> None:
-    with pytest.raises(UsageError, match="no user 'nosuch-user'"):
+    with pytest.raises(UsageError, match="user 'nosuch-user' does not exist"):
         user_of("nosuch-user", {})
     if os.geteuid() != 0:
         with pytest.raises(UsageError, match="only root"):
@@ -157,7 +169,7 @@ def test_user_of_a_command() -> None:
         return
     assert user_of(None, {}) is None and user_of("root", {"SUDO_USER": "nobody"}) is None
     assert user_of(None, {"SUDO_USER": ""}) is None
-    with pytest.raises(UsageError, match="SUDO_USER: there is no user '²'"):
+    with pytest.raises(UsageError, match="SUDO_USER: user '²' does not exist"):
         user_of(None, {"SUDO_USER": "²"})
     sudo = user_of(None, {"SUDO_USER": "nobody"})
     assert sudo is not None and sudo.name == "nobody"

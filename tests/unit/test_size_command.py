@@ -150,7 +150,7 @@ def test_what_llama_cpp_copies_by_default_is_not_promised(tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advice, "model_bytes", lambda path: model)
         said = "\n".join(lines(advice.advise(question)))
-    assert "llama.cpp copies 18 GB of the model, which do not fit: the kernel kills it" in said
+    assert "llama.cpp copies 18 GB of the model, which does not fit: the kernel kills it" in said
 
 
 def test_even_routing_bounds_what_a_mixture_misses() -> None:

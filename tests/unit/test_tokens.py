@@ -321,7 +321,7 @@ def test_the_summary_adds_tokens_up_without_prompts() -> None:
     assert [one.number for one in summary.slowest] == [10 * number for number in range(1, 11)]
     text = "\n".join(summary_lines(summary))
     assert "100 tokens in 1.90 s: 52.6 tokens/s" in text
-    assert "47 % of the time waiting for storage" in text
+    assert "waiting for storage 47 %, computing 53 %" in text
     document = summary.document()
     assert document["schema"] == "llmcache.tokens/1"
     assert document["slowest"][0]["time_ns"] == 100 * MS
@@ -340,7 +340,14 @@ def test_nothing_seen_is_said_with_its_reason() -> None:
 
 
 def test_the_row_of_a_token_stands_below_its_heading() -> None:
-    for name, value in (("compute", "0.010 s"), ("storage", "0.090 s"), ("read", "1.00 KB"), ("experts missed", "-")):
+    for name, value in (
+        ("token", "7"),
+        ("batch", "1"),
+        ("compute", "0.010 s"),
+        ("storage", "0.090 s"),
+        ("read", "1.00 KB"),
+        ("missed", "-"),
+    ):
         end = HEADING.index(name) + len(name)
         assert token_line(token(7, 90))[:end].endswith(value)
 

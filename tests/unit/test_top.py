@@ -43,7 +43,7 @@ HEAT = heat(
 )
 
 WHOLE = """\
-/mnt/models steer, up 1 min 40 s                               every 1 s, q ends
+/mnt/models steer, up 1 min 40 s                              every 1 s, q quits
 budget ████████████████████████████████████████▸▸▸▸▸▸▪▪▪▪················ 100 MB
        █ pinned 60.0 MB   ▸ window 10.0 MB   ▪ pages 5.00 MB   · free 25.0 MB
 
@@ -79,7 +79,7 @@ def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -
 
 
 def test_it_looks_like_this() -> None:
-    assert text(sample(BEFORE, stats()), hint="every 1 s, q ends") == WHOLE
+    assert text(sample(BEFORE, stats()), hint="every 1 s, q quits") == WHOLE
 
 
 LAYERS = st.builds(
@@ -124,7 +124,7 @@ def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows
         replace(sample(BEFORE, stats()), heat=tuple(files), loops=tuple(loops), left_out_files=more),
         width,
         rows,
-        "every 1 s, q ends",
+        "every 1 s, q quits",
     )
     assert rows is None or len(found) <= rows
     assert all(line.cell_len <= max(80, width) for line in found)

@@ -219,7 +219,7 @@ def test_the_loop_is_what_was_seen_and_what_was_locked() -> None:
     assert (found.totals.loop_at_once_bytes, found.totals.locked_loop_bytes) == (600 * BLOCK, 300 * BLOCK)
     assert found.size_command == f"llmcache size --loop {900 * BLOCK / 1e6:.10g}M --hot 0M"
     assert found.document("t")["locked"] == [{"path": FILE.path, "bytes": 300 * BLOCK}]
-    assert any("1.23 MB of /mnt/models/m.gguf that its mount keeps locked" in line for line in summary(found))
+    assert any("1.23 MB of /mnt/models/m.gguf, locked by its mount" in line for line in summary(found))
 
 
 def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
@@ -232,7 +232,7 @@ def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     silent = LockedBytes(Mock(side_effect=MountProblem("the daemon does not answer")))
     silent.begin([FILE])
     silent.finish([FILE])
-    said = f"{FILE.path}: how much of it its mount keeps locked is not known: the daemon does not answer"
+    said = f"{FILE.path}: the bytes that its mount has pinned are unknown: the daemon does not answer"
     assert silent.by_file == {} and silent.remarks == [said]
 
 

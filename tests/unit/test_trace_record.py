@@ -72,7 +72,7 @@ def test_a_file_that_no_file_is_is_refused() -> None:
     for field in ("id", "dev", "inode", "generation", "size_bytes"):
         with pytest.raises(DataError, match=field):
             dataclasses.replace(FILES[0], **{field: -1})  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"path '\\ud800' is not what"):
+    with pytest.raises(DataError, match=r"path '\\ud800' is not a valid path"):
         TraceFile(0, "\ud800", 0, 0, 0, 0)
     assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode gives it
 
@@ -161,7 +161,7 @@ def file_entry(**changes: Any) -> list[dict[str, Any]]:
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"columns": {"count": None}}, "count: .* has no such column"),
     "extra column": ({"columns": {"extra": [1, 2, 3, 4]}}, "extra: .* has a column that a trace does not have"),
-    "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has double, must be uint64"),
+    "wrong type": ({"columns": {"first": np.zeros(4)}}, "first: .* has type double, must be uint64"),
     "no value": (
         {"columns": {"pid": pa.array([1, None, 3, 4], pa.uint32())}, "nullable": True},
         "pid: 1 rows have no value",

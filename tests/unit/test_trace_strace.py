@@ -311,7 +311,7 @@ strace: Process 101 attached
 """
     origin = read(log, tmp_path).provenance
     assert (origin.tier, origin.command) == ("strace", "/usr/bin/app -m /m")
-    assert "not what was touched" in origin.note
+    assert "not which pages were touched" in origin.note
     assert origin.extra == {
         "calls": "5",
         "calls_not_understood": "1",

@@ -45,7 +45,9 @@ def cases() -> dict[str, Callable[[], object]]:
     return {
         "sweep": lambda: swept(made, SYSTEMS["Original+SRAM"]),
         "evaluate": lambda: evaluate(configurations),
-        "every step by itself": lambda: evaluate(configurations[:: len(configurations) // 100], groups=None),
+        "evaluate 100 of them, each step separately": lambda: evaluate(
+            configurations[:: len(configurations) // 100], groups=None
+        ),
         "command": _command,
         "reproduce kelle": lambda: reproduce("kelle", False, lambda _: None).page(),
     }
@@ -84,5 +86,5 @@ def bars(told: Document) -> list[Bar]:
 
 def table(told: Document) -> str:
     """How long the accelerator model takes, from `tools/bench edram`."""
-    head = [f"accelerator model, {told['configurations']:,} configurations", "s"]
+    head = [f"accelerator model, {told['configurations']:,} configurations", "time s"]
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])

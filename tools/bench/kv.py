@@ -103,7 +103,8 @@ def kernels(tokens: int) -> Iterator[Kernel]:
         for queries, query in asked.items():
             bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
             scoring = partial(score, query, scales=scales, threads=1)
-            yield Kernel(f"score {dtype}, {queries} a head", partial(_each, scoring, keys), size, bar)
+            per_head = "1 query" if queries == 1 else f"{queries} queries"
+            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, bar)
         if dtype == "float16":
             scores = [score(asked[1], head, threads=1) for head in keys]
             for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
@@ -122,7 +123,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
     for case in found:
         took, choosing = times[case.name], case.name.startswith("top")
         dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
-        against = times[f"score {dtype}, 1 a head"] if choosing else times[f"read {dtype}"]
+        against = times[f"score {dtype}, 1 query per head"] if choosing else times[f"read {dtype}"]
         row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took

@@ -53,8 +53,9 @@ def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(timed, [Variant("hillinfer"), plain])
     ahead, without = bench.rows
     modelled = modelled_idle(without, setup)
+    waits = "share of decode time in which the emulated accelerator waits"
     return {
-        "what": "share of decode time in which the emulated accelerator waits, where the model predicts at most 0.1",
+        "what": f"look-ahead: {waits}, where the model predicts at most 0.1",
         "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
         "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
         "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
@@ -80,7 +81,7 @@ def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", ("bkp",))])
     shares = [_seen(row).ping_pong_share for row in bench.rows]
     return {
-        "what": "pages fetched again within 16 steps after their eviction / pages fetched",
+        "what": "pools: pages fetched again within 16 steps after their eviction / pages fetched",
         "figure": shares[0], "without": shares[1], "pages_up": [_seen(row).pages_up for row in bench.rows],
         "run": _without_timelines(bench),
     }  # fmt: skip

@@ -139,10 +139,11 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     stock = stock_at(rows, at)
     there = {row.policy: row for row in rows if row.tokens == at}
     share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
-    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED)
+    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
     faster = {policy: faster_from(rows, policy) for policy in TIMED}
-    told = ", ".join(f"{policy} {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
-    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in TIMED)
+    others = [policy for policy in TIMED if policy != "icecache"]
+    told = ", ".join(f"{one} {'none measured' if (none := faster[one]) is None else f'{none:,}'}" for one in others)
+    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in others)
     return {
         "memory": {"what": f"keys and values in memory / DynamicCache's, {at:,} tokens, icecache", "figure": share},
         "memory_with_index": {

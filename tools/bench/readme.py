@@ -59,9 +59,9 @@ def caption(document: Document) -> str:
     """Return the conditions of the picture."""
     dense_bytes, moe_bytes = (one[0]["loop_bytes"] for one in (dense(document), moe(document)))
     return (
-        f"Dense: llama.cpp, {dense_bytes / 1e6:.0f} MB of weights. MoE: {moe_bytes / 1e9:.1f} GB, read with a generated "
-        "routing and without computation. Both sides have the same memory and storage; "
-        "the page cache has its better read_ahead_kb"
+        f"Dense: llama.cpp, {dense_bytes / 1e6:.0f} MB of weights. MoE: {moe_bytes / 1e9:.1f} GB; a program reads "
+        "the experts that a generated routing selects, and computes nothing. Both sides have the same memory and storage; "
+        "the page cache has the faster of two values of read_ahead_kb"
     )
 
 

@@ -134,7 +134,7 @@ def wanted(bar: Bar) -> str:
 
 def bars_table(document: Document, what: str = "figure", without: Callable[[Bar], str] | None = None) -> str:
     """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
-    more = [] if without is None else ["without"]
+    more = [] if without is None else ["without the feature"]
     rows = []
     for bar in bars_of(document):
         kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "

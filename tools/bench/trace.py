@@ -276,5 +276,8 @@ def table(told: Document) -> str:
     sizes = sorted({one["read_bytes"] for one in told["overheads"]})
     tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
     ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
-    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    head = [
+        "tracer",
+        *(f"preads of {size >> 10} KiB" if size < 1 << 20 else f"preads of {size >> 20} MiB" for size in sizes),
+    ]
     return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])

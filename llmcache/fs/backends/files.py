@@ -148,7 +148,7 @@ class Program:
             except OSError as error:
                 if error.errno not in (errno.ENOMEM, errno.EFAULT, errno.EINVAL):
                     if not self.refused:
-                        log.warning("process %d: advice on its memory is refused: %s", self.pid, error.strerror)
+                        log.warning("process %d: the kernel refuses advice on its memory: %s", self.pid, error.strerror)
                     self.refused += 1
                     return
                 self.look()  # it has changed its mappings
@@ -573,7 +573,7 @@ class Files:
         if place is None:
             if not self._too_many:
                 self._too_many = True
-                log.warning("more than %d files: the others, smaller ones, are not steered", len(self.by_key))
+                log.warning("SOURCE has more than %d files: the smaller ones are not steered", len(self.by_key))
             return None
         file.first = place
         self.by_key[file.key] = self.by_number[file.number] = file
@@ -587,7 +587,7 @@ class Files:
             return
         if not pid and not self._unknown:
             self._unknown = True
-            log.warning("a program outside this pid namespace reads: pages that it maps cannot be dropped")
+            log.warning("a client outside this PID namespace reads files: pages that it maps cannot be dropped")
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
             program = self._programs.get(pid) or Program(pid)
@@ -643,7 +643,7 @@ class Files:
             self.touches.ignore(*file.key)
         else:
             if not file.unplaced and not group.paged:
-                text = "inode %d is not steered for now: no room for %d extents beside those of files in use"
+                text = "inode %d is not steered for now: no room for its %d extents next to those of files in use"
                 log.warning(text, file.status.st_ino, extents)
             if not group.paged:
                 group.lacks_extents = extents
@@ -694,7 +694,7 @@ class Files:
         far = self.read_ahead is None and self.window > SMALL_READ_AHEAD_KB << 10
         if far and member.mixture is not None and not self._advised and not self._fit():
             self._advised = True
-            text = "the kernel reads %d KiB around each fault on an expert (read_ahead_kb): mount MoE models with %s"
+            text = "the kernel reads %d KiB around each page fault on an expert (read_ahead_kb): mount MoE models with %s"
             log.warning(text, self.window >> 10, read_ahead_advice())
         self.touches.watch(
             file.number, file.status, file.first, member.count, group.extent_bytes, file.step, first_run, runs
@@ -774,7 +774,7 @@ class Files:
                 group.lacks_extents = group.lacks_extents if group.paged else 0
             file.mapping, file.unplaced = None, False
             if not self.engine.state.ended.wait_for(lambda: not mapping.reads, LOADS_S):
-                mapping.backing.keep_open(f"{mapping.reads} reads of it have not ended for {LOADS_S:.0f} s")
+                mapping.backing.keep_open(f"{mapping.reads} reads have not ended within {LOADS_S:.0f} s")
         mapping.close()
 
     def _check_changes(self) -> None:

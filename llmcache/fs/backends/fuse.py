@@ -592,7 +592,7 @@ class SliceReader:
 
 REFAULTS_MAX = 2
 WAIT_S = 5.0
-UNKNOWN = "its supplementary groups do not count, and uses of experts that it has mapped are seen by requests alone"
+UNKNOWN = "its supplementary groups do not count, and uses of experts that it maps are observed only by requests"
 STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end too, while the rest is being stored
 
 
@@ -633,7 +633,7 @@ class Reader:
         pid = pid if by_client else 0
         if by_client and not pid and not self._warned:
             self._warned = True
-            log.warning("a program outside this pid namespace reads: %s", UNKNOWN)
+            log.warning("a client outside this PID namespace reads files: %s", UNKNOWN)
         is_deleted = backing.hidden or backing.deleted
         if by_client and backing not in self.state.owners and self.state.running and not is_deleted:
             self.engine.adopt(backing)

@@ -366,7 +366,7 @@ class PinService:
         for helper in self._helpers:
             again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
             if again and not self.again_bytes:
-                log.warning("%d bytes of what is pinned were not in memory any more, and are locked again", again)
+                log.warning("%d pinned bytes were no longer in memory, and are locked again", again)
             self.again_bytes += again
         if time.monotonic() > self._payers_at:
             self._payers_at = time.monotonic() + PAYERS_S
@@ -465,7 +465,9 @@ class PinService:
             now = time.monotonic()
             self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
             if len(self._restarts) > RESTARTS_MAX:
-                log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, lost)
+                log.error(
+                    "the pin helper ended %d times in a minute: no data is pinned from now on (%s)", RESTARTS_MAX, lost
+                )
                 for helper in self._helpers:
                     helper.kill()
                 self._helpers, self.pids = [], ()

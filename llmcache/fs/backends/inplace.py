@@ -98,10 +98,12 @@ class BindMount:
             try:
                 self.mount_id = syscalls.bind(self._source, self._point, self._flags)
             except OSError as error:
-                hint = "mounting in place needs root; --mode steer does without where fusermount3 is installed"
+                hint = "mode inplace needs root; --mode steer does not, if fusermount3 is installed"
                 if error.errno == errno.ENOSYS:
-                    hint = "needs Linux 5.12, and a container whose seccomp filter knows this call; or use --mode steer"
-                raise MountProblem(f"{self._source} cannot be mounted on {self._point}: {error.strerror}", hint) from error
+                    hint = (
+                        "it needs Linux 5.12, and in a container a seccomp filter that allows this call; or use --mode steer"
+                    )
+                raise MountProblem(f"cannot mount {self._source} on {self._point}: {error.strerror}", hint) from error
         try:
             self._on_init()
             while not self._over.wait(_LOOK_S) and self._is_mounted():
@@ -240,7 +242,7 @@ class InPlaceBackend:
                     if os.path.exists(f"/proc/{pid}"):
                         return ()
                 except OSError as error:
-                    log.debug("accessed bits of process %d cannot be cleared: %s", pid, error.strerror)
+                    log.debug("cannot clear the accessed bits of process %d: %s", pid, error.strerror)
                     return ()
         return extents
 

@@ -126,7 +126,9 @@ class Samples:
                     self._tables = PageTables()
                 except Unreadable as reason:
                     self._is_unreadable = True
-                    log.log(self._level, "page tables cannot be read, so uses of resident data are not seen: %s", reason)
+                    log.log(
+                        self._level, "uses of resident data are not observed, because page tables cannot be read: %s", reason
+                    )
             return not self._is_unreadable
 
     def _accessed_pages(self, pid: int, addresses: Sequence[int]) -> list[bool]:

@@ -67,13 +67,13 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
     if os.geteuid() != 0:
         return "mode inplace needs root"
     if directory is not None and (kind := fstype_at(directory)) not in _FILE_SYSTEMS:
-        return f"{directory} is on {kind or 'unknown'}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
+        return f"{directory} is on {kind or 'an unknown file system'}; mode inplace supports {', '.join(_FILE_SYSTEMS)}"
     if reason := syscalls.refusal():
         return reason
     try:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):
-            return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
+            return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"
         programs = _load_attached()
     except EnvironmentProblem as problem:
         return problem.message
@@ -130,7 +130,7 @@ def _load_attached() -> _Programs:
 
 def _refused(failure: LoadFailure) -> EnvironmentProblem:
     hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
-    return EnvironmentProblem(f"the kernel refuses to tell what is read: {failure}", hint)
+    return EnvironmentProblem(f"the kernel rejects the BPF programs that observe reads: {failure}", hint)
 
 
 class _Nothing(ctypes.Structure):
@@ -156,7 +156,7 @@ class Touches:
                 raise _refused(failure) from failure
         self._object = programs.object
         if programs.names == _PROGRAMS:
-            log.warning("clients' mappings by huge pages are not observed: the kernel allows no program at page faults")
+            log.warning("uses of huge pages by clients are not observed: the kernel allows no BPF program at page faults")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
         self._counted: set[int] = set()  # numbers of the files whose reads are counted
         self._past = ClientReads(0, 0)  # of files that are watched no more

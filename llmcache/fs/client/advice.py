@@ -83,8 +83,8 @@ def advise(question: Question) -> Answer:
     for cache_bytes in question.caches:
         if cache_bytes < hot_bytes:
             raise UsageError(
-                f"--cache: {format_size(cache_bytes)} do not even hold the hot set of {format_size(hot_bytes)} (--hot)",
-                "the hot set must be kept whole: give a larger --cache or a smaller --hot",
+                f"--cache: {format_size(cache_bytes)} is less than the hot set of {format_size(hot_bytes)} (--hot)",
+                "the whole hot set must fit: give a larger --cache or a smaller --hot",
             )
     storage = question.storage
     if storage is None:

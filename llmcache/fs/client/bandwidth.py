@@ -34,10 +34,10 @@ SETTLING_SHARE = 0.25  # of the time, not counted
 SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
 _HINTS = {
     errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
-    errno.EACCES: f"give a directory that you may write, or that holds a file of at least {format_size(LEAST_BYTES)}",
-    errno.ENOSPC: f"free {format_size(2 * LEAST_BYTES)}, or give a directory with a large file: that is read instead",
-    errno.EINVAL: "this file system has no O_DIRECT, so its cache would be measured: give --bw",
-    errno.EOPNOTSUPP: "this file system makes no files without a name: put a large file there, or give --bw",
+    errno.EACCES: f"give a directory that you may write to, or that contains a file of at least {format_size(LEAST_BYTES)}",
+    errno.ENOSPC: f"free {format_size(2 * LEAST_BYTES)}, or give a directory with a large file, which is read instead",
+    errno.EINVAL: "this file system has no O_DIRECT, so the page cache would be measured: give --bw",
+    errno.EOPNOTSUPP: "this file system cannot create unnamed files: put a large file there, or give --bw",
 }
 
 

@@ -93,7 +93,7 @@ class ControlFiles:
         status = os.fstat(fd)
         if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
             os.close(fd)
-            raise NotTheirs(errno.EPERM, "it is not its user's alone")
+            raise NotTheirs(errno.EPERM, "other users can change it")
         return fd
 
     def write_info(self, facts: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def make_directory() -> None:
         os.chmod(path, 0o700)
     except OSError as error:
         hint = "mount a tmpfs there" if os.geteuid() == 0 else "set XDG_RUNTIME_DIR to a directory of your own"
-        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", hint) from error
+        raise EnvironmentProblem(f"cannot create {path}: {error.strerror}", hint) from error
 
 
 @contextlib.contextmanager
@@ -257,7 +257,9 @@ def file_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", "remove what is there") from error
+        raise EnvironmentProblem(
+            f"cannot create {path}: {error.strerror}", "remove the file or directory of this name"
+        ) from error
 
 
 def request(
@@ -324,8 +326,8 @@ def _connect(connection: socket.socket, found: ControlFiles, timeout_s: float) -
 
 
 def _not_theirs(found: ControlFiles, point: str) -> MountProblem:
-    hint = f"look at {found.socket} and its directory, which only its user should be able to change"
-    return MountProblem(f"what should answer for {point} is not the daemon of its user", hint)
+    hint = f"check {found.socket} and its directory: only the user of the mount should be able to change them"
+    return MountProblem(f"the process that answers for {point} is not the daemon of the mount's user", hint)
 
 
 def _checked(line: bytes, point: str) -> dict[str, Any]:
@@ -347,8 +349,8 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
                 raise refusal
         case _ if not {"progress", "error"} & found.keys():
             return found
-    hint = "it may be of another version: unmount and mount again"
-    raise MountProblem(f"the daemon of {point} answers what is no reply", hint)
+    hint = "the daemon may be of another version: unmount and mount again"
+    raise MountProblem(f"the daemon of {point} sent an invalid reply", hint)
 
 
 def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | None = None) -> bool:
@@ -367,8 +369,8 @@ def reply_errors(mount: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        hint = "it may be of another version: unmount and mount again"
-        raise MountProblem(f"{mount}: its daemon tells what this version does not understand", hint) from error
+        hint = "the daemon may be of another version: unmount and mount again"
+        raise MountProblem(f"{mount}: this version of llmcache does not understand the reply of the daemon", hint) from error
 
 
 def whole(value: object) -> int:
@@ -388,5 +390,5 @@ def real(value: object) -> float:
 def text(value: object) -> str:
     """A name that a daemon tells; TypeError for anything else."""
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} for a text")
+        raise TypeError(f"{type(value).__name__} for a string")
     return value

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.errors import EnvironmentProblem, UsageError, printable, say, wrapped
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
@@ -39,25 +39,25 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     values = {name: setting.value for name, setting in settings.items()}
     for name, value in values.items():
         if isinstance(value, str) and "\0" in value:
-            raise UsageError(f"{name}: {value!r} contains a NUL character", "no path does")
+            raise UsageError(f"{name}: {value!r} contains a NUL character", "paths cannot contain it")
     for name in ("source", "mount"):
         if values[name] is None:
-            hint = f"'llmcache mount --help' shows the usage; {name} = … in --config FILE does as well"
+            hint = f"'llmcache mount --help' shows the usage; or set {name} = … in --config FILE"
             raise UsageError(f"Missing argument '{name.upper()}'", hint)
     if values["mode"] not in MODES:
-        raise UsageError(f"mode: '{values['mode']}' is unknown", f"one of: {', '.join(MODES)}")
+        raise UsageError(f"mode: '{values['mode']}' is unknown", f"use one of: {', '.join(MODES)}")
     given = mount_options(values["options"])
     if values["rw"] and "ro" in given:
         raise UsageError("--rw and -o ro contradict each other")
     if values["metrics"] is not None:
         parse_address(values["metrics"])
     elif values["metrics_files"]:
-        raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
+        raise UsageError("metrics_files: metrics are not served", "add --metrics 127.0.0.1:PORT")
     spill = tuple(glob for glob in values["spill"] if glob)
     only_fuse = _only_fuse(settings, given)
     read_ahead_bytes = _size("read_ahead", settings["read_ahead"])
     if read_ahead_bytes is not None and (read_ahead_bytes < LEAST_READ_AHEAD or values["mode"] in ("steer", "arena")):
-        raise UsageError(f"read_ahead: cannot be {values['read_ahead']} here", "give 4Ki or more, and --mode inplace")
+        raise UsageError(f"read_ahead: {values['read_ahead']} is not possible", "give 4Ki or more, and --mode inplace")
     if values["mode"] == "inplace":
         if only_fuse:
             raise UsageError(only_fuse, "use --mode auto, steer or arena")
@@ -86,10 +86,10 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
 def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str | None:
     """Why settings can only be kept over FUSE, None if they can be in place, where the file system serves the files."""
     if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
-        return "spill: mode inplace cannot let some files be written and others not"
+        return "spill: in mode inplace either all files are writable or none"
     # fsname= names a file system of its own in df and findmnt; in place they show the storage and SOURCE by themselves.
     if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS and not word.startswith("fsname=")]:
-        return f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without"
+        return f"-o {foreign[0]}: is an option of FUSE, which mode inplace does not use"
     return None
 
 
@@ -122,17 +122,17 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
         mountpoint.check_machine()
         request = _for_whom(request, source, point)
         if users := list(mountpoint.users_of(source)):
-            print(f"llmcache: note: {_about_users(users, point)}", file=sys.stderr)
+            say(f"note: {_about_users(users, point)}")
 
     links = links_outside(source, point, in_place=request.mode == "inplace")
     if links:
-        print(f"llmcache: warning: {_about_links(links, request.mode)}", file=sys.stderr)
+        say(f"warning: {_about_links(links, request.mode)}")
     own = None if foreground else control.files(point).log
     log = request.log or own
 
     def served() -> None:
         told = document(point, request, log) | {"links_outside": len(links)}
-        print(json.dumps(told) if as_json else line(told), flush=True)
+        print(json.dumps(told) if as_json else wrapped(line(told), sys.stdout), flush=True)
 
     serve = serve_foreground if foreground else serve_background
     serve(request, source, point, served)
@@ -146,44 +146,46 @@ def _for_whom(request: MountRequest, source: str, point: str) -> MountRequest:
     if os.geteuid() == 0 and not {ALLOW_OTHER, "allow_root", NO_OTHER}.intersection(words):
         if closed:
             note = (
-                "only root can use the mount, as SOURCE lies below a closed directory; -o allow_other opens it to all users"
+                "only root can use the mount, because SOURCE lies below a directory that other users cannot enter; "
+                "-o allow_other opens the mount to all users"
             )
         else:
             words.append(ALLOW_OTHER)
     elif ALLOW_OTHER in words and closed:
-        note = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
+        note = "other users, who cannot enter a directory above SOURCE, can use the mount (allow_other)"
     if note is not None:
-        print(f"llmcache: note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     return replace(request, options=(",".join(word for word in words if word != NO_OTHER),))
 
 
 def _about_users(users: list[tuple[int, str]], point: str) -> str:
     named = ", ".join(f"{name} ({pid})" for pid, name in users[:USERS_NAMED]) + (", ..." if len(users) > USERS_NAMED else "")
-    said = f"programs that have files of SOURCE open gain nothing until they open them again, in {point}: {named}"
-    return printable(f"{said}; mode inplace adopts them as they run")
+    said = f"programs with open files of SOURCE gain nothing until they open them again in {point}: {named}"
+    return f"{said}; mode inplace steers open files, too"
 
 
 def _about_links(links: list[str], mode: str) -> str:
-    named = printable(", ".join(links[:LINKS_NAMED]) + (", ..." if len(links) > LINKS_NAMED else ""))
+    named = ", ".join(links[:LINKS_NAMED]) + (", ..." if len(links) > LINKS_NAMED else "")
     if mode == "inplace":
         return (
-            f"links to other file systems, or to directories outside SOURCE, are not followed: {named}; mount those as well"
+            f"the mount does not follow links to other file systems, or to directories outside SOURCE: {named}; "
+            "mount their targets as well"
         )
-    remedy = "mount the directory that holds both (of Hugging Face the hub directory), or use --mode inplace"
-    return f"links that lead outside SOURCE dangle or are read without the cache: {named}; {remedy}"
+    remedy = "mount the directory that contains both (for Hugging Face the hub directory), or use --mode inplace"
+    return f"links that lead outside SOURCE are broken or are read without the cache: {named}; {remedy}"
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
     is_hidden = source != point and os.path.commonpath([source, point]) == point
     reason = request.not_in_place or (
-        "SOURCE lies inside MOUNT, which hides it" if is_hidden else why_not(source, keep=True)
+        "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)
     )
     if reason is None:  # where nothing is mounted, nothing is read-only
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace" or request.read_ahead_bytes is not None:
         hint = "use --mode auto, steer or arena" + (", without --read-ahead" if request.read_ahead_bytes else "")
-        raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", hint)
+        raise EnvironmentProblem(f"mode inplace is not possible: {reason}", hint)
     return replace(request, not_in_place=reason)
 
 
@@ -210,10 +212,10 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
 def line(told: dict[str, Any]) -> str:
     """Returns the document as one line: mode (and why not in place), budget and its origin, write access, and its users."""
     origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
-    why = "what memory can spare; --cache sets it" if origin == DEFAULT else origin
-    budget = f"{format_size(told['budget_bytes'])} ({why})"
+    why = "what memory can spare" if origin == DEFAULT else origin
+    budget = f"budget {format_size(told['budget_bytes'])} ({why})"
     writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
     mode = told["mode"] + (f" ({told['not_in_place']})" if told["not_in_place"] else "")
     writes += {None: "", True: ", for all users", False: ", for this user only"}[told["allow_other"]]
-    links = f", {told['links_outside']} links lead outside" if told.get("links_outside") else ""
-    return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}{links}; see: llmcache stats {point}")
+    links = f", links that lead outside: {told['links_outside']}" if told.get("links_outside") else ""
+    return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}{links}")

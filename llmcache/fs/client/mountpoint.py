@@ -47,12 +47,12 @@ def resolve(path: str) -> str:
 
     UsageError if it is relative to a directory that has gone, or no path at all."""
     if "\0" in path:
-        raise UsageError(f"MOUNT: {path!r} is no path")
+        raise UsageError(f"MOUNT: {path!r} is not a path")
     try:
         absolute = os.path.abspath(path)
     except FileNotFoundError:
-        said = f"MOUNT: '{path}' is relative, and the working directory has gone"
-        raise UsageError(said, "cd to one that is there") from None
+        said = f"MOUNT: '{path}' is relative, and the working directory no longer exists"
+        raise UsageError(said, "change to an existing directory") from None
     above, name = os.path.split(absolute)
     likely = os.path.join(os.path.realpath(above), name) if name else absolute
     if any(mount.point == likely and mount.fstype == FSTYPE for mount in mounts().values()):
@@ -131,12 +131,12 @@ def ask(
         return control.request(point, message, uid=mount.owner, on_progress=on_progress)
     except control.NoDaemon:
         if mount.fstype == IN_PLACE:
-            hint = f"its files can be read, nothing steers them; mount again, or: llmcache umount {point}"
+            hint = f"its files can be read, but are not steered; mount again, or: llmcache umount {point}"
             raise MountProblem(f"the daemon of {point} has ended", hint) from None
         if answers(point) == 0:  # it serves
             socket = control.files(point, mount.owner).socket
-            hint = "set XDG_RUNTIME_DIR as it was when the mount was made"
-            raise MountProblem(f"{point} is served, but nothing listens at {socket}", hint) from None
+            hint = "set XDG_RUNTIME_DIR to the value that it had when the mount was made"
+            raise MountProblem(f"{point} is served, but no daemon listens at {socket}", hint) from None
         raise stale(point) from None
 
 
@@ -166,14 +166,14 @@ def check_device() -> None:
     if not os.path.exists("/dev/fuse"):
         raise EnvironmentProblem("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise EnvironmentProblem("/dev/fuse may not be opened by this user", "sudo chmod 666 /dev/fuse, or run as root")
+        raise EnvironmentProblem("this user may not open /dev/fuse", "sudo chmod 666 /dev/fuse, or run as root")
 
 
 def check_machine() -> None:
     """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
     check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        said = "fusermount3 is missing: without it only root can mount"
+        said = "fusermount3 is not installed: without it only root can mount over FUSE"
         raise EnvironmentProblem(said, "install FUSE 3: sudo apt install fuse3")
 
 
@@ -188,20 +188,20 @@ def check(source: str, path: str) -> tuple[str, str]:
             raise stale(point)
         pid = control.daemon_pid(point, mount.owner)
         served = f"already served by pid {pid}" if pid else "already served by another llmcachefs"
-        raise MountProblem(f"{point} is {served}", f"end it first: llmcache umount {point}")
+        raise MountProblem(f"{point} is {served}", f"unmount it first: llmcache umount {point}")
     _check_directory(source, "SOURCE", None)
-    _check_directory(path, "MOUNT", f"make it first: mkdir -p {path}")
+    _check_directory(path, "MOUNT", f"create it first: mkdir -p {path}")
     real = os.path.realpath(source)
     if point != real and os.path.commonpath([real, point]) == real:
         raise UsageError(
             f"MOUNT {path} lies inside SOURCE {source}: the mount would contain itself",
-            "mount outside of SOURCE, or on SOURCE itself",
+            "mount outside SOURCE, or on SOURCE itself",
         )
     if not os.access(source, os.R_OK | os.X_OK):
-        raise UsageError(f"SOURCE {source} may not be read by this user")
+        raise UsageError(f"this user may not read SOURCE {source}")
     if (kind := fstype_at(real)) in IN_MEMORY:
-        said = f"SOURCE {source} is on {kind}: its files are in memory already, and a mount would keep them there twice"
-        raise EnvironmentProblem(said, "use the files where they are; a mount is for files on a disk")
+        said = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
+        raise EnvironmentProblem(said, "use the files where they are; mount directories on a disk only")
     return real, point
 
 
@@ -252,15 +252,14 @@ def is_more_open(point: str, source: str) -> bool:
 def not_mounted(path: str, hint: str | None = None) -> MountProblem:
     """The error where nothing of ours is mounted; `hint` is for when there is no other mount of ours."""
     points = ", ".join(ours())
-    return MountProblem(f"no llmcachefs is mounted on {path}", f"mounted are: {points}" if points else hint)
+    return MountProblem(f"no llmcachefs is mounted on {path}", f"current mounts: {points}" if points else hint)
 
 
 def stale(point: str) -> MountProblem:
     """The error for a mount whose daemon is gone."""
     return MountProblem(
-        f"{point} is a dead mount: its daemon ended without unmounting (killed?), every access says "
-        f"'{os.strerror(errno.ENOTCONN)}'",
-        f"clean it up: llmcache umount --force {point}",
+        f"{point} is a dead mount: its daemon was killed, and every access fails with '{os.strerror(errno.ENOTCONN)}'",
+        f"remove it: llmcache umount --force {point}",
     )
 
 
@@ -296,7 +295,7 @@ def _fusermount(point: str, lazy: bool) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise EnvironmentProblem("fusermount3 is missing", "install FUSE 3: sudo apt install fuse3") from None
+        raise EnvironmentProblem("fusermount3 is not installed", "install FUSE 3: sudo apt install fuse3") from None
     if result.returncode != 0:
         number = errno.EBUSY if "busy" in result.stderr else errno.EPERM
         raise OSError(number, result.stderr.strip() or os.strerror(number))
@@ -309,7 +308,7 @@ def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Mo
     if len(users) > 8:
         seen += f" and {len(users) - 8} more"
     who = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
-    hint = f"end these first, or cut them off: llmcache umount --force {mount.point}"
+    hint = f"end them first, or: llmcache umount --force {mount.point}"
     return MountProblem(f"{mount.point} is busy: {who}", hint)
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import MountProblem, UsageError, printable
+from llmcache.errors import MountProblem, UsageError, printable, say
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
@@ -64,7 +64,7 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
     UsageError: a pause of nothing. MountProblem: no mount, or one that tells what cannot be understood.
     """
     if pause_s is not None and pause_s <= 0:
-        raise UsageError("INTERVAL: must be more than nothing", "write 250ms, 1s, 1m")
+        raise UsageError("INTERVAL: must be more than 0", "for example 250ms, 1s or 1m")
     before: dict[str, Any] | None = None
     shown = 0
     try:
@@ -102,7 +102,7 @@ def show_mounts(as_json: bool) -> None:
         mode = "no answer" if row["problem"] else row["mode"]
         print(printable(_MOUNTS_LINE.format(mode, *texts, format_percent(row["hit_ratio"]), row["mount"])))
     for problem in filter(None, (row["problem"] for row in rows)):
-        print(f"llmcache: {printable(problem)}", file=sys.stderr)
+        say(problem)
 
 
 def _mount_row(mount: Mount) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def _table(**columns: dict[str, Any]) -> Table:
 
 
 _SERVICES = {
-    "failures": "failures of services",
-    "ended": "services that have ended",
+    "failures": "service failures",
+    "ended": "ended services",
     "lost_touches": "lost touches",
     "refused_advice": "refused advice",
 }
@@ -170,7 +170,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     for text, amount in _special(stats):
         facts.add_row("", "", f"   {text}", printable(amount))
     if stats.get("beyond_bytes"):
-        facts.add_row("beyond", size["beyond_bytes"], "", "")
+        facts.add_row("beyond budget", size["beyond_bytes"], "", "")
     console.print(facts)
     if stats["files"]:
         console.print(_file_table(stats["files"]))
@@ -179,7 +179,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
             for sentence in filter(None, (judgement(loop), copied(loop))):
                 console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
         if lacking := file.get("lacks_extents"):
-            said = f"not steered: no room for {lacking:,} extents beside those of files in use"
+            said = f"not steered: no room for its {lacking:,} extents next to those of files in use"
             console.print(Text(f"{printable(shown_name(file))}: {said}"))
         if experts := file.get("experts"):
             console.print(Text(f"{printable(shown_name(file))}: {_experts(experts)}"))
@@ -224,7 +224,7 @@ def _experts(experts: dict[str, Any]) -> str:
     """Return what is kept of the experts."""
     if experts.get("alone"):
         return "experts are left to the kernel"
-    kept = f"{experts['kept']} of {experts['count']} experts kept, "
+    kept = f"{experts['kept']} of {experts['count']} experts cached, "
     return f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
 
 
@@ -286,24 +286,24 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
             _print_warm(mount, reply, check)
         if reply["unreadable"]:
             said = ", ".join(map(printable, reply["unreadable"]))
-            raise MountProblem(f"cannot be read: {said}", "its permissions in SOURCE, or its storage?")
+            raise MountProblem(f"the daemon cannot read {said}", "check the permissions in SOURCE, and the storage")
         missing = reply["wanted_bytes"] - reply["warm_bytes"]
     if missing > 0:
-        why = "given up meanwhile? by memory pressure, resize or evict; or locks failed: see its log"
+        why = "memory pressure, resize or evict may have evicted it, or locking has failed: see the log of the mount"
         hint = f"llmcache warmup {mount}" if check else why
-        raise MountProblem(f"{format_size(missing)} of what should be kept is not there", hint)
+        raise MountProblem(f"{format_size(missing)} of {format_size(reply['wanted_bytes'])} is not cached", hint)
 
 
 def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
-    table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_be_kept=_NUMBER, kept=_NUMBER)
+    table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_cache=_NUMBER, cached=_NUMBER)
     for row in reply["files"]:
         sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
         table.add_row(Text(printable(shown_name(row)) + (" (pinned)" if row["pinned"] else "")), *sizes)
     console.print(table)
     kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
     spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
-    console.print(Text(f"{printable(mount)}: {kept} of {wanted} kept{spent}"), soft_wrap=True)
+    console.print(Text(f"{printable(mount)}: {kept} of {wanted} cached{spent}"), soft_wrap=True)
 
 
 def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
@@ -318,7 +318,7 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
         files = f"{count} {'file' if count == 1 else 'files'}"
         print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
         for name in reply.get("pinned_names", reply["pinned"]):  # a daemon of version 1.0 does not send names
-            print(f"llmcache: {printable(name)} is pinned by --pin and stays", file=sys.stderr)
+            say(f"{name} is pinned by --pin and stays cached")
 
 
 @contextmanager
@@ -363,7 +363,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
     if mount is None:
         if force and (ended := leftover(point)):
             return ended
-        raise mountpoint.not_mounted(path, "`mount -t fuse.llmcachefs` lists the mounts there are")
+        raise mountpoint.not_mounted(path, "llmcache stats lists your mounts")
     found = control.files(point, mount.owner)
     with control.daemon(point, mount.owner) as process:
         try:
@@ -380,7 +380,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
         if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
             if not force or process is None:
                 who = f" (pid {process.pid})" if process else ""
-                raise MountProblem(f"{point} is unmounted, but its daemon{who} has not ended", f"see {found.log}")
+                raise MountProblem(f"{point} is unmounted, but its daemon{who} has not ended", f"see its log: {found.log}")
             killed = process.signal(signal.SIGKILL)
             control.wait_until_gone(found, _KILL_AFTER_S, process)
         now = mountpoint.find(point)

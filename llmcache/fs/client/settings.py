@@ -49,7 +49,7 @@ SCHEMA = "llmcache.config/1"
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
 _LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of what a key can have in dots
-TEXT, SWITCH, LIST = "a text", "true or false", "a list of texts"
+TEXT, SWITCH, LIST = "a string", "true or false", "a list of strings"
 _EXAMPLES = {TEXT: '"…", in quotes (sizes too: "6G")', SWITCH: "true", LIST: '["first", "second"]'}
 FLAG, ENVIRONMENT, FILE, DEFAULT = "flag", "environment", "file", "default"
 _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
@@ -129,7 +129,7 @@ def mount_point(given: str | None, config: str | None) -> str:
     """Where the mount is: as given, else as the settings say. UsageError if nothing says it."""
     found = resolve({"mount": given}, config)["mount"].value
     if found is None:
-        raise UsageError("Missing argument 'MOUNT'", "name the mount point, or --config FILE with one in it")
+        raise UsageError("Missing argument 'MOUNT'", "name the mount point, or give --config FILE that sets it")
     return str(found)
 
 
@@ -143,19 +143,21 @@ def read_file(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             text = file.read(_LONGEST_FILE + 1)
         if len(text) > _LONGEST_FILE:
-            raise DataError(f"{path}: longer than {_LONGEST_FILE} bytes: these are no settings", "see llmcache mount --help")
+            raise DataError(
+                f"{path}: longer than {_LONGEST_FILE} bytes: this is not a settings file", "see llmcache mount --help"
+            )
         tables: dict[str, Any] = tomllib.loads(text.decode())
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --config") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "name a TOML file with --config") from error
     except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
     table = tables.pop(TABLE, {})
     for name in tables:
-        raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
+        raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings belong in the table [{TABLE}]")
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
     for name in (name for name in table if name not in NAMES):
-        raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
+        raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"use one of: {', '.join(NAMES)}")
     return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
 
 
@@ -175,7 +177,7 @@ def _from_text(key: SettingKey, text: str) -> Any:
         return tuple(text.split(":"))
     if key.kind == SWITCH:
         if text.lower() not in _SWITCHES:
-            raise UsageError(f"{key.variable}: '{text}' is neither yes nor no", "write 1 or 0")
+            raise UsageError(f"{key.variable}: '{text}' is neither yes nor no", "use 1 or 0")
         return _SWITCHES[text.lower()]
     return text
 

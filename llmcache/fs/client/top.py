@@ -374,7 +374,7 @@ def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
     return HeatLayer(
-        name=f"{layers[0].name} – {layers[-1].name}",
+        name=f"{layers[0].name}–{layers[-1].name}",
         age_s=min(ages, default=None),
         cells={kind: _joined(layers, kind) for kind in layers[0].cells},
         **{name: sum(getattr(layer, name) for layer in layers) for name in _SUMS},
@@ -527,7 +527,7 @@ def _flows(sample: Sample) -> list[Text]:
     ratios = (("byte hit ratio", "hit_ratio"), ("prefetch late", "late_ratio"), ("prefetch wasted", "wasted_ratio"))
     rows = zip((bytes_row(*each) for each in amounts), (ratio_row(*each) for each in ratios), strict=True)
     found = [Text(f"{'':13}{heads}   {'':14}{heads}", _TITLE), *(Text("   ".join(row)) for row in rows)]
-    written = (("written", "storage_written_bytes"), ("read again", "refault_bytes"))
+    written = (("written", "storage_written_bytes"), ("refaults", "refault_bytes"))
     return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
 
 
@@ -562,7 +562,7 @@ def _within(upper_s: float | None) -> str:
 
 def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Text]:
     if not loops:
-        return [Text("no loop yet: no model is open, and nothing was read twice")]
+        return [Text("no loop yet: no model is open, and no file was read twice")]
     columns = (_NAME, 9, 9, 8, 8)
     room = width - sum(columns) - 3
     found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
@@ -658,7 +658,7 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
     MountProblem: there is no mount, or not any more. UsageError: a pause too short.
     """
     if pause_s < LEAST_PAUSE_S:
-        raise UsageError(f"INTERVAL: {pause_s:g} s is less than {LEAST_PAUSE_S:g} s")
+        raise UsageError(f"INTERVAL: {pause_s:g} s is too short: the minimum is {LEAST_PAUSE_S:g} s")
     watcher = Watcher(mount)
     count = 1 if once else count
     with suppress(KeyboardInterrupt):
@@ -701,7 +701,7 @@ def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
         while True:
             if size != console.size:
                 size = console.size
-                texts = lines(sample, *size, f"every {pause_s:g} s, q ends")
+                texts = lines(sample, *size, f"every {pause_s:g} s, q quits")
                 for text in texts:
                     text.no_wrap, text.overflow = True, "crop"
                 live.update(Group(*texts), refresh=True)

@@ -41,13 +41,16 @@ def check_path(path: str, point: str) -> str:
     """Returns `path` absolute; UsageError for one that cannot be a log of a mount on `point`."""
     found = os.path.realpath(path)
     if not found.endswith(".parquet"):
-        raise UsageError(f"--access-log: '{path}' does not end in .parquet", "the log is a trace in Parquet")
+        raise UsageError(
+            f"--access-log: '{path}' does not end in .parquet",
+            "the log is a Parquet trace: choose a name that ends in .parquet",
+        )
     if os.path.exists(found):
-        raise UsageError(f"--access-log: '{path}' exists", "name a new file, or remove this one")
+        raise UsageError(f"--access-log: '{path}' already exists", "choose another name, or remove the file")
     if not os.path.isdir(os.path.dirname(found)):
-        raise UsageError(f"--access-log: '{os.path.dirname(found)}' is not a directory", "make it first")
+        raise UsageError(f"--access-log: '{os.path.dirname(found)}' is not a directory", "create it first")
     if os.path.commonpath([found, point]) == point:
-        raise UsageError(f"--access-log: '{path}' is below the mount point", "name a place outside of it")
+        raise UsageError(f"--access-log: '{path}' is below the mount point", "choose a place outside the mount")
     return found
 
 
@@ -107,7 +110,7 @@ class AccessLog:
             self._broken = True
             self.lost += len(self._queue)
             self._queue.clear()
-            log.error("the access log ends here: %s", error.strerror)
+            log.error("cannot continue the access log: %s", error.strerror)
 
     def _feed_batch(self) -> None:
         if self.lost != self._lost_told:
@@ -147,9 +150,9 @@ class AccessLog:
         except (OSError, subprocess.TimeoutExpired) as error:
             self._child.kill()
             status = self._child.wait()
-            log.error("the access log is not complete: %s", type(error).__name__)
+            log.error("the access log is incomplete: %s", type(error).__name__)
         if status != 0:
-            log.error("the access log is not complete: its writer ended with status %d", status)
+            log.error("the access log is incomplete: its writer ended with status %d", status)
 
 
 def start_writer(path: str) -> subprocess.Popen[bytes]:
@@ -167,7 +170,7 @@ def start_writer(path: str) -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
     line = child.stdout.readline() if ready else b""
-    reply: dict[str, Any] = {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    reply: dict[str, Any] = {"error": f"--access-log: the process that writes '{path}' did not start", "hint": None}
     if line:
         reply = json.loads(line)
     if "error" in reply:

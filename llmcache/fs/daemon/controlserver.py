@@ -67,7 +67,7 @@ def take_lock(found: ControlFiles, point: str) -> int:
                 continue
             pid = found.describe().get("pid")
             by = f" by pid {pid}" if pid else ""
-            raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
+            raise MountProblem(f"{point} is already served{by}", f"unmount it first: llmcache umount {point}") from None
         with contextlib.suppress(FileNotFoundError):
             if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
                 with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
@@ -129,11 +129,11 @@ def _overlap(source: str) -> MountProblem:
         for point, facts in control.root_points().items()
         if "inplace" in facts and os.path.commonpath([str(facts.get("source")), source]) in (facts.get("source"), source)
     ]
-    on = f" on {others[0]}" if others else ""
-    hint = "one mount in place serves all programs that read these files, by whatever path"
+    by = f" by the mount on {others[0]}" if others else ""
+    hint = "one mount in place serves all programs that read these files, whatever path they use"
     if others:
         hint += f"; to end it: llmcache umount {others[0]}"
-    return MountProblem(f"files of {source} are steered in place already{on}", hint)
+    return MountProblem(f"files of {source} are already steered in place{by}", hint)
 
 
 class ClientGone(Exception):
@@ -232,7 +232,7 @@ def _request(line: bytes) -> dict[str, Any]:
     if len(line) > _LONGEST_REQUEST:
         raise UsageError(f"request: longer than {_LONGEST_REQUEST} bytes", hint)
     if not line.endswith(b"\n"):
-        raise UsageError("request: its line does not end", hint)
+        raise UsageError("request: the line does not end", hint)
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -270,7 +270,9 @@ class Requests:
         """The reply to `request`. UsageError: an unknown operation, or a field that is missing or wrong."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
-            raise UsageError(f"op: unknown request {reprlib.repr(name)}", f"known: {', '.join([*self._known, 'stop'])}")
+            raise UsageError(
+                f"op: unknown operation {reprlib.repr(name)}", f"use one of: {', '.join([*self._known, 'stop'])}"
+            )
         return self._known[name](request, tell)
 
     def _resize(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, printable
+from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, say
 from llmcache.fs import syscalls
 from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
@@ -117,7 +117,7 @@ class Daemon:
             log.info("not in place: %s", request.not_in_place)
         budget_bytes = settle_budget(request.cache_bytes)
         if request.mode == "inplace":
-            log.info("mode inplace: the page cache of the files themselves is steered")
+            log.info("mode inplace: steering the page cache of the files themselves")
         self._engine = Engine(budget_bytes, settle_mode(request.mode, budget_bytes), self._tree, request.pinned)
         self._session: Session | BindMount
         backend = self._engine.backend
@@ -227,7 +227,7 @@ class Daemon:
             end.register(fd, select.POLLIN)
             end.poll()
             os.close(fd)
-        log.info("the processes that this mount is for have ended")
+        log.info("the processes that this mount serves have ended")
         self._events.put("stop")
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
@@ -280,7 +280,7 @@ class Daemon:
             except LlmcacheError as error:  # nothing matches yet, or the mount ends
                 log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
                 return
-            log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
+            log.info("--pin: %d of %d bytes are cached", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
 
         if self._request.pinned:
             threading.Thread(target=warm, name="pin-files", daemon=True).start()
@@ -341,8 +341,8 @@ def serve_foreground(request: MountRequest, source: str, point: str, served: Cal
     tune_process()
 
     def ready() -> None:
-        log.info("a directory is served on %s", point)
-        notify(f"READY=1\nSTATUS=a directory is served on {point}")  # every user may ask systemd for it
+        log.info("serving a directory on %s", point)
+        notify(f"READY=1\nSTATUS=serving a directory on {point}")  # every user may ask systemd for it
         served()
 
     Daemon(request, source, point, _rotation(handler)).run(ready)
@@ -369,8 +369,8 @@ def serve_background(request: MountRequest, source: str, point: str, served: Cal
     mount = mountpoint.find(point)
     state = None if mount is None else mountpoint.answers(point, 30.0)
     if state != 0:
-        reason = "is not there" if mount is None else "hangs" if state is None else os.strerror(state)
-        raise MountProblem(f"the mount on {point} {reason} after it was made", "see its log: llmcache mount -f shows it")
+        reason = "it is missing" if mount is None else "it hangs" if state is None else os.strerror(state)
+        raise MountProblem(f"the new mount on {point} does not work: {reason}", f"see its log: {log_path}")
     served()
 
 
@@ -380,15 +380,15 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
         ready, _, _ = select.select([events], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             os.kill(child, signal.SIGTERM)  # who was told that there is no mount does not find one later
-            raise MountProblem(f"the daemon (pid {child}) does not serve after {START_S:.0f} s", f"see {log_path}")
+            raise MountProblem(f"the daemon (pid {child}) does not serve after {START_S:.0f} s", f"see its log: {log_path}")
         line = events.readline()
         if not line:
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
-            raise MountProblem(f"the daemon ended with status {code} before it served", f"see {log_path}")
+            raise MountProblem(f"the daemon ended with status {code} before it served", f"see its log: {log_path}")
         event = json.loads(line)
         if "note" in event:
-            print(f"llmcache: {printable(event['note'])}", file=sys.stderr)
+            say(event["note"])
         elif "error" in event:
             os.waitpid(child, 0)
             reported = LlmcacheError(event["error"], event["hint"])
@@ -447,13 +447,19 @@ def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, 
         Daemon(request, source, point, _rotation(handler)).run(reporter.finish)
     except LlmcacheError as error:
         root.removeHandler(reporter)  # the error goes to the parent whole, not as a note
-        logging.getLogger("llmcache").error("ends with exit code %d", error.exit_code)  # why is told to who made the mount
+        logging.getLogger("llmcache").error(
+            "the daemon ends with exit code %d", error.exit_code
+        )  # why is told to who made the mount
         said = _libfuse_errors(log_path, begin) if isinstance(error, MountProblem) else ""
         reporter.send(error=f"{error.message}{said}", hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
         print(logs.without_text(error), file=sys.stderr, flush=True)
-        reporter.send(error=f"{type(error).__name__}: {error}", hint=f"a bug; see {log_path}", exit_code=EXIT_BUG)
+        reporter.send(
+            error=f"{type(error).__name__}: {error}",
+            hint=f"this is a bug in llmcache; see the log: {log_path}",
+            exit_code=EXIT_BUG,
+        )
         return EXIT_BUG
     return 0
 

@@ -56,7 +56,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
         except OSError as error:  # no right to rename, no space, no such directory any more: the mount goes on
             if self.stream is None:
                 self.stream = self._open(os.dup(fd))
-            log.warning("the log cannot be rotated: %s", error.strerror)
+            log.warning("cannot rotate the log: %s", error.strerror)
         finally:
             os.close(fd)
             self.release()
@@ -98,12 +98,12 @@ def open_own(path: str) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return fd
     os.close(fd)
-    raise PermissionError(errno.EPERM, "not a file of this user")
+    raise PermissionError(errno.EPERM, "it is not a file of this user")
 
 
 def problem(path: str, error: OSError) -> EnvironmentProblem:
     """The error to raise where there can be no log at `path`."""
-    return EnvironmentProblem(f"log: '{path}' cannot be written: {error.strerror}", "name another file with --log")
+    return EnvironmentProblem(f"log: cannot write '{path}': {error.strerror}", "choose another file with --log")
 
 
 class PrivateFormatter(logging.Formatter):
@@ -151,7 +151,9 @@ class Journal(logging.Handler):
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise EnvironmentProblem(f"log: no journal answers: {error.strerror}", "--log FILE writes to a file") from error
+            raise EnvironmentProblem(
+                f"log: cannot reach the journal: {error.strerror}", "use --log FILE to write to a file"
+            ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
         """Sends one record; a message of several lines with its length, as the protocol wants."""
@@ -171,11 +173,11 @@ def check(target: str | None, point: str) -> str | None:
     above, name = os.path.split(os.path.abspath(target))
     path = os.path.join(os.path.realpath(above), name)  # a link there may be another user's: it is not followed
     if not os.path.isdir(os.path.dirname(path)):
-        raise UsageError(f"log: '{os.path.dirname(path)}' is not a directory", "make it first")
+        raise UsageError(f"log: '{os.path.dirname(path)}' is not a directory", "create it first")
     if os.path.islink(path):
-        raise UsageError(f"log: '{target}' is a symbolic link", "name the file itself")
+        raise UsageError(f"log: '{target}' is a symbolic link", "give the path of the file itself")
     if os.path.commonpath([path, point]) == point:
-        raise UsageError(f"log: '{target}' is below the mount point", "name a place outside of it")
+        raise UsageError(f"log: '{target}' is below the mount point", "choose a place outside the mount")
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"log: '{target}' is not a file")
     return path

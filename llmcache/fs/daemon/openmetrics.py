@@ -37,7 +37,7 @@ REQUEST_BYTES = 8192
 RETRY_S = 0.1
 REFUSE_S = 0.05
 _END = b"\r\n\r\n"  # of a request's head, and an answer's
-_HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
+_HINT = "for example 127.0.0.1:9464 or [::1]:9464; port 0 takes any free port"
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
@@ -58,20 +58,24 @@ _CLASSES = ("loop", "hot", "sequential", "paged")
 # (name without llmcache_ and unit, key of the counters, what it is)
 _LEVELS = (
     ("budget", "budget_bytes", "Budget of the mount."),
-    ("limit", "limit_bytes", "What memory pressure leaves of the budget."),
-    ("pinned", "pinned_bytes", "Kept: locked in the page cache (steer) or held by the daemon (arena)."),
-    ("window", "window_bytes", "Resident but not kept: streamed, hot pages, and what is not dropped yet."),
-    ("resident", "resident_bytes", "All that counts against the budget."),
-    ("daemon", "daemon_bytes", "The daemon's own memory and its helper's."),
+    ("limit", "limit_bytes", "The limit in force: the budget, or less under memory pressure."),
+    ("pinned", "pinned_bytes", "Pinned: locked in the page cache, in mode arena in the memory of the daemon."),
+    ("window", "window_bytes", "Resident but not pinned: streamed data, single pages, and data not dropped yet."),
+    ("resident", "resident_bytes", "All bytes that count against the budget."),
+    ("daemon", "daemon_bytes", "Memory of the daemon and its helpers, without pinned data."),
 )
 _COUNTERS = (
-    ("requested", "requested_bytes", "Asked for by requests that reached the daemon."),
-    ("storage_read", "backing_read_bytes", "Read from storage, in place also what clients had the kernel read."),
-    ("client_read", "client_read_bytes", "In place: read from storage by the kernel for clients, without the daemon."),
+    ("requested", "requested_bytes", "Bytes of the requests that reached the daemon."),
+    ("storage_read", "backing_read_bytes", "Read from storage, in mode inplace also by the kernel for clients."),
+    (
+        "client_read",
+        "client_read_bytes",
+        "In mode inplace: read from storage by the kernel for clients, without the daemon.",
+    ),
     ("storage_written", "backing_write_bytes", "Written to storage."),
-    ("fetched", "stored_bytes", "Fetched extents, put into the page cache."),
+    ("fetched", "stored_bytes", "Fetched and put into the page cache."),
     ("dropped", "invalidated_bytes", "Dropped from the page cache."),
-    ("refault", "refault_bytes", "Asked for again because the kernel had dropped it."),
+    ("refault", "refault_bytes", "Requested again because the kernel had reclaimed the pages."),
 )
 
 
@@ -89,45 +93,45 @@ def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
 def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     from prometheus_client import metrics_core as metrics
 
-    info = metrics.InfoMetricFamily("llmcache_mount", "The mount.", labels=["mount"])
+    info = metrics.InfoMetricFamily("llmcache_mount", "The mode of the mount.", labels=["mount"])
     info.add_metric([mount], {"mode": stats["mode"]})
     yield info
-    levels = [("uptime", "seconds", stats["uptime_s"], "Since the mount began.")]
+    levels = [("uptime", "seconds", stats["uptime_s"], "Time since the mount began.")]
     levels += [(name, "bytes", stats[key], text) for name, key, text in _LEVELS]
     if stats["hit_bytes"] or (stats["read_bytes"] and stats["mode"] == "arena"):  # elsewhere hits may not be observed
         ratio = stats["hit_bytes"] / stats["read_bytes"]
-        levels.append(("byte_hit", "ratio", ratio, "Share of read bytes that came from memory."))
+        levels.append(("byte_hit", "ratio", ratio, "Share of the bytes read by clients that came from memory."))
     for name, unit, value, text in levels:
         gauge = metrics.GaugeMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         gauge.add_metric([mount], value)
         yield gauge
-    counters = [("cpu", "seconds", stats["cpu_s"], "Processor time of the daemon and its helper.")]
+    counters = [("cpu", "seconds", stats["cpu_s"], "Processor time of the daemon and its helpers.")]
     counters += [(name, "bytes", stats[key], text) for name, key, text in _COUNTERS]
     for name, unit, value, text in counters:
         counter = metrics.CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         counter.add_metric([mount], value)
         yield counter
-    text = "Errors of service threads, and in place touches that were lost and advice on clients' memory that was refused."
+    text = "Errors of service threads; in mode inplace also lost touches, and refused advice on the memory of clients."
     faults = metrics.CounterMetricFamily("llmcache_faults", text, labels=["mount", "kind"])
     for kind in ("failures", "lost_touches", "refused_advice"):
         if kind in (told := stats.get("services", {})):
             faults.add_metric([mount, kind], told[kind])
     yield faults
-    text = "Read by clients. In steer and in place the resident part of a loop counts once a pass."
+    text = "Read by clients. In steer and inplace the resident part of a loop counts once in each observed pass."
     read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
     read.add_metric([mount, "memory"], stats["hit_bytes"])
     read.add_metric([mount, "storage"], stats["miss_bytes"])
-    text = "Prefetched: in time, late, or dropped unread."
+    text = "Prefetched: read in time (useful), awaited by a client (late), or dropped unread (wasted)."
     ahead = metrics.CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
     for outcome in ("useful", "late", "wasted"):
         ahead.add_metric([mount, outcome], stats["prefetch"][f"{outcome}_bytes"])
-    text = "How long readers waited for the daemon to fetch extents; their own page faults are not included."
+    text = "Waits of client requests for extents that the daemon fetched; page faults served by the kernel are not included."
     waits = metrics.HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
         told = stats["waits"][reason]
         bounds = [*map(str, told["bounds_s"]), "+Inf"]
         waits.add_metric([mount, reason], list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum_s"])
-    files = metrics.GaugeMetricFamily("llmcache_files", "Files that the mount knows, by class.", labels=["mount", "class"])
+    files = metrics.GaugeMetricFamily("llmcache_files", "Known files by class.", labels=["mount", "class"])
     classes = Counter(file["class"] for file in stats["files"])
     for name in _CLASSES:
         files.add_metric([mount, name], classes[name])
@@ -136,13 +140,23 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
 
 # (name without llmcache_loop_ and unit, unit, key of a loop, what it is)
 _LOOP_LEVELS = (
-    ("", "bytes", "bytes", "Size of the loop, without what clients no longer use."),
-    ("pinned", "bytes", "pinned_bytes", "Pinned of the loop."),
+    ("", "bytes", "bytes", "Bytes of the loop that clients use."),
+    ("pinned", "bytes", "pinned_bytes", "Pinned bytes of the loop."),
     ("unused", "bytes", "unused_bytes", "Bytes that no client has used for some passes: neither pinned nor prefetched."),
-    ("left", "", "left", "1 where the loop is left to the kernel, 0 where it is steered."),
-    ("steered_pass", "bytes", "steered_pass_bytes", "Steering reads so much in a pass, or would; mean of recent passes."),
-    ("lru_pass", "bytes", "lru_pass_bytes", "The page cache (LRU) reads so much in a pass, or would; mean."),
-    ("period", "seconds", "period_s", "Usual time of a pass."),
+    ("left", "", "left", "1 if the loop is left to the kernel, 0 if it is steered."),
+    (
+        "steered_pass",
+        "bytes",
+        "steered_pass_bytes",
+        "Bytes that steering reads, or would read, in a pass; mean of recent passes.",
+    ),
+    (
+        "lru_pass",
+        "bytes",
+        "lru_pass_bytes",
+        "Bytes that the page cache (LRU) reads, or would read, in a pass; mean of recent passes.",
+    ),
+    ("period", "seconds", "period_s", "Usual duration of a pass."),
 )
 
 
@@ -187,7 +201,7 @@ def parse_address(text: str) -> tuple[str, int]:
     except OSError:
         raise UsageError(f"metrics: '{host}' is not a loopback address", _HINT) from None
     if packed[0] != 127:
-        hint = "who can reach it can read it: let a proxy with a password, or ssh -L, reach 127.0.0.1"
+        hint = "the endpoint has no password: for access from elsewhere, use a proxy with a password or ssh -L"
         raise UsageError(f"metrics: '{host}' is not a loopback address", hint)
     return name, int(port)
 
@@ -205,7 +219,7 @@ class MetricsEndpoint:
             self._socket.listen(16)
         except OSError as error:
             self._socket.close()
-            hint = "name another port, or 0 for any that is free"
+            hint = "choose another port, or 0 for any free port"
             raise MountProblem(f"metrics: cannot listen on {where}: {error.strerror}", hint) from error
         bound = self._socket.getsockname()
         self.address = f"[{bound[0]}]:{bound[1]}" if ":" in host else f"{bound[0]}:{bound[1]}"
@@ -262,9 +276,9 @@ class MetricsEndpoint:
     def _answer(self, request: bytes, text: Callable[[], str]) -> bytes:
         words = request.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return _response("400 Bad Request", b"this speaks HTTP/1.1\n")
+            return _response("400 Bad Request", b"this server speaks HTTP/1.1\n")
         if words[0] not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET, HEAD\r\n")
+            return _response("405 Method Not Allowed", b"use GET\n", "Allow: GET, HEAD\r\n")
         if words[1].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", b"see /metrics\n")
         try:
@@ -275,7 +289,7 @@ class MetricsEndpoint:
                     self._text, self._made_s = text().encode(), time.monotonic()
                 return _response("200 OK", self._text, content_type=CONTENT_TYPE_LATEST)
         except Exception:  # a bug, told to the log and to the scraper; the mount goes on
-            log.exception("metrics cannot be made")
+            log.exception("cannot collect the metrics")
             return _response("500 Internal Server Error", b"see the log of the mount\n")
 
 

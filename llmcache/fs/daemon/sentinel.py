@@ -81,7 +81,7 @@ def main() -> int:
     try:
         abort(minor)
     except OSError as error:
-        print(f"the FUSE connection {minor} cannot be aborted: {error.strerror}", file=sys.stderr)
+        print(f"cannot abort the FUSE connection {minor}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

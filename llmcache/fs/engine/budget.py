@@ -26,7 +26,7 @@ from llmcache.memory import (
     stalled_us,
     tightest,
 )
-from llmcache.units import format_size
+from llmcache.units import format_percent, format_size
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     spare = least.spare_bytes - DAEMON_BYTES
     if spare < MIN_BUDGET_BYTES:
         raise EnvironmentProblem(
-            f"no memory for a cache: {format_size(least.available_bytes)} available in the {least.name}",
+            f"not enough memory for a cache: the {least.name} has {format_size(least.available_bytes)} available",
             "end other programs, or raise the memory limit of the cgroup",
         )
     if cache_bytes is None:
@@ -63,16 +63,16 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     if cache_bytes < MIN_BUDGET_BYTES:
         raise EnvironmentProblem(
             f"a budget of {format_size(cache_bytes)} is too small to stream through",
-            f"give --cache at least {format_size(MIN_BUDGET_BYTES)}",
+            f"set --cache to {format_size(MIN_BUDGET_BYTES)} or more",
         )
     if cache_bytes > least.total_bytes - least.margin_bytes:
         raise EnvironmentProblem(
             f"a budget of {format_size(cache_bytes)} does not fit: the {least.name} has {format_size(least.total_bytes)}",
-            f"--cache {spare} is possible now, or leave --cache out to use what can be spared",
+            f"--cache {spare // 10**6}M is possible now; the default is all that can be spared",
         )
     if cache_bytes > spare:
         log.warning(
-            "--cache reduced from %s to %s: that is what the %s can spare now",
+            "--cache is reduced from %s to %s, which is what the %s can spare now",
             format_size(cache_bytes),
             format_size(spare),
             least.name,
@@ -86,7 +86,7 @@ def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
-        why = "memory can be locked" if chosen == "steer" else f"only {format_size(lockable)} may be locked"
+        why = "memory can be locked" if chosen == "steer" else f"only {format_size(lockable)} of memory may be locked"
         # Arena is slower: whoever could have steer by raising a limit should see it at once.
         log.log(logging.INFO if chosen == "steer" else logging.WARNING, "mode %s: %s", chosen, why)
         return chosen
@@ -137,13 +137,15 @@ class PressureGauge:
     def check(self, budget_bytes: int, held_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
         if budget_bytes < MIN_BUDGET_BYTES:
-            raise EnvironmentProblem(f"a budget of {format_size(budget_bytes)} is less than {format_size(MIN_BUDGET_BYTES)}")
+            raise EnvironmentProblem(
+                f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
+            )
         least = tightest(self._root)
         if budget_bytes - held_bytes > least.spare_bytes:
             raise EnvironmentProblem(
                 f"a budget of {format_size(budget_bytes)} does not fit: "
                 f"the {least.name} can spare {format_size(max(0, held_bytes + least.spare_bytes))}",
-                "take less, or free memory there",
+                "choose a smaller budget, or free memory",
             )
 
     def reset(self, budget_bytes: int) -> None:
@@ -164,12 +166,16 @@ class PressureGauge:
         stalls = self._stalls(now)
         if missing > 0:
             # From what is held, not from the limit: what is already on its way out is not asked for twice.
-            self._lower(held_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
+            self._lower(held_bytes - missing - AHEAD_BYTES, now, f"free memory is {format_size(missing)} below the margin")
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
             # A loop that was left to the kernel holds nothing, and its pins would return faster than pressure is noticed.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
-            self._lower(self._limit - int(STEP_SHARE * self.budget_bytes), now, f"memory stalls {stalls:.0%} of the time")
+            self._lower(
+                self._limit - int(STEP_SHARE * self.budget_bytes),
+                now,
+                f"tasks wait for memory {format_percent(stalls, 0)} of the time",
+            )
         elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:
             self._raise(-missing)
         elif now - self._calm_since > 2 * LONGEST_CALM_S:
@@ -194,7 +200,7 @@ class PressureGauge:
         self._limit += max(0, step)
         self._grown = True
         if self._limit == self.budget_bytes:
-            log.warning("memory pressure is over: budget %s again", format_size(self._limit))
+            log.warning("memory pressure is over: the budget is %s again", format_size(self._limit))
 
     def _scarce(self) -> bool:
         """Stalls alone are no reason: a capped neighbour stalls too. The machine itself must be short."""

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
 COPIES_S = 10.0  # from one look at clients that may have copied weights to the next
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
+CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # closed files that are remembered, and descriptors of the limit for each
 REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
 BEYOND_PAUSE_S = 0.05  # what lies beyond the budget may be wanted soon
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
@@ -93,6 +95,7 @@ class Engine:
         self._stopping = threading.Event()
         self._house: threading.Thread | None = None
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
+        self._closed: dict[str, Group] = {}  # files that no client has open, by key; the longest closed first
         self._plan_due = False
         self._refused_ns = 0
         self.waiting = 0  # requests, for a STORE of old data to end
@@ -135,7 +138,7 @@ class Engine:
 
     def _broken(self, service: str) -> None:
         """A service is not run again: the others cannot be relied on without it."""
-        log.error("service %s fails again and again: steering ends, and files are read from SOURCE", service)
+        log.error("service %s has failed repeatedly: steering ends, and files are read straight from SOURCE", service)
         threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
@@ -179,9 +182,19 @@ class Engine:
 
     def _note_presence(self, group: Group) -> None:
         is_open = group.first or group.warm or self.state.opens_of(group) > 0
+        self._closed.pop(group.key, None)
+        if group.alive and not is_open:
+            self._closed[group.key] = group
+            self._forget_closed()
         if group.alive and group.listed_open != is_open:
             group.listed_open = is_open
             self.state.references.tell("open" if is_open else "close", group.key)
+
+    def _forget_closed(self) -> None:
+        """Forget the file that was closed first when too many are known; one that loops only if all of them do."""
+        if len(self._closed) > min(CLOSED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // CLOSED_DESCRIPTORS):
+            once = (group for group in self._closed.values() if not group.looping)
+            self._dissolve(next(once, None) or next(iter(self._closed.values())))
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
         """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
@@ -224,7 +237,7 @@ class Engine:
         if member.backing is backing:
             member.backing = None
         if not self.state.ended.wait_for(lambda: not member.loads, LOADS_S):
-            backing.keep_open(f"{member.loads} reads of it have not ended for {LOADS_S:.0f} s")
+            backing.keep_open(f"{member.loads} reads have not ended within {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
@@ -286,7 +299,7 @@ class Engine:
         }
         facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":
-            facts["unseen"] = "pinned extents are read without a request and are not in here"
+            facts["unseen"] = "pinned extents are read without a request, so these reads are not recorded"
         return {"extra": facts, "note": facts.get("unseen", "")}
 
     def stats(self) -> dict[str, Any]:
@@ -356,7 +369,7 @@ class Engine:
             self._leave_to_client(group, member, extents, inode, code)
             return
         self._refused_ns = now_ns
-        log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
+        log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
             group.wanted[extent] = 0
         self.holder.release(group, extents)
@@ -370,7 +383,7 @@ class Engine:
         process when they are read again.
         """
         if not group.unlockable:
-            log.warning("inode %d: not pinned where it is charged to a cgroup of a client that has a memory limit", inode)
+            log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
         self.holder.release(group, extents)
         now_ns = time.monotonic_ns()
         for extent in extents:
@@ -410,6 +423,7 @@ class Engine:
 
     def _dissolve(self, group: Group) -> None:
         """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
+        self._closed.pop(group.key, None)
         for extent in list(group.loading):
             group.cancel(extent)
         self.holder.release(group, self.holder.pinned(group))
@@ -453,7 +467,7 @@ class Engine:
                 limit = self.gauge.limit(self._held_bytes)
             except OSError as error:  # programs have as many files open as this process may: until they close some
                 if not blind:
-                    log.warning("memory pressure cannot be seen for now: %s", error.strerror)
+                    log.warning("cannot observe memory pressure for now: %s", error.strerror)
                 blind = True
                 continue
             blind = False

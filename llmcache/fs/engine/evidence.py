@@ -87,7 +87,7 @@ class Judge:
         if group.first or any(member.mixture is not None for member in group.members):
             return
         self._guard_of(group).leave()
-        log.info("inode %d: left to the kernel: clients have begun to use other parts of it", group.inode)
+        log.info("inode %d is left to the kernel: clients have begun to use other parts of it", group.inode)
         pinned = self.holder.pinned(group)
         self.turn(group, True)
         if self.backend.in_place:
@@ -365,7 +365,7 @@ class Judge:
         evidence.tried_bytes = None
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
         what = "left to the kernel" if is_left else "steered again"
-        log.info("inode %d: %s: steering reads %s a pass, LRU %s", group.inode, what, steered, lru)
+        log.info("inode %d is %s: steering reads %s a pass, the page cache (LRU) %s", group.inode, what, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
         self.turn(group, is_left)
 
@@ -401,7 +401,7 @@ class Judge:
         evidence.trial_pass = group.use.passes + evidence.trial_gap
         self._guard_of(group).leave()
         log.info(
-            "inode %d: left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
+            "inode %d is left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
             group.inode,
             format_size(steered_bytes),
         )

@@ -193,7 +193,9 @@ class Grouping:
         group.written, group.paged, group.names_version = written, paged, self.tree.names.version
         if paged and extent_bytes_for(total, EXTENTS_MAX, large) <= LARGEST_EXTENT:
             group.lacks_extents = full_count
-            log.warning("no room for %d extents beside those of files in use: a file is not steered for now", full_count)
+            log.warning(
+                "a file is not steered for now: no room for its %d extents next to those of files in use", full_count
+            )
         group.first = not written and not paged and self._is_pinned(files)
         if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
@@ -245,9 +247,7 @@ class Grouping:
             return None
         experts = None if layout is None else Experts(layout)
         if experts is not None and experts.too_many:  # as a loop it would be read whole in every pass
-            log.warning(
-                "inode %d is cached without a layout: it has more than %d slices of experts", backing.ino, MOST_SLICES
-            )
+            log.warning("inode %d is cached without a layout: it has more than %d expert slices", backing.ino, MOST_SLICES)
         elif layout is not None and experts is not None:
             mixed = experts if experts.count else None
             return Header(layout.header_bytes, layout.regions(), Anatomy(layout), mixed, layout.repacked_bytes)

@@ -73,8 +73,8 @@ class Warmer:
         paths = self.named(globs, tell)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # the others are for who reads meanwhile
         if len(paths) > most:
-            hint = "name those that matter with globs; a daemon that may open more files (ulimit -n) takes more"
-            raise EnvironmentProblem(f"GLOB: {len(paths)} files are more than can be warmed at once, {most}", hint)
+            hint = "name fewer files by globs, or raise the limit of open files (ulimit -n) of the daemon"
+            raise EnvironmentProblem(f"GLOB: {len(paths)} files match, but at most {most} can be warmed at once", hint)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
             unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
@@ -129,7 +129,10 @@ class Warmer:
         tree.names.refresh(NAMES_S, at_once=True)
         paths = [path for path in _while_telling(self._paths(), tell) if not globs or tree.matches(path, globs)]
         if globs and not paths:
-            shown, hint = " ".join(globs)[:_LONGEST_SHOWN], "write globs in quotes: '*.gguf', 'directory/*'"
+            shown, hint = (
+                " ".join(globs)[:_LONGEST_SHOWN],
+                "quote globs, so that the shell passes them on: '*.gguf', 'directory/*'",
+            )
             raise UsageError(f"GLOB: no file of the mount matches {shown}", hint)
         return paths
 

@@ -124,9 +124,9 @@ class HeaderCursor:
 
     def _too_short(self, size: int) -> DataError:
         if self.position + size <= self._file_bytes:
-            return DataError(f"the header needs more than {HEADER_LIMIT} bytes, which no model's does")
+            return DataError(f"the header needs more than {HEADER_LIMIT} bytes, which no model needs")
         return DataError(
-            f"the file ends inside its header: {size} bytes are due at byte {self.position}, and it has {self._file_bytes}",
+            f"the file ends inside its header: {size} bytes are needed at byte {self.position} of {self._file_bytes}",
             "the file is incomplete: copy or download it again",
         )
 
@@ -155,7 +155,7 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
     if tensor_count > MOST_TENSORS or key_count > _MOST_KEYS:
-        raise DataError(f"the header announces {tensor_count} tensors and {key_count} keys: it is damaged")
+        raise DataError(f"the header declares {tensor_count} tensors and {key_count} keys: it is damaged")
     wanted = _read_keys(cursor, key_count)
     alignment = wanted.get("general.alignment", 32)
     if alignment < 1 or alignment > 2**30 or alignment & (alignment - 1):
@@ -242,7 +242,7 @@ def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)} has the unknown type {type_number}")
     dtype, block_values, block_bytes = GGML_TYPES[type_number]
     if (shape[0] if shape else 1) % block_values:
-        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {dtype}")
+        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are not whole blocks of {dtype}")
     if offset % alignment:
         raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
     experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension counts them
@@ -255,5 +255,5 @@ def _shard(wanted: dict[str, int]) -> tuple[int, int] | None:
     if count <= 1:
         return None
     if not 0 <= number < count:
-        raise DataError(f"split.no is {number} of {count}")
+        raise DataError(f"split.no is {number}, but split.count is {count}")
     return number, count

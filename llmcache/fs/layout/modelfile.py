@@ -79,7 +79,7 @@ def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int
     told = [layout.experts_used for layout in layouts if layout.experts_used]
     used = told[0] if told else _configured(path) if layouts[0].kind == "safetensors" else None
     if counts and used is not None and not 1 <= used <= max(counts):
-        raise DataError(f"{OPTION}: {path}: a token is said to use {used} of {max(counts)} experts")
+        raise DataError(f"{OPTION}: {path}: a token cannot use {used} of {max(counts)} experts")
     return max(counts, default=None), used
 
 
@@ -92,7 +92,7 @@ def _configured(path: str) -> int | None:
         with _errors(str(file)), file.open("rb") as stream:
             config = json.loads(stream.read(_LONGEST_CONFIG))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{OPTION}: {file} is no JSON: {error}") from error
+        raise DataError(f"{OPTION}: {file} is not JSON: {error}") from error
     for holder in (config, config.get("text_config")) if isinstance(config, dict) else ():
         for name in EXPERTS_USED:
             if isinstance(holder, dict) and type(used := holder.get(name)) is int:
@@ -112,7 +112,7 @@ def _files(path: str) -> list[str]:
     files = list(shard_names(path))
     missing = [file for file in files if file != path and not os.path.exists(file)]
     if missing and os.path.exists(path):
-        there = f"{len(files) - len(missing)} of {len(files)} are there"
+        there = f"{len(files) - len(missing)} of {len(files)} exist"
         raise DataError(f"{OPTION}: the shard {missing[0]} is missing ({there})")
     return files
 
@@ -197,7 +197,7 @@ def _indexed(path: str) -> list[str]:
 def _layout(path: str) -> ModelLayout:
     layout, _ = _known(path)
     if not layout.tensors and layout.shard is None:
-        raise DataError(f"{OPTION}: {path} holds no tensors: it is no model")
+        raise DataError(f"{OPTION}: {path} has no tensors: it is not a model")
     if layout.shard is not None and shard_name(path) is None:
         number, count = layout.shard
         raise DataError(
@@ -232,7 +232,7 @@ def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise UsageError(f"{OPTION}: {path}: {error.strerror}", hint) from error
     except OSError as error:
-        raise EnvironmentProblem(f"{OPTION}: {path} cannot be read: {error.strerror}") from error
+        raise EnvironmentProblem(f"{OPTION}: cannot read {path}: {error.strerror}") from error
     except DataError as error:
         raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
 

@@ -264,7 +264,7 @@ class ModelNames:
                 found = {**self._directories, **found}
             if not self._unfinished:
                 self._unfinished = True
-                log.warning("SOURCE has too many directories or links: some files have no names but their own")
+                log.warning("SOURCE has too many directories or links: some files keep their own names")
         if found == self._directories:
             return False
         self._directories = found
@@ -347,11 +347,11 @@ class ModelNames:
             content: tuple[Layer, ...] | tuple[str, ...] = ()
             try:
                 if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-                    raise DataError("too large, or no regular file")
+                    raise DataError("too large, or not a regular file")
                 content = parse(_whole(fd, limit))
             except DataError as error:  # its text may quote the file
                 level = logging.WARNING if _settled(status) else logging.DEBUG  # it may be being written
-                log.log(level, "inode %d names no files: %s", status.st_ino, error.message.partition(":")[0])
+                log.log(level, "inode %d is ignored for names: %s", status.st_ino, error.message.partition(":")[0])
             return _Document(_stamp(status), _settled(status), content)
         finally:
             os.close(fd)
@@ -513,5 +513,5 @@ def _whole(fd: int, limit: int) -> bytes:
     while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
         parts.append(part)
         if sum(map(len, parts)) > limit:
-            raise DataError("too large, or no regular file")
+            raise DataError("too large, or not a regular file")
     return b"".join(parts)

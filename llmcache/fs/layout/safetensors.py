@@ -63,7 +63,7 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
     cursor = HeaderCursor(read, file_bytes)
     length = cursor.u64()
     if length > _LONGEST_JSON:
-        raise DataError(f"not a safetensors file: it announces a header of {length} bytes")
+        raise DataError(f"not a safetensors file: it declares a header of {length} bytes")
     header_bytes = 8 + length
     cursor.skip(length)  # all of it is there
     tensors = bounded(_tensors(_Text(read, 8, header_bytes), header_bytes))
@@ -101,23 +101,23 @@ class _Text:
     def expect(self, wanted: bytes) -> None:
         """Moves on behind the byte `wanted`; DataError if another comes."""
         if (found := self.token()) != wanted:
-            raise self.wrong(f"{found!r} where {wanted!r} is due")
+            raise self.wrong(f"{found!r} instead of {wanted!r}")
 
     def members(self) -> Iterator[None]:
         """Yields at each member of the object that has begun, within the quotes of its name; who takes it reads it all."""
         token = self.token()
         while token != b"}":
             if token != b'"':
-                raise self.wrong(f"{token!r} where a name is due")
+                raise self.wrong(f"{token!r} instead of a name")
             yield
             token = self.token()
             if token == b"}":
                 return
             if token != b",":
-                raise self.wrong(f"{token!r} behind a value")
+                raise self.wrong(f"{token!r} after a value")
             token = self.token()
             if token == b"}":
-                raise self.wrong("a comma before its end")
+                raise self.wrong("a comma before the end")
 
     def string(self) -> str:
         """The rest of the string that has begun."""
@@ -156,13 +156,13 @@ class _Text:
 
     def wrong(self, what: str) -> DataError:
         """The error that tells that `what` was found."""
-        return DataError(f"not a safetensors file: its header is not JSON as it should be: {what}")
+        return DataError(f"not a safetensors file: its header is not valid JSON: {what}")
 
     def _loaded(self, text: bytes) -> Any:
         try:
             return json.loads(text.decode(), object_pairs_hook=_without_doubles)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not a safetensors file: its header is not JSON ({error})") from error
+            raise DataError(f"not a safetensors file: its header is not valid JSON: {error}") from error
 
     def _more(self) -> bool:
         """Reads on, behind what is left of the piece; False at the end of the header."""
@@ -186,7 +186,7 @@ def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
             raise DataError(f"tensor {quoted(name)} is not described by an object")
         yield _tensor(name, text.entry(), header_bytes)
     if rest := text.token():
-        raise text.wrong(f"{rest!r} behind its end")
+        raise text.wrong(f"{rest!r} after the end")
 
 
 def _skip_metadata(text: _Text) -> None:
@@ -204,7 +204,7 @@ def _skip_metadata(text: _Text) -> None:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise DataError("the header has a name twice")
+        raise DataError("the header has the same name twice")
     return entries
 
 
@@ -217,7 +217,7 @@ def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
     if len(shape) > _MOST_DIMENSIONS or len(dtype) > _LONGEST_DTYPE:
         raise DataError(f"tensor {quoted(name)} has {len(shape)} dimensions, and a dtype of {len(dtype)} characters")
     if not (is_text(name) and is_text(dtype)):
-        raise DataError(f"tensor {quoted(name)}: its name or dtype {quoted(dtype)} is no text: half a surrogate pair")
+        raise DataError(f"tensor {quoted(name)}: its name or dtype {quoted(dtype)} is not text (half a surrogate pair)")
     begin, end = offsets
     size_bytes = end - begin
     # An unknown dtype is no obstacle: the offsets say where the tensor is.

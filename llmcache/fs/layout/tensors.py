@@ -265,7 +265,7 @@ def bounded(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for number, tensor in enumerate(tensors):
         names += sys.getsizeof(tensor.name)
         if number >= MOST_TENSORS or names > _NAMES_BYTES:
-            raise DataError(f"more tensors, or longer names of them, than any model has: {number} are read")
+            raise DataError(f"the header has more tensors, or longer names, than any model: {number} are read")
         yield tensor
 
 
@@ -282,7 +282,7 @@ def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int)
             raise DataError(f"tensor {name} at byte {tensor.offset} overlaps {previous}, which ends at {end}")
         if tensor.end > file_bytes:
             raise DataError(
-                f"tensor {quoted(tensor.name)} ends at byte {tensor.end}, behind the end of the file ({file_bytes})",
+                f"tensor {quoted(tensor.name)} ends at byte {tensor.end}, beyond the end of the file ({file_bytes})",
                 "the file is incomplete: copy or download it again",
             )
         names.add(tensor.name)

@@ -259,7 +259,7 @@ class Session:
         """Mount, serve until unmounted or stopped, unmount. Raises MountProblem where the mount cannot be made."""
         try:
             if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
-                hint = "a user can mount on a directory of their own, if /dev/fuse is open to them"
+                hint = "MOUNT must be a directory of your own, and /dev/fuse must be open to you"
                 raise MountProblem(f"cannot mount on {self._mountpoint}", None if os.geteuid() == 0 else hint)
             self._thread = threading.get_ident()
             try:
@@ -275,7 +275,7 @@ class Session:
         if self._failure is not None:
             raise self._failure
         if code < 0:
-            raise MountProblem(f"the serving loop of {self._mountpoint} failed: {os.strerror(-code)}")
+            raise MountProblem(f"serving {self._mountpoint} failed: {os.strerror(-code)}")
 
     def _loop(self) -> int:
         lib = self._lib

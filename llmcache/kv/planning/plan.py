@@ -110,8 +110,8 @@ def plan(
         there = machine.gpu_bytes + machine.host_bytes - machine.gpu_reserved_bytes - machine.host_reserved_bytes
         raise UsageError(
             f"--gpu, --ram: the weights of {shape.name} alone take {format_size(shape.weight_bytes)}, "
-            f"but only {format_size(max(0, there))} is available, "
-            f"beside {format_size(machine.host_reserved_bytes)} for the system",
+            f"but only {format_size(max(0, there))} is available "
+            f"(the system keeps {format_size(machine.host_reserved_bytes)})",
             "use more memory, or a smaller or more quantized model",
         )
     use = memory_use(shape, context, batch)

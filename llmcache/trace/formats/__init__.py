@@ -45,7 +45,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], forc
         return _to_parquet(source, target, force)
     module = _module(target)
     if not hasattr(module, "write"):
-        raise UsageError(f"OUT: {_suffix(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
+        raise UsageError(f"OUT: {_suffix(target)} cannot be written", "use .parquet, .csv or .oracleGeneral")
     output = Output(target, force)
     with open_trace(source) as reader, output as temporary:
         with writing(target):
@@ -67,7 +67,7 @@ def _suffix(path: Path) -> str:
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
         known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")
-        raise UsageError(f"'{path}': the ending '{path.suffix}' is of no known trace format", f"known are: {known}")
+        raise UsageError(f"'{path}': no trace format has the ending '{path.suffix}'", f"known endings: {known}")
     return found
 
 

@@ -71,8 +71,10 @@ class _CsvImporter:
         offset, length = batch.column("offset").to_numpy(), batch.column("length").to_numpy()
         self._refuse("offset", offset, offset < 0, "must not be negative")
         self._refuse("length", length, length < 1, "must be at least 1")
-        self._refuse("length", length, length >= _LONGEST_BYTES, "no single access is as long")
-        self._refuse("length", length, offset > np.iinfo(np.int64).max - length, "the access ends beyond the largest file")
+        self._refuse("length", length, length >= _LONGEST_BYTES, "too long for a single access")
+        self._refuse(
+            "length", length, offset > np.iinfo(np.int64).max - length, "the access ends beyond the largest possible file"
+        )
         first = offset // BLOCK_BYTES
         file = self._numbered(batch.column("file"), offset + length)
         self._writer.append(
@@ -131,7 +133,7 @@ class _CsvImporter:
         t_ns: Int64s = words[:, 0]
         self._refuse("time", t_ns, t_ns < 0, "nanoseconds: must not be negative")
         self._refuse(
-            "time", t_ns, np.diff(t_ns, prepend=self._after_ns) < 0, "nanoseconds: must not be before the row above"
+            "time", t_ns, np.diff(t_ns, prepend=self._after_ns) < 0, "nanoseconds: must not be less than in the row above"
         )
         self._after_ns = int(t_ns[-1])
         return t_ns
@@ -156,7 +158,9 @@ def _header(path: Path) -> tuple[list[str], bool]:
         return list(FIELDS[: len(cells) or len(REQUIRED)]), False
     for name in cells:
         if name not in FIELDS or cells.count(name) > 1:
-            raise DataError(f"{name}: '{path}' has a column {'twice' if name in FIELDS else 'of this name'}", _HINT)
+            raise DataError(
+                f"{name}: '{path}' has {'this column twice' if name in FIELDS else 'an unknown column of this name'}", _HINT
+            )
     for name in REQUIRED:
         if name not in cells:
             raise DataError(f"{name}: '{path}' has no such column", _HINT)

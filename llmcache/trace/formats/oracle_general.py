@@ -65,7 +65,7 @@ def read(path: Path, writer: TraceWriter) -> None:
             }
         )
     writer.add_file(TraceFile(0, path.name, 0, 0, 0, blocks * BLOCK_BYTES))
-    note = f"From {path.name}: objects are runs of blocks of one file; it does not tell reads from writes."
+    note = f"From {path.name}: objects are runs of blocks of one file; the format does not distinguish reads from writes."
     writer.provenance = Provenance(tier="oracleGeneral", clock="seconds", note=note)
 
 
@@ -83,7 +83,9 @@ def _batches(path: Path) -> Iterator[tuple[int, Records]]:
     with readable(path):
         size_bytes = path.stat().st_size
         if size_bytes % RECORD.itemsize:
-            raise DataError(f"size: '{path}' has {size_bytes} bytes, not a multiple of 24: truncated or foreign", _HINT)
+            raise DataError(
+                f"size: '{path}' has {size_bytes} bytes, not a multiple of 24: truncated, or of another format", _HINT
+            )
         row = 0
         with open(path, "rb") as file:
             while len(records := np.fromfile(file, RECORD, _BATCH_ROWS)):
@@ -96,7 +98,7 @@ def _check(records: Records, row: int, after_s: int) -> None:
     back = np.diff(time.astype(np.int64), prepend=after_s) < 0
     if back.any():
         at = int(back.argmax())
-        raise DataError(f"time: record {row + at} has {time[at]}, less than the one before it; must ascend", _HINT)
+        raise DataError(f"time: record {row + at} has {time[at]}, less than the record before it: times must ascend", _HINT)
     # -1 stands for never, -2 for unknown; some writers put the largest number for never.
     if (following < -2).any():
         at = int((following < -2).argmax())

@@ -39,7 +39,7 @@ FILES = b"files"
 LOST = b"lost_events"
 INTERRUPTED = "The recording was cut short: it ends with its last flush."
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream that was closed
-_FOREIGN = "not what llmcache trace leaves, or damaged"
+_FOREIGN = "the file is not a recording of llmcache trace, or it is damaged"
 
 
 class RecordingFull(EnvironmentProblem):
@@ -58,8 +58,8 @@ class RecordingWriter:
             try:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             except FileExistsError as error:
-                hint = f"it is being written, or was left by a recorder that was killed: llmcache convert {path} OUT.parquet"
-                raise UsageError(f"-o: '{path}' exists", f"{hint}; --force replaces it") from error
+                hint = f"a recorder is writing it, or one that was killed has left it: llmcache convert {path} OUT.parquet"
+                raise UsageError(f"-o: '{path}' already exists", f"{hint}; --force replaces it") from error
         self._file = open(self._fd, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open until close()
         self.size_bytes = 0  # up to the last whole batch
         schema = SCHEMA.with_metadata({KEY: encode((), provenance)})
@@ -115,7 +115,7 @@ class RecordingWriter:
 
 def kept_hint(path: Path) -> str:
     """Returns the hint for an error that leaves the recording `path`."""
-    return f"what was recorded until then is kept in '{path}', which info, classify and convert read"
+    return f"the rows recorded so far are in '{path}', which llmcache info, classify and convert read"
 
 
 def no_rows() -> Columns:
@@ -154,7 +154,7 @@ def _stream(path: Path, file: Any) -> Any:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"'{path}' is not a recording: {str(error).splitlines()[0]}", _FOREIGN) from error
     if not stream.schema.equals(SCHEMA) or KEY not in (stream.schema.metadata or {}):
-        raise DataError(f"columns: '{path}' has others than a recording", _FOREIGN)
+        raise DataError(f"columns: '{path}' does not have the columns of a recording", _FOREIGN)
     return stream
 
 

@@ -22,7 +22,7 @@ from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance
 from llmcache.units import BLOCK_BYTES
 
 _BATCH_ROWS = 1 << 15
-_NOTE = "System calls only: a map row tells what was mapped, not what was touched; io_uring is not seen."
+_NOTE = "System calls only: a map row shows which range was mapped, not which pages were touched; io_uring is not included."
 # Not files that are cached by blocks; /dev/shm is memory, but has files.
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _FD = re.compile(r"(-?\d+)(?:<((?:[^<>\\]|\\.)*)>)?")
@@ -47,7 +47,7 @@ def read(path: Path, writer: TraceWriter) -> None:
             try:
                 log.take(line.rstrip("\n"), number)
             except ValueError as error:  # Python makes no number of thousands of digits
-                raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
+                raise DataError(f"rows: line {number} has a number with too many digits", "the log is damaged") from error
             if len(log.rows) >= _BATCH_ROWS:
                 _flush(log, writer)
     if not log.counts["calls"]:
@@ -120,7 +120,7 @@ class LogClock:
         t_ns = self._told(prefix)
         if self._has_begun and t_ns < self._now_ns:
             if self._now_ns - t_ns > _STEP_NS:
-                hint = "a log of one run of strace is needed, not several put together"
+                hint = "give the log of one run of strace, not of several"
                 raise DataError(f"time: line {number} is {(self._now_ns - t_ns) / 1e9:.6f} s before the one above", hint)
             self.steps_back += 1
             t_ns = self._now_ns
