@@ -359,8 +359,8 @@ def proxy_command(
     \b
     Examples:
       llmcache kv proxy /mnt/nvme/kv -- llama-server -m llama-8b.gguf -c 16384
-      llmcache kv proxy /mnt/nvme/kv --limit 50G --ttl 30d -- llama-server -m llama-8b.gguf
-      llmcache kv proxy /mnt/nvme/kv --url http://127.0.0.1:8081 --slots-dir /srv/slots
+      llmcache kv proxy ~/kv --limit 50G -- llama-server -m llama-8b.gguf
+      llmcache kv proxy ~/kv --url http://127.0.0.1:8081 --slots-dir ~/slots
     """
     from llmcache.errors import UsageError
     from llmcache.kv.proxy import command as proxy

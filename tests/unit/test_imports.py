@@ -38,7 +38,8 @@ ALLOWED = {
     "edram": BASE | {"cache", "kv"},
     "doctor": BASE | {"trace", "fs", "bpf", "run"},
     "report": BASE | {"cache", "trace.record", "trace.formats", "trace", "kv", "edram"},
-    "cli": BASE | {"trace", "trace.formats", "cache", "fs", "kv", "kv.proxy", "edram", "report", "doctor", "run", "tokens.command"},
+    "cli": BASE
+    | {"trace", "trace.formats", "cache", "fs", "kv", "kv.proxy", "edram", "report", "doctor", "run", "tokens.command"},
     "__main__": {"cli"},
     "__init__": set(),
 }
