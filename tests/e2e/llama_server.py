@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("-ctk", "--cache-type-k", default="f16")
     parser.add_argument("-fa", "--flash-attn", default="auto")
     parser.add_argument("--rope-freq-base", type=float, default=0.0)
+    parser.add_argument("-kvu", "--kv-unified", action="store_true")
     parser.add_argument("--api-key")
     parser.add_argument("--metrics", action="store_true")
     args = parser.parse_args()
@@ -40,6 +41,7 @@ def main() -> None:
     parameters.cache_type_k = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{args.cache_type_k.upper()}")
     flash = {"on": "ENABLED", "off": "DISABLED"}.get(args.flash_attn, "AUTO")
     parameters.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+    parameters.kv_unified = args.kv_unified
     parameters.rope_freq_base = args.rope_freq_base
     if args.api_key:
         parameters.api_keys = [args.api_key]

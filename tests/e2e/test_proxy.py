@@ -55,6 +55,7 @@ class Proxied:
     port: int
     log: Path
     directory: Path
+    key: str = ""
 
     def post(self, route: str, body: Any, **more: Any) -> Any:
         """Return the answer to a request; its status has to be 200."""
@@ -65,7 +66,7 @@ class Proxied:
     def request(self, method: str, route: str, body: Any = None, port: int | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=TIMEOUT_S)
         data = None if body is None else json.dumps(body)
-        connection.request(method, route, data, {"Content-Type": "application/json"})
+        connection.request(method, route, data, {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"})
         response = connection.getresponse()
         return response.status, response.read()
 
@@ -342,6 +343,18 @@ def test_the_limit_holds_and_a_running_server_can_be_attached(start: Start, tmp_
         assert attached.end(signal.SIGINT) == 0
     finally:
         attached.end(signal.SIGKILL)
+
+
+def test_slots_that_share_memory_make_room(start: Start) -> None:
+    first = start("-kvu", "--api-key", "secret", context=CONTEXT)
+    status, _ = first.request("POST", "/completion", {"prompt": prompt(300)})
+    assert (status, first.metrics()["hits"]) == (401, 0)
+    first.key = "secret"
+    prompts = [prompt(1200, seed) for seed in range(2)]
+    expected = [first.complete(tokens) for tokens in prompts]
+    first.wait(stored_blocks=2)
+    assert [first.complete(tokens) for tokens in prompts] == expected, "one of the two fits"
+    assert first.metrics()["hits"] >= 1 and len(first.states()) == 2
 
 
 @pytest.mark.gemma

@@ -58,7 +58,7 @@ def test_the_address_is_that_of_the_server() -> None:
 
 def test_the_server_is_started_with_another_address() -> None:
     words = options("-m x --host 0.0.0.0 --port 80 --slot-save-path /y/ -c 1").behind(Address("127.0.0.1", 9), "/spool/")
-    assert words == "-m x -c 1 --host 127.0.0.1 --port 9 --slot-save-path /spool/".split()
+    assert words == ["-m", "x", "-c", "1", "--host", "127.0.0.1", "--port", "9", "--slot-save-path", "/spool/"]
 
 
 @pytest.mark.parametrize(

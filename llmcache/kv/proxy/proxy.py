@@ -53,6 +53,8 @@ MOST_UNDERSTOOD = 64 << 20
 """Bytes of the body of a request that is looked into."""
 MOST_WAITING = 4
 """Saved slots that wait to be stored; the spool has files for as many."""
+MOST_FAILURES = 3
+"""After so many saves in a row that the server refuses, no more are tried."""
 METRICS = "/llmcache/metrics"
 _POLL_S = 0.1
 _NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")
@@ -93,6 +95,7 @@ class Served:
     token_s: float = 0.0  # of evaluating a token; 0: not known yet
     save_token_s: float = 0.0  # of saving a token
     token_bytes: float = 0.0  # of a saved slot
+    failed_saves: int = 0  # one after the other
 
     def learn(self, timings: dict[str, Any]) -> None:
         """Learn the speed of evaluating from the timings of an answer."""
@@ -282,15 +285,14 @@ class Proxy:
                 size = await asyncio.to_thread(served.prompts.export, found, path)
                 if not size or not await self._is_same(served):
                     return 0
-                status, told = await self._slot(turn, "restore", path)
+                is_restored = await self._taken(turn, found, path)
+                if not served.process.is_running or not await self._is_same(served):
+                    await self._slot(turn, "erase", path)  # another server may have taken it
+                    return 0
             except (OSError, ValueError, LlmcacheError) as error:
                 log.warning("nothing is restored: %s", error)
                 return 0
-        if not served.process.is_running:
-            return 0
-        if status != 200 or told.get("n_restored") != len(found.tokens):
-            log.warning("the server does not take a stored prompt of %d tokens: dropped", len(found.tokens))
-            served.prompts.drop(found)
+        if not is_restored:
             turn.slot.hold(turn.tokens[:0])
             return 0
         turn.slot.hold(found.tokens)
@@ -302,6 +304,26 @@ class Proxy:
         turn.restore_s = time.perf_counter() - started
         await asyncio.to_thread(served.prompts.note_use, found, found.common, size)
         return found.common
+
+    async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
+        """Have the server restore the file at `path`; return whether it has. A file that it does not take is removed.
+
+        Slots may share the memory for keys, and then the others have to be empty for a large one.
+        """
+        for attempt in range(2):
+            status, told = await self._slot(turn, "restore", path)
+            if status == 200 and told.get("n_restored") == len(found.tokens):
+                return True
+            others = turn.served.slots.take_idle() if not attempt else []
+            for slot in others:
+                await self.address.call("POST", f"{self.prefix}/slots/{slot.number}?action=erase", {}, turn.headers)
+                slot.hold(turn.tokens[:0])
+            for slot in others:
+                await turn.served.slots.release(slot)
+        if turn.served.slots.busy == 1:
+            log.warning("the server does not take a stored prompt of %d tokens: it is removed", len(found.tokens))
+            turn.served.prompts.drop(found)
+        return False
 
     async def _evaluate(self, turn: _Turn, has_progress: bool, held: int) -> None:
         """Evaluate all but the last token of a prompt, if much is left of it, and save the slot before the answer begins."""
@@ -364,6 +386,8 @@ class Proxy:
     async def _save(self, turn: _Turn) -> bool:
         """Have the server save the slot, and store the file behind; return whether that was begun."""
         served = turn.served
+        if served.failed_saves >= MOST_FAILURES:  # as with a projector for images
+            return False
         if self._waiting >= MOST_WAITING or self.served is not served:
             self.counters.dropped += 1
             return False
@@ -379,7 +403,9 @@ class Proxy:
             try:
                 status, told = await self._slot(turn, "save", path)
                 if status != 200 or not path.is_file() or path.stat().st_size != told.get("n_written"):
+                    served.failed_saves += 1
                     raise EnvironmentProblem(f"the server does not save a slot: {str(told)[:200]}")
+                served.failed_saves = 0
                 tokens = await asyncio.to_thread(tokens_of, path)
                 served.token_bytes = path.stat().st_size / len(tokens)
             except (OSError, ValueError, LlmcacheError) as error:

@@ -68,6 +68,18 @@ class SlotTable:
             slot.is_busy = False
             self._freed.notify()
 
+    @property
+    def busy(self) -> int:
+        """Number of slots that requests have."""
+        return sum(slot.is_busy for slot in self.slots)
+
+    def take_idle(self) -> list[Slot]:
+        """Return all idle slots, which then have to be released."""
+        idle = [slot for slot in self.slots if not slot.is_busy]
+        for slot in idle:
+            slot.is_busy = True
+        return idle
+
     def forget_idle(self) -> None:
         """Record that nothing is known of the idle slots: a request was sent for which the server chooses the slot."""
         for slot in self.slots:
