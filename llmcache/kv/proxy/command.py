@@ -175,8 +175,10 @@ class _Refusals:
 def _summarize(proxy: Proxy) -> None:
     own = proxy.counters
     passed = ", ".join(f"{count}: {reason}" for reason, count in own.passed.most_common())
-    text = f"{own.requests} requests, {own.hits} restored ({own.reused_tokens:,} tokens reused), {own.stored} prompts stored"
-    say(text + (f"; passed on {passed}" if passed else ""))
+    text = (
+        f"requests: {own.requests:,}; restored: {own.hits:,} ({own.reused_tokens:,} tokens reused); stored: {own.stored:,}"
+    )
+    say(text + (f"; passed on: {passed}" if passed else ""))
 
 
 def address_of(text: str) -> Address:

@@ -255,12 +255,7 @@ class Address:
                 await writer.drain()
             if is_chunked:
                 writer.write(b"0" + _END)
-            head = await read_head(reader)
-            while head is not None and 100 <= head.status < 200:
-                head = await read_head(reader)
-            if head is None:
-                raise ConnectionResetError("the server has closed the connection")
-            yield Answer(head, reader, request.method)
+            yield Answer(await _answer_head(reader), reader, request.method)
         finally:
             writer.transport.abort()
 
@@ -275,11 +270,21 @@ class Address:
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
         head = Head(f"{method} {target} HTTP/1.1".encode(), pairs)
         request = Request(head, method, target, "HTTP/1.1", None, data)
-        try:
-            async with self.sent(request) as answer:
-                return answer.head.status, await answer.json()
-        except BadRequest as error:
-            raise ValueError(str(error)) from None
+        async with self.sent(request) as answer:
+            return answer.head.status, await answer.json()
+
+
+async def _answer_head(reader: asyncio.StreamReader) -> Head:
+    """The head of the upstream server's answer. OSError: also if it is no answer."""
+    try:
+        head = await read_head(reader)
+        while head is not None and 100 <= head.status < 200:
+            head = await read_head(reader)
+        if head is not None:
+            return head
+    except BadRequest as error:
+        raise ConnectionResetError(str(error)) from None
+    raise ConnectionResetError("the server has closed the connection")
 
 
 def _request_head(request: Request, is_chunked: bool) -> Head:

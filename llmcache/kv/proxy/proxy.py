@@ -164,7 +164,6 @@ class Proxy:
             gone.cancel()
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
-        self.counters.requests += 1
         if request.head.get("Expect") and request.version == "HTTP/1.1":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         path = request.path.removeprefix(self.prefix)
@@ -173,6 +172,7 @@ class Proxy:
             writer.write(http.reply("200 OK", self.metrics().encode(), kind, request.keeps_alive))
             await writer.drain()
             return request.keeps_alive
+        self.counters.requests += 1
         if request.method == "POST" and path in _NATIVE + _CHAT:
             return await self._complete(request, writer, path in _CHAT)
         keeps = await self._pass(request, writer)

@@ -194,11 +194,11 @@ class Process:
 def process_at(address: Address) -> Process:
     """Return the process that listens at `address`, an address of this machine. EnvironmentProblem."""
     with contextlib.suppress(psutil.Error):
-        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.laddr]
-        listening.sort(key=lambda each: each.laddr.ip != address.host)  # another may have the port at another address
-        for each in listening:
-            if each.laddr.port == address.port and each.pid is not None:
-                return Process(each.pid)
+        found = [(each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        named = [(where.ip, pid) for where, pid in found if where and where.port == address.port and pid]
+        named.sort(key=lambda pair: pair[0] != address.host)  # others may listen at other addresses
+        if named:
+            return Process(named[0][1])
     raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
 
 
