@@ -45,6 +45,8 @@ log = logging.getLogger("llmcache.kv")
 
 LEAST_TOKENS = 256
 """Shorter prompts are neither stored nor restored."""
+LEAST_NEW = 128
+"""Fewer tokens that are left of a prompt are evaluated with the request itself; the speed of more is learned."""
 NEW_SHARE = 16
 """A slot is saved again once a part of 1/16 of it, at least LEAST_GAIN tokens, is not stored."""
 EARLY_COST = 0.1
@@ -100,7 +102,7 @@ class Served:
     def learn(self, timings: dict[str, Any]) -> None:
         """Learn the speed of evaluating from the timings of an answer."""
         with contextlib.suppress(KeyError, TypeError):
-            if timings["prompt_n"] >= LEAST_TOKENS // 2:
+            if timings["prompt_n"] >= LEAST_NEW:
                 self.token_s = timings["prompt_ms"] / 1e3 / timings["prompt_n"]
 
 
@@ -328,7 +330,7 @@ class Proxy:
     async def _evaluate(self, turn: _Turn, has_progress: bool, held: int) -> None:
         """Evaluate all but the last token of a prompt, if much is left of it, and save the slot before the answer begins."""
         first = turn.tokens[:-1]
-        if has_progress or len(first) - max(turn.restored, held) < LEAST_TOKENS // 2:
+        if has_progress or len(first) - max(turn.restored, held) < LEAST_NEW:
             return
         body = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
         try:
@@ -379,7 +381,7 @@ class Proxy:
     @staticmethod
     def _is_worth(slot: Slot, count: int) -> bool:
         """Whether enough of the `count` tokens in a slot is not stored."""
-        return count >= LEAST_TOKENS // 2 and count - slot.stored >= max(LEAST_GAIN, count // NEW_SHARE)
+        return count - slot.stored >= max(LEAST_GAIN, count // NEW_SHARE)
 
     # Saving
 
