@@ -168,7 +168,7 @@ class Process:
         return os.path.join(self.directory, name)
 
     def libraries(self) -> list[str]:
-        """Return the files of llama.cpp's code: libraries of its names, or the program. EnvironmentProblem: one was replaced."""
+        """Return the files of llama.cpp's code: its libraries, or the program. EnvironmentProblem: one was replaced."""
         found = {mapped.path for mapped in mappings(self._process.pid) if _LIBRARY.fullmatch(os.path.basename(mapped.path))}
         found = {path for path in found if ".gguf" not in path and not path.endswith(".bin")}
         with contextlib.suppress(psutil.Error):
