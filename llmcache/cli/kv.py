@@ -339,7 +339,9 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
 )
 @click.option("--limit", type=types.SIZE, default="20G", help="Maximum size of DIR.")
 @click.option("--ttl", metavar="TIME", help="Remove prompts not used for this time: 30d [default: never].")
-@click.option("--floor", type=types.SIZE, default="1G", help="Space to leave free on the file system.")
+@click.option(
+    "--floor", type=types.SIZE, help="Space to leave free on the file system [default: 1G, or 5 % of a smaller file system]."
+)
 def proxy_command(
     directory: str,
     words: tuple[str, ...],
@@ -348,7 +350,7 @@ def proxy_command(
     listen: str | None,
     limit: int,
     ttl: str | None,
-    floor: int,
+    floor: int | None,
 ) -> int:
     """Serve a stock llama-server, and store its prompts in DIR.
 

@@ -199,6 +199,12 @@ def test_a_digest_that_takes_long_is_not_waited_for(model: Path, monkeypatch: py
     assert found.digest(60) and FileIdentity(other).digest(60)
 
 
+def test_progress_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(identity, "PROGRESS_S", -1.0)
+    assert digest(model)
+    assert caplog.messages[0] == "model.gguf: identified 4.19 MB of 12.6 MB"
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_page_cache_stays_as_it_was(model: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     fd, opened = os.open(model, os.O_RDWR), os.open

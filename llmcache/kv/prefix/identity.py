@@ -3,8 +3,8 @@
     identity = FileIdentity(path)
     identity.digest(wait_s=2.0)  # None until the digest is known
 
-A digest of samples would give a model with a few changed rows the keys of the original. So one thread with the lowest
-priority reads the whole file, one file at a time. It leaves the page cache as it was: it reads what is cached from there,
+A digest of samples would give a model with a few changed rows the keys of the original. So one thread reads the whole file,
+one file at a time, while the disk is idle. It leaves the page cache as it was: it reads what is cached from there,
 and the rest with O_DIRECT, or drops it again where the file system has no O_DIRECT.
 
 The digest is remembered in the user's cache directory, in one file for each device and inode, and is valid for the size, the
@@ -17,12 +17,14 @@ A file that changes while it is read, or after its FileIdentity was made, has no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
 import logging
 import mmap
 import os
+import platform
 import re
 import stat
 import threading
@@ -56,7 +58,9 @@ NO_CHANGE_TIME = frozenset(
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-_LOWEST_PRIORITY = 19
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30}.get(platform.machine(), -1)
+_THIS_THREAD, _IDLE = (1, 0), 3 << 13  # IOPRIO_WHO_PROCESS, 0; IOPRIO_CLASS_IDLE
+_libc = ctypes.CDLL(None)
 
 
 class Stamp(NamedTuple):
@@ -154,8 +158,8 @@ class _Hasher:
             return job
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the kernel derives the priority of I/O from it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        # Only I/O: a thread that the scheduler leaves waiting with Python's lock would stop the whole process.
+        _libc.syscall(ctypes.c_long(_IOPRIO_SET), *map(ctypes.c_int, _THIS_THREAD), ctypes.c_int(_IDLE))
         while True:
             with self._lock:
                 if not self._waiting:

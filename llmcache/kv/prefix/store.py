@@ -78,6 +78,8 @@ _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
 _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
+FLOOR_BYTES, FLOOR_SHARE = 10**9, 0.05
+"""By default so much of a file system stays free: a size, or a share of a smaller one."""
 _SPARE = 0.95
 """Evicted down to this share of the limit, so that not every block needs a look at all."""
 
@@ -169,12 +171,12 @@ class BlockStore:
         directory: str | Path,
         limit_bytes: int | None,
         ttl_ns: int = 0,
-        floor_bytes: int = 0,
+        floor_bytes: int | None = 0,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.directory = Path(directory)
         self.limit_bytes = _NO_LIMIT if limit_bytes is None else limit_bytes
-        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes
+        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes or 0
         self._clock = clock
         self.evicted = 0  # blocks
         self._looked_ns = clock()  # for what is too old
@@ -187,6 +189,9 @@ class BlockStore:
         _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if floor_bytes is None:
+                status = os.statvfs(self.directory)
+                self.floor_bytes = min(FLOOR_BYTES, int(FLOOR_SHARE * status.f_blocks * status.f_frsize))
             with self._account() as account:
                 self._sweep()
                 self._evict(account, 0)
@@ -486,6 +491,11 @@ class BlockStore:
         """Bytes that have to be freed before `size` more may be written; 0 or less: none."""
         status = os.statvfs(self.directory)
         return self.floor_bytes + size - status.f_bavail * status.f_frsize
+
+    def room_bytes(self) -> int:
+        """Return how many bytes of blocks there can be: those that are stored, and those that may be written."""
+        stored = sum(entry.size_bytes for entry in self.entries())
+        return min(self.limit_bytes, stored - self.lacking(0))
 
     def _aged(self) -> list[Entry]:
         """All blocks, the least recently used first, and of one use the last."""

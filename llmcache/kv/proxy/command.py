@@ -34,7 +34,7 @@ class Limits:
 
     limit_bytes: int
     ttl_ns: int
-    floor_bytes: int
+    floor_bytes: int | None
 
     def store(self, directory: str) -> BlockStore:
         """Return the store of a directory. UsageError; EnvironmentProblem."""
