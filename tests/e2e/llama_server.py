@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def main() -> None:
     parameters.cache_type_k = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{args.cache_type_k.upper()}")
     flash = {"on": "ENABLED", "off": "DISABLED"}.get(args.flash_attn, "AUTO")
     parameters.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+    parameters.cache_idle_slots = os.environ.get("LLAMA_ARG_CACHE_IDLE_SLOTS") != "0"
     parameters.kv_unified = args.kv_unified
     parameters.rope_freq_base = args.rope_freq_base
     if args.api_key:

@@ -345,6 +345,23 @@ def test_the_limit_holds_and_a_running_server_can_be_attached(start: Start, tmp_
         attached.end(signal.SIGKILL)
 
 
+def test_slots_that_the_server_clears_are_restored(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where slots share memory, the server clears the idle ones by default; the proxy sets that off, if it is not set."""
+    prompts = [prompt(400, seed) for seed in range(2)]
+    for value in ("1", "0"):
+        monkeypatch.setenv("LLAMA_ARG_CACHE_IDLE_SLOTS", value)
+        proxied = start("-kvu", options="--limit 400M")
+        for tokens in prompts * 2:
+            timings = proxied.post("/completion", {"prompt": tokens, "n_predict": 2, **GREEDY})["timings"]
+            assert timings["prompt_n"] == 1
+            if value == "1":
+                proxied.wait(stored_blocks=1 + prompts.index(tokens))
+        found = proxied.metrics()
+        assert found["hits"] == 2, "both were cleared" if value == "1" else "both were stored before"
+        assert found["early_blocks"] == (2 if value == "1" else 0)
+        proxied.end()
+
+
 def test_slots_that_share_memory_make_room(start: Start) -> None:
     first = start("-kvu", "--api-key", "secret", context=CONTEXT)
     status, _ = first.request("POST", "/completion", {"prompt": prompt(300)})

@@ -20,7 +20,7 @@ from llmcache.kv.proxy.command import address_of
 from llmcache.kv.proxy.http import Address, Answer, BadRequest, Head
 from llmcache.kv.proxy.prompts import Found, Spool, StoredPrompts, tokens_of, uses_states
 from llmcache.kv.proxy.server import Options
-from llmcache.kv.proxy.slots import Slot, Tokens, choose, common
+from llmcache.kv.proxy.slots import Slot, SlotTable, Tokens, choose, common
 from llmcache.kv.spill.checksum import RunningChecksum, checksums
 
 FINGERPRINT = "0" * 32
@@ -114,18 +114,34 @@ def test_bad_calls_are_explained(words: list[str], message: str, tmp_path: Path)
 
 def test_a_slot_is_chosen_by_what_it_holds() -> None:
     long, other = np.arange(1000, dtype=np.int32), np.arange(5000, 6000, dtype=np.int32)
-    first, second, empty = Slot(0, long, len(long), 3), Slot(1, other, len(other), 2), Slot(2)
+    first, second, empty = Slot(0, long, 1000, last_use=3), Slot(1, other, 1000, last_use=2), Slot(2)
     assert (choose([first, second, empty], long, 0).slot, choose([first, second], long[:500], 0).held) == (first, 500)
     assert choose([first, second], long, 1000).slot is first, "restoring gains nothing"
     assert choose([first, second, empty], ids(7, *range(900)), 0).slot is empty
     assert choose([first, second], ids(7, 8), 0).slot is second, "used the longest ago"
     second.stored = 0
     assert choose([first, second], ids(7, 8), 0).slot is first, "the other's tokens would be lost"
-    half = Slot(3, long[:500], 500, 1)
+    half = Slot(3, long[:500], 500, last_use=1)
     assert choose([half, empty], long, 1000).slot is empty, "restoring gains 500 tokens"
     first.hold(ids(*range(400), 7))
     assert first.stored == 400
     assert common(ids(), long) == common(ids(1), ids(2)) == 0 and common(ids(1, 2), ids(1, 3)) == 1
+
+
+def test_a_conversation_goes_on_in_its_slot() -> None:
+    table = SlotTable(2)
+    first, second = table.slots
+    first.hold(np.arange(300, dtype=np.int32), "a" * 900)
+    assert table.lease_continued("b" * 900) is None and table.lease_continued("a" * 2000) is None
+    first.answered = 50
+    second.hold(np.arange(100, dtype=np.int32), "a" * 100)
+    assert table.lease_continued("a" * 2000) is first
+    assert table.lease_continued("a" * 2000) is None, "it is busy, and the other is too short"
+    first.is_busy = False
+    first.hold(ids(1))
+    assert table.lease_continued("a" * 900) is second
+    table.forget_idle()
+    assert first.text == ""
 
 
 def test_the_tokens_of_a_slot_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from llmcache.units import format_size
 LOOPBACK = "127.0.0.1"
 SPOOL = "slots"
 """Directory below that of the store for the files of a server that was started here."""
+_IDLE_SLOTS = "LLAMA_ARG_CACHE_IDLE_SLOTS"
 _END_S = 10.0
 """After the server has ended, what waits has so long to be stored."""
 
@@ -57,7 +58,9 @@ def start(directory: str, limits: Limits, words: Sequence[str], listen: str | No
     command = [words[0], *options.behind(behind, f"{spool.absolute()}/")]
     proxy = Proxy(behind, options.prefix, options.headers, store, spooled)
     with contextlib.closing(spooled), ending_by_interrupt():
-        child = Child(command, program, os.environ, dies_with_parent=True)
+        # What slots hold is stored here; their own copies would be cleared for it. Old servers ignore the variable.
+        environment = {_IDLE_SLOTS: "0", **os.environ}
+        child = Child(command, program, environment, dies_with_parent=True)
         try:
             asyncio.run(_beside(proxy, addresses, child, options))
         finally:

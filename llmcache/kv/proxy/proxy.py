@@ -2,7 +2,8 @@
 
 A completion goes through these steps:
 
-1. Its tokens are computed by the server itself (/apply-template, /tokenize).
+1. Its tokens are computed by the server itself (/apply-template, /tokenize), unless an idle slot had the beginning of its
+   text last, as in a conversation that goes on: then it gets that slot, and step 4 follows.
 2. It gets an idle slot: the one that holds most of the prompt, or another, into which the longest stored prompt is restored.
 3. If much of the prompt is left, all but its last token is evaluated, by a request for no answer, and the slot is saved: a
    save that is sent during an answer waits in the server until the answer ends. The last token is left out because every
@@ -219,48 +220,74 @@ class Proxy:
             body = _body(request)
             _check(body, is_chat, served.process.options.caches_prompts)
             headers = {name: value for name in _FORWARDED if (value := request.head.get(name))}
-            tokens = await self._tokens(body, is_chat, headers, len(request.body))
+            prompt = await self._prompt(body, is_chat, headers, len(request.body))
+            turn = await self._turn(served, prompt, headers)
         except NotUnderstood as reason:
             self.counters.passed[str(reason)] += 1
             if served is not None:
                 served.slots.forget_idle()
             return await self._pass(request, writer)
-        if len(tokens) > served.context_tokens:
-            tokens = tokens[:0]
-        found = await self._found(served, tokens)
-        stored = served.prompts.usable(found) if found else 0
-        lease = await served.slots.lease(tokens, stored)
-        turn = _Turn(served, lease.slot, tokens, headers)
         try:
-            if found and stored >= lease.held + LEAST_GAIN:
-                turn.restored = await self._restore(turn, found)
-            await self._evaluate(turn, bool(body.get("return_progress")), lease.held)
-            request.body = _with_slot(request.body, body, lease.slot.number)
+            if turn.found is not None:
+                turn.restored = await self._restore(turn, turn.found)
+            if not turn.is_continued and not body.get("return_progress"):
+                await self._evaluate(turn)
+            request.body = _with_slot(request.body, body, turn.slot.number)
             return await self._pass(request, writer, turn.answers)
         finally:
             self._run(self._finish(turn))
 
-    async def _tokens(self, body: dict[str, Any], is_chat: bool, headers: dict[str, str], size_bytes: int) -> Tokens:
-        """Return the tokens of a prompt; none if they are too few to be stored. NotUnderstood."""
+    async def _turn(self, served: Served, prompt: str | Tokens, headers: dict[str, str]) -> _Turn:
+        """Return the turn of a prompt, with its slot, and with the stored prompt that is to be restored. NotUnderstood."""
+        text = prompt if isinstance(prompt, str) else ""
+        await self._check_slots(served, headers)
+        if text and (slot := served.slots.lease_continued(text)):
+            return _Turn(served, slot, slot.tokens, headers, text, is_continued=True)
+        tokens = prompt if not isinstance(prompt, str) else await self._tokens(prompt, headers)
+        if not LEAST_TOKENS <= len(tokens) <= served.context_tokens:
+            tokens = tokens[:0]
+        found = await self._found(served, tokens)
+        stored = served.prompts.usable(found) if found else 0
+        lease = await served.slots.lease(tokens, stored)
+        turn = _Turn(served, lease.slot, tokens, headers, text if len(tokens) else "", held=lease.held)
+        turn.found = found if stored >= lease.held + LEAST_GAIN else None
+        return turn
+
+    async def _check_slots(self, served: Served, headers: dict[str, str]) -> None:
+        """Forget what idle slots hold no longer: where slots share memory, the server clears them for other requests."""
+        if not served.slots.is_doubtful(time.monotonic()):
+            return
+        counts: dict[int, int] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            status, told = await self.address.call("GET", f"{self.prefix}/slots", None, headers)
+            if status == 200:
+                counts = {slot["id"]: int(slot["n_prompt_tokens"]) for slot in told if not slot["is_processing"]}
+        served.slots.forget_cleared(counts)
+
+    async def _prompt(self, body: dict[str, Any], is_chat: bool, headers: dict[str, str], size_bytes: int) -> str | Tokens:
+        """Return the text of a prompt, or its tokens; no tokens if they are too few to be stored. NotUnderstood."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if not is_chat and isinstance(prompt, list):
             if any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
                 raise NotUnderstood("its prompt is of another kind")
-            return np.array(prompt if len(prompt) >= LEAST_TOKENS else [], np.int32)
+            return np.array(prompt, np.int32)
         if size_bytes < LEAST_TOKENS:  # a token has a byte at least
             return np.empty(0, np.int32)
         if is_chat:
             prompt = (await self._asked("/apply-template", body, headers)).get("prompt")
         if not isinstance(prompt, str):
             raise NotUnderstood("its prompt is of another kind")
-        told = await self._asked("/tokenize", {"content": prompt, "add_special": True, "parse_special": True}, headers)
+        return prompt
+
+    async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
+        """Return the tokens of a text, as the server makes them of a prompt. NotUnderstood."""
+        told = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
         try:
-            tokens = np.array(told["tokens"], np.int32)
+            return np.array(told["tokens"], np.int32)
         except (KeyError, ValueError, TypeError, OverflowError):
             raise NotUnderstood("the server does not tokenize it") from None
-        return tokens if len(tokens) >= LEAST_TOKENS else tokens[:0]
 
     async def _asked(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
         try:
@@ -327,10 +354,10 @@ class Proxy:
             turn.served.prompts.drop(found)
         return False
 
-    async def _evaluate(self, turn: _Turn, has_progress: bool, held: int) -> None:
+    async def _evaluate(self, turn: _Turn) -> None:
         """Evaluate all but the last token of a prompt, if much is left of it, and save the slot before the answer begins."""
         first = turn.tokens[:-1]
-        if has_progress or len(first) - max(turn.restored, held) < LEAST_NEW:
+        if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
             return
         body = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
         try:
@@ -363,11 +390,15 @@ class Proxy:
                 if answer is None or answer.head.status == 200:
                     turn.slot.hold(turn.tokens[:0])
                 return
-            turn.slot.hold(turn.tokens)
+            turn.slot.hold(turn.tokens, turn.text)
             timings = _timings(answer.tail)
             if timings is None:  # the answer was not read to its end
                 count = len(turn.tokens) + answer.tail.count(b"data: ")
+                turn.slot.answered = 0
             else:
+                if turn.is_continued:
+                    turn.slot.hold(turn.tokens[: timings["cache_n"]], turn.text)
+                turn.slot.answered = timings["predicted_n"]
                 count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
                 self._count_reuse(turn, int(timings["cache_n"]))
                 turn.served.learn(timings)
@@ -420,7 +451,7 @@ class Proxy:
             failed.pop_all()
         self.counters.save_s += seconds
         served.save_token_s = seconds / len(tokens)
-        turn.slot.hold(tokens)
+        turn.slot.hold(tokens, turn.slot.text)
         turn.slot.stored = len(tokens)
         self._waiting += 1
         self._run(self._store(served, path, tokens, stack))
@@ -551,6 +582,10 @@ class _Turn:
     slot: Slot
     tokens: Tokens
     headers: dict[str, str]
+    text: str = ""  # of the prompt, if it is known
+    is_continued: bool = False  # the slot has held nearly all of it, whatever its tokens are
+    held: int = 0  # tokens of it that the slot held
+    found: Found | None = None  # what is to be restored
     restored: int = 0
     restore_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)

@@ -9,6 +9,7 @@ compares the tokens of a request with those of its slot, so no answer depends on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,24 +18,33 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 NONE: Tokens = np.empty(0, np.int32)
+MOST_NEW_LETTERS, MOST_LETTERS = 1024, 8
+"""A prompt goes on with a slot's if it has at most so many letters more, and so many for each token of the slot's answer."""
+PAUSE_S = 5.0
+"""After a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)."""
 LEAST_GAIN = 64
 """Tokens that restoring has to save at least, over what a slot holds already."""
 
 
 @dataclass
 class Slot:
-    """One slot of the server: the tokens that it holds, how many of them are stored, and when it was used last."""
+    """One slot of the server: the tokens that it holds, how many of them are stored, and when it was used last.
+
+    `text`: the prompt that it had last, if that was text; `answered`: tokens of the answer behind it.
+    """
 
     number: int
     tokens: Tokens = field(default_factory=lambda: NONE)
     stored: int = 0
+    text: str = ""
+    answered: int = 0
     last_use: int = 0
     is_busy: bool = False
 
-    def hold(self, tokens: Tokens) -> None:
-        """Record that the slot holds `tokens` now."""
+    def hold(self, tokens: Tokens, text: str = "") -> None:
+        """Record that the slot holds `tokens` now, of the prompt `text` if that is known."""
         self.stored = min(self.stored, common(self.tokens, tokens))
-        self.tokens = tokens
+        self.tokens, self.text = tokens, text
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(number) for number in range(count)]
-        self._uses = 0
+        self._uses, self._last_s = 0, 0.0
         self._freed = asyncio.Condition()
 
     async def lease(self, tokens: Tokens, stored: int) -> Lease:
@@ -62,10 +72,24 @@ class SlotTable:
             lease.slot.is_busy, lease.slot.last_use = True, self._uses
             return lease
 
+    def lease_continued(self, text: str) -> Slot | None:
+        """Return an idle slot that holds nearly all of the prompt `text`, which need not be tokenized then; or None."""
+        slot = max(
+            (slot for slot in self.slots if not slot.is_busy and slot.text and text.startswith(slot.text)),
+            key=lambda slot: len(slot.text),
+            default=None,
+        )
+        if slot is None or len(text) - len(slot.text) > MOST_NEW_LETTERS + MOST_LETTERS * slot.answered:
+            return None
+        self._uses += 1
+        slot.is_busy, slot.last_use = True, self._uses
+        return slot
+
     async def release(self, slot: Slot) -> None:
         """Let other requests have `slot`."""
         async with self._freed:
             slot.is_busy = False
+            self._last_s = time.monotonic()
             self._freed.notify()
 
     @property
@@ -79,6 +103,17 @@ class SlotTable:
         for slot in idle:
             slot.is_busy = True
         return idle
+
+    def is_doubtful(self, now_s: float) -> bool:
+        """Whether the server may have cleared an idle slot: one that was not used last, or all after a pause."""
+        held = [slot for slot in self.slots if not slot.is_busy and len(slot.tokens)]
+        return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
+
+    def forget_cleared(self, counts: dict[int, int]) -> None:
+        """Record how many tokens idle slots hold by the server's own count; it says nothing of those that are missing."""
+        for slot in self.slots:
+            if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
+                slot.hold(NONE)
 
     def forget_idle(self) -> None:
         """Record that nothing is known of the idle slots: a request was sent for which the server chooses the slot."""
