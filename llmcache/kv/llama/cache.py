@@ -50,7 +50,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -63,6 +62,7 @@ from llmcache.arrays import Bytes
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.kv.llama.attached import AttachedCache
 from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.prefix.metrics import openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
@@ -348,11 +348,8 @@ class PrefixCache(BaseLlamaCache):
 
     def metrics(self) -> str:
         """Returns what it has done since it was made, in OpenMetrics text."""
-        from prometheus_client.metrics_core import CounterMetricFamily  # loads an HTTP server: only where it is asked for
-        from prometheus_client.openmetrics.exposition import generate_latest
-
-        counters, found = self.counters, []
-        for name, unit, value, told in (
+        counters = self.counters
+        rows = (
             ("lookups", "", counters.lookups, "Prompts that were looked up"),
             ("hits", "", counters.hits, "Prompts with a restored prefix"),
             ("restored_tokens", "", counters.restored_tokens, "Tokens restored"),
@@ -366,9 +363,8 @@ class PrefixCache(BaseLlamaCache):
             ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks fetched from the shared tier"),
             ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks pushed to the shared tier"),
             ("shared_failures", "", self.shared.failures if self.shared else 0, "Failed requests to the shared tier"),
-        ):
-            found.append(CounterMetricFamily(f"llmcache_prefix_{name}", f"{told}.", value, unit=unit))
-        return bytes(generate_latest(SimpleNamespace(collect=lambda: found))).decode()  # type: ignore[no-untyped-call]
+        )
+        return openmetrics(rows)
 
     def close(self) -> None:
         """Writes what waits, and ends the thread; nothing is stored after that."""
