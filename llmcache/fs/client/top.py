@@ -2,7 +2,7 @@
 
 A *sample* has the counters and their changes since an earlier sample, in base units. Replies are checked, because root also
 watches mounts of other users, whose daemons are not trusted. Functions that convert parts of a reply raise KeyError,
-TypeError, ValueError, OverflowError or AttributeError if it is not what a daemon of this version sends.
+TypeError, ValueError, OverflowError or AttributeError if a daemon of this version would not send it.
 
 Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available.
 

@@ -3,8 +3,8 @@
 The mount's inodes belong to paths, not to inodes of SOURCE, so a file that is replaced behind the mount keeps its kernel
 inode. The next open detects the replacement: the Backing switches to the descriptors of the new file and increments its
 generation, and every handle of the path reads the new file, as if it had been rewritten in place. An old handle cannot
-continue to read the replaced file. Because the kernel's pages are shared by all handles, an open fails with EBUSY while
-the owner of another handle of the path may not read the new file.
+continue to read the replaced file. Because all handles share the kernel's pages, an open fails with EBUSY while a user who
+has the path open may not read the new file.
 
 Locks: BackingTable's lock protects the two maps and the references. No I/O is done under it, so a file on slow storage
 does not delay opens of other files. Backing.lock serializes changes of one file made through the mount, the exchange of
@@ -186,7 +186,7 @@ class Backing:
             self.links = status.st_nlink
 
     def outdate(self) -> int:
-        """Return a new generation, because the content changed through another hard link: the kernel's pages are stale."""
+        """Begin and return a new generation: the content changed through another link, so the kernel's pages are stale."""
         with self.lock:
             self.record()
             self.generation += 1
@@ -351,7 +351,7 @@ class BackingTable:
     def _join(
         self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
     ) -> Opened | None:
-        """Open a Backing once more (the caller holds a reference); None if another file replaced that of `fd` again."""
+        """Open a Backing once more, with a reference that was acquired; None if the file of `fd` was replaced again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             with backing.lock:

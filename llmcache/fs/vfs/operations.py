@@ -255,7 +255,7 @@ class LlmcacheOperations:
             self._in_progress.remove(entry)
 
     def _may_replace(self, backing: Backing, fd: int) -> bool:
-        """Return True if the openers of all handles may open the new file of `fd`, which these will read (`backing.py`)."""
+        """Return True if all users who have a file open may open the new file of `fd`, which their handles will read."""
         known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
         if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
             again = open_again(fd, os.O_RDWR)
@@ -430,7 +430,7 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _lookup(self, path: str) -> Iterator[int | str]:
-        """Context manager: the same as `_change`, for reading attributes."""
+        """Context manager: like `_change`, for calls that only read attributes."""
         backing = self.hidden.get(path)
         if backing is not None:
             yield backing.fd
