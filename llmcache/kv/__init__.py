@@ -1,1 +1,1 @@
-"""The KV spill manager: pages of keys and values in tiers, in a file, and scored near where they lie."""
+"""Keys and values of transformers outside of GPU memory: pages in memory tiers and spill files, and prompts on disk."""

@@ -228,7 +228,7 @@ class _Reader:
                 os.close(fd)
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Return `size` bytes at `offset`, fewer at the end of the file; valid until the next read. `offset` is block-aligned."""
+        """Return `size` bytes at a block-aligned `offset`, fewer at the end of the file; valid until the next read."""
         done = 0
         while done < size:
             count = self._read(self._buffer[done:], offset + done, size - done)

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class SharedTier:
-    """The blocks on the server at `address` (redis://, rediss://, unix://), with a deadline of `deadline_s` for each request.
+    """The blocks on the server at `address` (redis://, rediss://, unix://), with `deadline_s` for each request.
 
     `ttl_ns`: expiry of a pushed block (0: none). UsageError: invalid `address`; EnvironmentProblem: redis-py is not
     installed; ValueError: `deadline_s` is not positive.

@@ -633,7 +633,7 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
 
 
 def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
-    """Remove blocks below `directory`: those unused for longer than `unused`, and the least recently used above `keep` bytes.
+    """Remove blocks below `directory`: unused for longer than `unused`, and the least recently used above `keep` bytes.
 
     `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid one.
     """
