@@ -1,1 +1,1 @@
-"""Keys and values of transformers outside of GPU memory: pages in memory tiers and spill files, and prompts on disk."""
+"""Keys and values of transformers: pages in memory tiers and spill files, scoring next to the data, and prompts on disk."""

@@ -286,8 +286,8 @@ class BlockStore:
 
     # Writing
 
-    def describe(self, model: str, told: dict[str, Any]) -> None:
-        """Write `told`, the input of the fingerprint `model`, to `model.json`, unless that exists. OSError."""
+    def describe(self, model: str, described: dict[str, Any]) -> None:
+        """Write `described`, the input of the fingerprint `model`, to `model.json`, unless that exists. OSError."""
         if not (self.directory / model / "model.json").exists():
             # Under the lock, so that a sweep, or `_forget` of a model without blocks, sees no unfinished file.
             with (
@@ -295,7 +295,7 @@ class BlockStore:
                 self._opened(model, make=True) as directory,
                 files.replacing(f"/proc/self/fd/{directory}/model.json") as stream,
             ):
-                stream.write(json.dumps(told, indent=1).encode())
+                stream.write(json.dumps(described, indent=1).encode())
 
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Store `block` as `key`, point `links` to it, and return the size of its file.
