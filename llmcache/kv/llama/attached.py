@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.kv")
 
 EARLY_TOKENS = 64
-"""Tokens to evaluate, at least, to store a prompt before its answer: evaluating them takes longer than the copy."""
+"""Least number of evaluated tokens for which a prompt is stored before its answer; for fewer, the copy takes longer."""
 GROWTH_TOKENS = 64
 """Interval in tokens at which available memory is checked while an answer is generated."""
 _REPLACED = ("_create_completion", "eval", "save_state")
@@ -37,7 +37,7 @@ _SCORE_BYTES = 4
 
 
 class AttachedCache(BaseLlamaCache):
-    """Attaches the PrefixCache `cache` to `llama`; has the public attributes of `cache`."""
+    """The cache of `llama`, which stores prompts in the PrefixCache `cache` and has its public attributes."""
 
     def __init__(self, cache: PrefixCache, llama: Llama) -> None:
         super().__init__(cache.capacity_bytes)

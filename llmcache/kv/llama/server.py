@@ -1,7 +1,7 @@
-"""Run llama-cpp-python's OpenAI-compatible server with a PrefixCache, which its own settings cannot name.
+"""Run llama-cpp-python's OpenAI-compatible server with a PrefixCache.
 
-The server keeps its options. All models that it loads share the cache, and GET /metrics returns the counters of the cache
-(OpenMetrics) without authentication.
+The server's settings can select only its own two types of cache, so `serve` attaches the PrefixCache to each model that the
+server loads. The other options remain. GET /metrics returns the counters of the cache (OpenMetrics) without authentication.
 """
 
 from __future__ import annotations

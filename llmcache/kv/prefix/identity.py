@@ -48,7 +48,7 @@ FORMAT = 1
 """Version of the saved digests."""
 CHUNK_BYTES = 4 << 20
 PIECE_BYTES = 64 << 10
-"""Granularity in which loaded pages are dropped from partly cached chunks."""
+"""Unit in which loaded pages are dropped from the page cache, for chunks that were partly cached."""
 TICK_NS = 50 * 10**6
 """Longer than a tick of the kernel's clock for change times; two writes within one tick can leave the same time."""
 PROGRESS_S = 30.0
@@ -119,7 +119,7 @@ def model_files(path: str) -> list[str]:
 
 
 class _Job:
-    """The hashing of a file with a given stamp; `problem` is the reason for a failure."""
+    """The job of hashing the file with a stamp; `problem` is the reason if that failed."""
 
     def __init__(self, path: str, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -306,7 +306,7 @@ _hasher = _Hasher()
 
 
 def _forked() -> None:
-    """Start again in a child process, which does not have the thread."""
+    """Create a new hasher in a child process, which does not have the thread."""
     global _hasher
     _hasher = _Hasher()
 

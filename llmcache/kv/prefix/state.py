@@ -1,13 +1,15 @@
 """Cut the serialized state of a sequence (llama.cpp's llama_state_seq_get_data) at token boundaries, and join it again.
 
-Layout, all little-endian (u32 where no type is given):
+A state consists of a header and one part for each attention cache (two with sliding windows). All numbers are little-endian,
+u32 where no type is given. The header has a magic number and flags; in the state of a whole context, it has the length and
+the name of the architecture instead. A part has:
 
-- magic, flags; in the state of a whole context instead the length and the name of the architecture
-- for each attention cache (two with sliding windows): number of streams (1), number of cells; for each cell its position
-  (i32), number of sequences (1), sequence (0, i32); whether values are transposed, number of layers
-- then the keys of each layer: type (i32), bytes of a token's row (u64), rows
-- then the values of each layer, in the same form; if transposed: type (i32), bytes of an element, number of elements, and
-  for each element a line with all tokens
+- number of streams (1), number of cells
+- for each cell: position (i32), number of sequences (1), sequence (0, i32)
+- whether values are transposed, number of layers
+- for each layer, the keys: type (i32), bytes of a token's row (u64), rows
+- for each layer, the values: the same; if they are transposed: type (i32), bytes of an element, number of elements, and for
+  each element a line with all tokens
 
 Source: llama_kv_cache::state_write and llama_context::state_seq_write_data in llama.cpp, as of llama-cpp-python 0.3.36.
 
@@ -67,7 +69,7 @@ class AttentionCache:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of a state, whatever its number of tokens."""
+    """The layout of a state, independent of the number of tokens."""
 
     parts: tuple[AttentionCache, ...]
 
@@ -77,7 +79,7 @@ class StateLayout:
         return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
 
     def to_json(self) -> list[list[object]]:
-        """Return the input of `from_json`: for each attention cache whether values are transposed, keys, values."""
+        """Return the input of `from_json`: for each attention cache a list of `transposed`, `keys` and `values`."""
         return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
 
     @classmethod
@@ -99,7 +101,7 @@ class StateLayout:
         return cls(parts)
 
     def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
-        """Yield the strips of a state of `tokens` in file order, each with the header bytes that precede it."""
+        """Yield the strips of a state of `tokens` tokens in their order, each after the bytes that precede it."""
         head = struct.pack("<II", MAGIC, 0)
         for part in self.parts:
             cells = np.zeros(tokens, _CELL)

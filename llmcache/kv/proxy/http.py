@@ -262,7 +262,7 @@ class Address:
     async def call(
         self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Send a request with a JSON body, and return the status and the JSON of the answer. OSError; ValueError."""
+        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
         data = b"" if body is None else json.dumps(body).encode()
         named = {"Host": str(self), "Content-Type": "application/json", **(headers or {})}
         if body is not None:

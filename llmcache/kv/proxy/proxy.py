@@ -48,7 +48,7 @@ log = logging.getLogger("llmcache.kv")
 LEAST_TOKENS = 256
 """Least number of tokens of a prompt that is stored or restored."""
 LEAST_NEW = 128
-"""Least number of tokens left to evaluate for a separate request, and to measure the speed of evaluation."""
+"""A prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed."""
 NEW_SHARE = 16
 """A slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored."""
 EARLY_COST = 0.1
@@ -58,7 +58,7 @@ MOST_UNDERSTOOD = 64 << 20
 MOST_WAITING = 4
 """Largest number of slot files in the spool that wait to be stored."""
 MOST_FAILURES = 3
-"""Number of consecutive saves refused by the server after which the proxy stops to save."""
+"""Number of consecutive refused saves after which the proxy no longer saves slots."""
 METRICS = "/llmcache/metrics"
 _POLL_S = 0.1
 _NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")
@@ -366,7 +366,7 @@ class Proxy:
             timings = told["timings"]
             cached, evaluated_s = int(timings["cache_n"]), timings["prompt_ms"] / 1e3
         except (OSError, ValueError, KeyError, TypeError):
-            return  # the request itself will return the error
+            return  # the request itself shows what is wrong
         if status != 200:
             return
         turn.slot.hold(first)
