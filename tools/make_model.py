@@ -152,7 +152,7 @@ class FileType:
 
 
 def _use_more_bits(layer: int, layers: int) -> bool:
-    """Return whether Q4_K_M uses the better type: in the first and last eighth of the layers, and every third between."""
+    """Return whether Q4_K_M uses the better type: in the first and last eighth of the layers, and every third one between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 

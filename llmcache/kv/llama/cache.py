@@ -71,7 +71,7 @@ log = logging.getLogger("llmcache.kv")
 
 BLOCK_TOKENS = 256
 LINKED_TOKENS = (128, 64, 32, 16)
-"""A block can be found by each of these numbers of first tokens; shorter blocks and beginnings are not used."""
+"""Numbers of first tokens by which links find a block; blocks and common beginnings below the least are not used."""
 LEAST_TOKENS = LINKED_TOKENS[-1]
 FORMAT = 2
 """Version of fingerprints: increase it if their input or the layout of blocks changes."""
@@ -232,7 +232,7 @@ class PrefixCache(BaseLlamaCache):
         """Restore the longest stored prefix of `tokens` into `llama`, and return its number of tokens.
 
         Return 0, without an effect, if none is stored that is longer than the one in the context. If states are stored
-        whole, also evaluate `tokens` up to the last block boundary, and store the states on the way.
+        whole, also evaluate `tokens` up to the last block boundary, store the states on the way, and return that boundary.
         """
         model = self._model(llama)
         if not model.usable:
@@ -320,7 +320,7 @@ class PrefixCache(BaseLlamaCache):
         return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
 
     def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
-        """Queue the blocks `missing` of the state `data` of `tokens`; return None if the state cannot be cut."""
+        """Queue the blocks `missing` of the state `data` of `tokens`; return None if the state cannot be stored."""
         model = self._model(llama)
         try:
             cut = read_state(data, model.description["architecture"])
