@@ -152,7 +152,7 @@ class FileType:
 
 
 def _use_more_bits(layer: int, layers: int) -> bool:
-    """Return whether Q4_K_M uses the better type: in the first and last eighth of the layers, and every third one between."""
+    """Return whether Q4_K_M uses the better type: in the first and last eighth of the layers, and a third of the rest."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -393,7 +393,6 @@ def _blocks(
 
 
 def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
-    """Yield `values` random bfloat16 numbers."""
     random = _generator(seed, index)
     step = _PIECE_BYTES // 2
     for start in range(0, values, step):

@@ -2,29 +2,21 @@
 
     llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
 
-A prompt is cut into blocks of 256 tokens. The name of a block is a hash of the model's fingerprint and all tokens up to its
-end, so prompts with a common prefix share its blocks, and one look-up for each block finds the longest stored prefix. The
-last block may have fewer tokens. If a stored block begins like the prompt, its first tokens are used (kv.prefix.store).
+The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a common
+prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls
+this one before and after a prompt is evaluated and after its answer. To restore a prefix, the cache loads the state with
+llama_state_seq_set_data and sets `input_ids` and `n_tokens`; `Llama` then evaluates only the rest. `Llama.load_state` takes
+only whole contexts.
 
-The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls this one before and after a prompt is
-evaluated and after its answer. A prefix is restored by llama_state_seq_set_data and the public attributes `input_ids` and
-`n_tokens`: `Llama` finds it in its context and evaluates only the rest. `Llama.load_state` is not used, because it accepts
-only whole contexts, with copies of the state and of all scores.
-
-- Identity: nothing is restored or stored until all bytes of the model's files are hashed (kv.prefix.identity), nor after one
-  of the files was changed or replaced.
-- Identical answers: the last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of
-  a restored prompt is evaluated alone, so it is evaluated alone the first time as well.
-- States that cannot be cut (kv.prefix.state: recurrent layers, windows that dropped tokens) are stored whole: the prompt is
-  evaluated up to 1, 2, 4, 8... blocks and up to its last block, and the state at each is stored. If llama.cpp cannot
-  continue from such a state, nothing is restored or stored. The log reports either case once.
-- Not supported: completions that return the probabilities of the prompt's tokens (`echo` with `logprobs`), whose scores are
-  not stored; chat handlers with images, which have no tokens. Control vectors set through the C interface are not detected:
-  use another directory for them.
+- Nothing is restored or stored until all bytes of the model's files are hashed, nor after one of them was changed.
+- The last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of a prompt is always
+  evaluated alone, so answers to new and restored prompts are identical.
+- States that cannot be cut (kv.prefix.state) are stored whole, after 1, 2, 4, 8... blocks and after the last.
+- Not supported: `echo` with `logprobs`, because scores are not stored; chat handlers with images, which have no tokens.
+  Control vectors set through the C interface are not detected: use another directory for them.
 
 Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and writes
-it, through a queue bounded by bytes and by the available memory of the machine and the cgroup. One lock guards the queue,
-another the counters that several Llamas share.
+it. One lock guards the writer's queue, another the counters that several Llamas share.
 """
 
 from __future__ import annotations
@@ -422,7 +414,6 @@ class PrefixCache(BaseLlamaCache):
         return model
 
     def _described(self, llama: Llama) -> _Model:
-        """Describe the model of `llama`, and start to identify its files."""
         try:
             model = _describe(llama)
         except OSError as error:
@@ -491,7 +482,7 @@ class PrefixCache(BaseLlamaCache):
     def _whole(
         self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
-        """Like `_joined`, for the whole state that is stored as the last of `keys`."""
+        """Like `_joined`, for a whole state."""
         block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
@@ -643,7 +634,7 @@ class _Writer:
             log.warning(message + " (%d more since the last line)" * bool(left_out), why, *([left_out] if left_out else []))
 
     def put(self, task: Task) -> None:
-        """Queue `task`; drop it if the queue is full or closed."""
+        """Queue `task`, or drop it."""
         with self._changed:
             if self._closed or self._is_full(task.size_bytes):
                 task.is_done = True
@@ -659,7 +650,6 @@ class _Writer:
             self._changed.notify_all()
 
     def _end(self, task: Task) -> None:
-        """Mark `task`, which was removed from the queue, as written or dropped."""
         task.is_done = True
         task.block = _no_block  # to release the state
         self._pending.difference_update(task.keys)
@@ -717,7 +707,6 @@ class _Writer:
 
 
 def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
-    """Cut the block `key` out of `state`, which has `tokens`."""
     start = key.index * BLOCK_TOKENS
     end = min(start + BLOCK_TOKENS, len(tokens))
     payload = aligned((end - start) * state.layout.token_bytes)

@@ -306,7 +306,7 @@ _hasher = _Hasher()
 
 
 def _forked() -> None:
-    """Create a new hasher in a child process, which does not have the thread."""
+    """Create a new hasher: a child process does not have the thread."""
     global _hasher
     _hasher = _Hasher()
 

@@ -7,22 +7,18 @@
     DIR/MODEL/NAME-INDEX.state        a whole state that ends with this block, for states that cannot be cut
     DIR/MODEL/LINK-INDEX.next         a link to the newest block INDEX whose first tokens have the hash LINK
 
-Blocks come from many writers, belong to many contexts and are evicted singly, so each has a file of its own and not a page
-in a spill file. A file is synced to disk before it is renamed to its final name. A reader verifies the checksum and removes
-a damaged block. Files with other names are ignored.
+A file is synced before it is renamed to its final name. A reader verifies the checksum and removes a damaged block. Links
+lead to parts, and to blocks of which only the first tokens can be used. A part is removed when a block is stored that begins
+with all of its tokens.
 
-A prompt that differs from the stored ones within a block finds, through a link, a block with the same first tokens and uses
-those. Links are the only way to find a part. A part is removed when a block is stored that begins with all of its tokens.
+The lock is held to create and to publish a file, to evict and to record a use, never while a block is read or written. A
+writer locks its temporary file, so a sweep recognizes the files of dead writers.
 
-The lock is held to create a file, to publish it (evict for the limit, then rename), to evict and to record a use, never
-while a block is read or written. A writer locks its temporary file, so a sweep recognizes the files of dead writers.
+The modification time of a file is the time of its last use, which increases even if the clock goes back. Of the blocks of
+one use, the last is evicted first, because a block cannot be used without those before it.
 
-Blocks are not compressed: on F16 keys and values of SmolLM2, zstd (level 1) saves 7 % at 0.5 GB/s and lz4 saves nothing
-(measured by `tools/bench prefix`), and storage is as fast.
-
-The modification time of a file is the time of its last use. The store sets it, always later than every earlier one, even
-if the clock goes back. All blocks of one use have the same time; the last of them is evicted first, because a block cannot
-be used without those before it.
+Blocks are not compressed: zstd (level 1) saves 7 % of F16 keys and values at 0.5 GB/s (measured by `tools/bench prefix` on
+SmolLM2), and storage is as fast.
 """
 
 from __future__ import annotations
@@ -464,7 +460,6 @@ class BlockStore:
             return file.read(_MOST_DESCRIBED)
 
     def _files(self, model: str) -> list[os.DirEntry[str]]:
-        """Return the entries of the directory of `model`; none if it cannot be listed."""
         with contextlib.suppress(OSError), os.scandir(self.directory / model) as listing:
             return list(listing)
         return []
@@ -743,7 +738,6 @@ def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[i
 
 
 def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
-    """Return `block` with `payload`; DataError if the checksum is wrong."""
     if _checksum(payload) != crc:
         raise DataError(f"{where}: wrong checksum")
     return replace(block, payload=payload)

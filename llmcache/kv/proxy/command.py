@@ -76,7 +76,6 @@ async def _serve_child(proxy: Proxy, addresses: Sequence[Address], child: Child,
 
 
 async def _ended(child: Child) -> None:
-    """Wait until the command has ended."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     fd = os.pidfd_open(child.pid)
     try:
@@ -161,7 +160,7 @@ def _report(served: Served) -> None:
 
 
 class _Refusals:
-    """Reports why a server cannot be identified, once for each reason."""
+    """Reports each reason for which a server cannot be identified once."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()

@@ -376,7 +376,6 @@ class Proxy:
             self.counters.stored_before_answer += await self._save(turn)
 
     def _count_reuse(self, turn: _Turn, cached: int) -> None:
-        """Count the tokens of a restored prompt that the server reused."""
         if turn.restored:
             reused = min(cached, turn.restored)
             self.counters.reused_tokens += reused
@@ -412,7 +411,6 @@ class Proxy:
 
     @staticmethod
     def _is_worth(slot: Slot, count: int) -> bool:
-        """Return whether enough of the `count` tokens in a slot are not stored."""
         return count - slot.stored >= max(LEAST_GAIN, count // NEW_SHARE)
 
     # Saving

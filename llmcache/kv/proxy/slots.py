@@ -109,7 +109,7 @@ class SlotTable:
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Clear the records of idle slots that have fewer tokens now; `counts` has the server's numbers by slot (default 0)."""
+        """Clear the records of idle slots that have fewer now; `counts` has the server's numbers by slot (default 0)."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.hold(NONE)
