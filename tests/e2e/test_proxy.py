@@ -221,7 +221,7 @@ def event(line: bytes) -> Any:
 
 
 def test_several_clients_and_one_that_disconnects(start: Start) -> None:
-    proxied = start()
+    proxied = start("--metrics")
     prompts = [prompt(400, seed) for seed in range(4)]
     expected = [proxied.complete(tokens) for tokens in prompts]
     assert len(set(expected)) == 4
@@ -238,24 +238,31 @@ def test_several_clients_and_one_that_disconnects(start: Start) -> None:
     assert [answers[number] for number in range(4)] == expected
     assert proxied.metrics()["hits"] >= 2, "two slots cannot hold four prompts"
 
-    connection = http.client.HTTPConnection("127.0.0.1", proxied.port, timeout=TIMEOUT_S)
-    body = {"prompt": prompt(300, seed=9), "n_predict": 1500, "stream": True, **GREEDY}
-    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-    assert connection.getresponse().readline().startswith(b"data: ")
-    assert any(slot["is_processing"] for slot in json.loads(proxied.request("GET", "/slots")[1]))
-    connection.sock.shutdown(socket.SHUT_RDWR)  # the response has another reference to it
-    connection.close()
-    stopped = [slot for slot in wait_idle(proxied) if slot.get("next_token", [{}])[0].get("n_decoded", 0) > 16]
-    assert all(slot["next_token"][0]["n_decoded"] < 1490 for slot in stopped), "the server has stopped as well"
+    for stream in (True, False):
+        before = predicted(proxied)
+        connection = http.client.HTTPConnection("127.0.0.1", proxied.port, timeout=TIMEOUT_S)
+        body = {"prompt": prompt(300, seed=9), "n_predict": 1500, "stream": stream, **GREEDY}
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        if stream:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        wait_busy(proxied, True)
+        connection.sock.shutdown(socket.SHUT_RDWR)  # the response has another reference to it
+        connection.close()
+        wait_busy(proxied, False)
+        assert predicted(proxied) < before + 1490, "the server has stopped as well"
     assert proxied.complete(prompts[0]) == expected[0]
 
 
-def wait_idle(proxied: Proxied) -> list[dict[str, Any]]:
+def predicted(proxied: Proxied) -> int:
+    """Return how many tokens of answers the server has generated."""
+    text = proxied.request("GET", "/metrics")[1].decode()
+    return int(text.split("\nllamacpp:tokens_predicted_total ")[1].split()[0])
+
+
+def wait_busy(proxied: Proxied, is_busy: bool) -> None:
+    """Wait until a slot of the server is busy, or none is."""
     deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        slots = json.loads(proxied.request("GET", "/slots")[1])
-        if not any(slot["is_processing"] for slot in slots):
-            return list(slots)
+    while is_busy != any(slot["is_processing"] for slot in json.loads(proxied.request("GET", "/slots")[1])):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -374,6 +381,7 @@ def test_slots_that_share_memory_make_room(start: Start) -> None:
     assert first.metrics()["hits"] >= 1 and len(first.states()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.gemma
 def test_a_sliding_window_is_restored_to_its_end(start: Start) -> None:
     first = start(model=GEMMA, context=4096)
@@ -389,6 +397,7 @@ def test_a_sliding_window_is_restored_to_its_end(start: Start) -> None:
     assert second.metrics()["reused_tokens"] >= len(tokens) - 8, "llama.cpp evaluates the last tokens again"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there")
 def test_a_conversation_is_restored_with_its_answer(start: Start) -> None:
     first = start(model=SMOLLM2, context=4096)
