@@ -1,1 +1,1 @@
-"""What a mount decides: groups of extents, what their readers do, and with that what to keep, bring in and drop."""
+"""Decisions of a mount: loop spaces, what clients do with them, and therefore what to pin, fetch ahead and evict."""
