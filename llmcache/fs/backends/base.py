@@ -1,6 +1,6 @@
 """Interfaces that the engine works through: back ends, pin stores and the memory for fetches.
 
-The engine decides what loops, what is pinned, what is fetched next and what is evicted. A back end does the I/O, over FUSE
+The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE
 (`fuse.py`) or in place (`inplace.py`), and reports opens, reads and closes to the engine. A pin store keeps pinned extents
 in memory. Methods that expect the engine's lock say so.
 

@@ -199,7 +199,7 @@ class Engine:
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
         """Wait until no STORE of an ended group is under way to the path of `backing`: it would bring back old data.
 
-        `owes_reply`: the thread owes the kernel a reply. Of these, at most WAITERS wait, each at most WAIT_S; for the
+        `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each; for the
         others, old pages remain until they are dropped.
         """
         state = self.state
