@@ -5,8 +5,8 @@ then fetches the absent extents that the plan wants, and nothing that would only
 files are closed.
 
 Locking: the engine's lock, as described in `state.py`; no thread here owes a reply to a READ. In steer and in place, extents
-are fetched as by a loader. In arena, they are read into memory of their own and handed to the core, which keeps those that it
-still wants. No reference is recorded, so the learned passes remain those of clients.
+are fetched as by a loader. In arena, they are read into memory of their own and handed to the core, which keeps those that
+it still wants. No reference is recorded, so the learned passes remain those of clients.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class Warmer:
 
         Fetched hot pages take room from loops, and other clients may change the plan as well. So a new plan is made until no
         wanted extent is absent, or none can be fetched.
-        """
         """
         while not self._turn.acquire(timeout=TELL_S):
             tell({})
