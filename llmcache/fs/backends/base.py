@@ -170,17 +170,20 @@ class Backend(Protocol):
         """End the exposure of `extents`; return those that were touched since and for which no request or event was seen."""
 
     def find_experts(self, mixture: Mixture) -> None:
-        """Find which experts are resident, after the kernel alone has managed them. In place only."""
+        """Find the resident experts of a file that was left to the kernel. In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drop parts, (offset, bytes; 0: to the end), of a file from the page cache; may wait until they have been read.
+        """Drop parts, (offset, bytes; 0: to the end), of a file from the page cache; may wait for READs of them.
 
         `written`: also dirty pages, which are written to storage first.
         """
 
 
 class Holder(Protocol):
-    """Keeps pins. Every method expects the engine's lock; methods with a body suit stores without memory of their own."""
+    """Keeps pins. Every method expects the engine's lock.
+
+    The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
+    """
 
     def brings_region(self, group: Group, extent: int) -> bool:
         """Return True if `region` is expected to return memory for `extent`."""

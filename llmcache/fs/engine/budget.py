@@ -2,8 +2,8 @@
 
 The limit drops under memory pressure, before the OOM killer acts, and grows again afterwards. The OOM killer counts locked
 pages as used, so free memory is compared with a margin for the machine and for each cgroup above the daemon that has a
-limit: every 0.25 s, and up to every 0.05 s when little is left. If it is below the margin, the limit drops at once to the
-bytes that the kernel cannot reclaim by itself (locked pages, memory of the daemon) less the missing bytes. PSI, where the
+limit: every 0.25 s, down to every 0.05 s when little is left. If it is below the margin, the limit drops at once to the
+bytes that the kernel cannot reclaim (locked pages, memory of the daemon), less the missing bytes. PSI, where the
 kernel has it, shows earlier that tasks stall; the limit then drops in steps. After a calm period it grows back slowly.
 """
 
@@ -169,7 +169,7 @@ class PressureGauge:
             # From `held_bytes`, not from the limit, so that memory that is being freed is not requested twice.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"free memory is {format_size(missing)} below the margin")
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
-            # A space that is left to the kernel has no pins; unlimited, they would return before pressure shows.
+            # A space left to the kernel has no pins; with a higher limit, they could return before pressure shows.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(

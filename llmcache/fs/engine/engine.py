@@ -51,7 +51,7 @@ POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after the kernel refused to lock pages
 COPIES_S = 10.0  # between checks for clients that have copied weights
 IDLE_DROP_NS = 60_000_000_000  # closed files are evicted after this time
-CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # closed files that are remembered; one for each 8 descriptors of the limit at most
+CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # remembered closed groups: at most 512, and one for each 8 descriptors of the limit
 REST, REST_MAX_S = 4.0, 0.1  # maintenance pauses for a multiple of the time that it took, at most 0.1 s
 BEYOND_PAUSE_S = 0.05  # pause while memory beyond the budget is used: another program may need it soon
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and for how long (see `state.py`)
@@ -95,12 +95,12 @@ class Engine:
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
         self._helpers: set[int] = set()  # pids of pin helpers, dead ones too: the kernel reports their closes late
-        self._closed: dict[str, Group] = {}  # groups without a client's handle, by key; the first one was closed first
+        self._closed: dict[str, Group] = {}  # groups without a client handle, by key, in the order of their last close
         self._plan_due = False
         self._refused_ns = 0
         self.waiting = 0  # requests that wait for a STORE of old data to end
 
-    # Life
+    # Start and stop
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Start threads and the pin helper, without an access to the mount. May follow `stop`."""
@@ -434,7 +434,7 @@ class Engine:
         for member in group.members:
             self.pins.detach(member.path)
 
-    # Housekeeping
+    # Maintenance
 
     def _find_copies(self) -> None:
         """Log clients that have copied the weights of a model, once for each."""

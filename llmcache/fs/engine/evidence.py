@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Constants with "inverted" are the denominator of a share.
+# A constant marked "inverted" is the denominator of a share: 4 stands for 1/4.
 SHADOW_EXTENTS = 2048  # extents of one space in the shadow: of a larger space, every n-th extent counts n times
 BOUND_SHARE = 2  # inverted: share of the memory that may be read in excess before the decision changes
 WINDOW_PASSES, EXPERT_PASSES = 3, 16  # passes in one comparison; more for MoE models, because their tokens vary
-MOVED_SHARE = 4  # inverted: share of the pinned bytes that clients begin to use in one pass when the set in use has changed
-LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # time, and (inverted) share of the loop read, for a comparison without a pass
+MOVED_SHARE = 4  # inverted: share of the pinned bytes; if clients begin to use more than that elsewhere, the set in use has moved
+LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # least time, and share of the loop read (inverted), to judge without a pass
 NOISE_SHARE = 100  # inverted: share of the loop below which an excess in a pass is noise
 THIN_SHARE = 4  # inverted: share of an extent in use, below which it is read by pages
 TINY_BYTES = 64 << 10  # norms and biases
 TRIAL_PASSES = 8  # passes from the first trial to the next; doubled after each trial
-TRIAL_FIT = 0.85  # share of the bytes in use (an estimate) that must fit for a trial
+TRIAL_FIT = 0.85  # share of the bytes in use (an estimate) that must fit in memory for a trial
 SUSPICIOUS_SHARE = 50  # inverted: share of the extents in use that are untouched, above which they are exposed
 EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # passes between exposures; doubled after each that found nothing
 PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # between exposures of a loop that is pinned whole
@@ -194,7 +194,7 @@ class Judge:
         self._replan_if_changed(group)
 
     def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
-        """Return the extents untouched for some passes, without those whose resident pages may hide a touch."""
+        """Return the extents untouched for some passes. Extents with resident pages are left out, as touches may be hidden."""
         use = group.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
         absent = [extent for extent in silent if group.state(extent) in (ABSENT, SPARSE)]
@@ -203,7 +203,7 @@ class Judge:
         )
 
     def look(self, group: Group, now_ns: int) -> None:
-        """Judge a space of which clients read although no pass ends, because most of it is pinned. Called often."""
+        """Judge a space that clients read although no pass ends, because most of it is pinned. Called several times a second."""
         evidence = group.evidence
         if self.backend.in_place and group.looping and not (group.left or group.first):
             self._look_at_pins(group, now_ns)
@@ -350,7 +350,7 @@ class Judge:
         if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
         if group.left:
-            missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # experts: unobserved
+            missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # no touches of experts while left
             evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
             expected_bytes = evidence.tried_bytes if evidence.tried_bytes is not None else self._expected_bytes(group)
             steered_bytes, lru_bytes = passes * expected_bytes, read_bytes
@@ -371,7 +371,7 @@ class Judge:
         self.turn(group, is_left)
 
     def _is_trial_due(self, group: Group, read_bytes: int, passes: int) -> bool:
-        """Return True if the kernel is worth a trial: the estimated bytes in use nearly fit.
+        """Return True if leaving the space to the kernel is worth a trial: the estimated bytes in use nearly fit.
 
         The part in use of an extent next to an unused one is an estimate, and a small error decides whether LRU reads
         nothing in a pass or everything. A trial reads as much as the page cache alone would have read.

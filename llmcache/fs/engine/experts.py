@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from llmcache.fs.layout.tensors import Experts
 
 HEADROOM_BYTES = 2 << 20
-LEAST_ROOM_BYTES = 16 << 20  # least room for experts: at least the experts in use at a time
-SWEEP = 3  # more misses than this multiple of a token's experts in one visit of a layer: a prompt, which uses nearly all
-UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # the same, if the header lacks a token's number of experts: a quarter of the layer's
+LEAST_ROOM_BYTES = 16 << 20  # least room: about the experts that are in use at a time
+SWEEP = 3  # a visit of a layer that misses more than this multiple of a token's experts belongs to a prompt
+UNKNOWN_SHARE, UNKNOWN_LEAST = 4, 8  # if that number is unknown: a quarter of the layer's experts, but at least 8
 AHEAD = 4  # experts that are loaded ahead of a prompt
 STRAY_NS = 5_000_000  # after this time, the kernel has read the pages around a fault
 STRAYS_MAX = 1024
@@ -47,7 +47,7 @@ AHEAD_REACHES = 4  # a fault near the end of a slice makes the kernel read ahead
 
 @dataclass(eq=False)
 class ExpertLoad:
-    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), not begun yet; `loading`: fetches of others."""
+    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), to read; `loading`: fetches of pieces under way."""
 
     waiting: list[tuple[int, int]]
     loading: list[BufferFetch] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Mixture:
     """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `MixtureCache`.
 
     - `alone`: the experts are left to the kernel; all are ABSENT.
-    - `fresh`: experts that were loaded for a use that is counted already; the next sample of that use is not counted.
+    - `fresh`: experts just loaded or requested; the next sample shows the same use again, and does not count.
     - `loads`: over FUSE, loads of the experts that are LOADING.
     - `trips`: over FUSE, resident experts with a dropped page, and the (round, layer) in which their next use is due.
     - `pages`: over FUSE, the content of that page, for the reply.
@@ -69,15 +69,15 @@ class Mixture:
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
-        self.probes, self.sizes = array("Q"), array("Q")  # offset of each expert's sampled page, and its bytes by `ranges`
+        self.probes, self.sizes = array("Q"), array("Q")  # by expert: offset of the page to sample, and bytes of its `ranges`
         for ranges in map(self.ranges, range(layout.count)):
-            # In the middle of a slice, which the kernel's mapping around a fault in the next slice does not reach.
+            # In the middle of a slice: the kernel maps pages around a fault in the next slice, but not this far.
             offset, length = ranges[0] if ranges else (0, 0)
             self.probes.append((offset + length // 2) // PAGE_BYTES * PAGE_BYTES)
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer being computed: first, and end
         self.rounds = 0  # how often the first layers were computed again: an estimate of the tokens
-        self.seen, self.caught_up = 0, 0  # uses counted since `caught_up`, the round until which `HotSet` counts all uses
+        self.seen, self.caught_up = 0, 0  # uses counted since the last `catch_up`, and the round of that call
         self.visit, self.last = 0, 0  # misses in this visit of the layer, and the last expert missed
         self.sweeping = False  # a prompt is being computed
         self.window = WINDOW_BYTES
@@ -100,7 +100,7 @@ class Mixture:
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
-        most = SWEEP * self.layout.used if self.layout.used else max(UNTOLD_LEAST, count // UNTOLD_SHARE)
+        most = SWEEP * self.layout.used if self.layout.used else max(UNKNOWN_LEAST, count // UNKNOWN_SHARE)
         self.sweeping = self.visit > min(most, count - 1)
         return self.sweeping
 
@@ -117,7 +117,7 @@ class Mixture:
         self.trips[expert] = self.rounds + (first <= self.layer[0]), first
 
     def unused(self) -> Iterator[int]:
-        """Yield the experts with a dropped page that their layer has not used since."""
+        """Yield the experts whose layer was computed again without a request for their dropped page."""
         now = self.rounds, self.layer[0]
         return (expert for expert, then in self.trips.items() if then < now and not self.computes(expert))
 
@@ -130,7 +130,7 @@ class Mixture:
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """Return `ranges` without pages shared with other data, unless that is a slice of another absent expert."""
+        """Return `ranges` without pages shared with other data; pages shared with another absent expert stay in."""
         found: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
@@ -256,7 +256,7 @@ class MixtureCache:
         self.state.set_limit(self.state.pin_limit_bytes)
 
     def end(self, group: Group) -> list[tuple[int, int, int, int]]:
-        """Forget the files of `group`; return (node, offset, bytes, charged) of what may be resident of their experts."""
+        """Forget the files of `group`; return (node, offset, bytes, charged) of experts that may be resident."""
         debts: list[tuple[int, int, int, int]] = []
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
@@ -314,13 +314,13 @@ class MixtureCache:
         mixture.seen += 1
 
     def catch_up(self, mixture: Mixture) -> None:
-        """Count uses that were not observed, so that experts age with the tokens and not only with the misses."""
+        """Count unobserved uses as well, so that experts age with the number of tokens, not of misses."""
         if rounds := mixture.rounds - mixture.caught_up:
             self.hot.skip(max(0, rounds * mixture.layout.token_uses - mixture.seen))
             mixture.seen, mixture.caught_up = 0, mixture.rounds
 
     def lost(self, mixture: Mixture, expert: int) -> None:
-        """Make a resident expert absent, of which the kernel has reclaimed pages."""
+        """Make an expert absent after the kernel has reclaimed pages of it."""
         self._remove(mixture, expert)
         self.state.resident_bytes -= mixture.sizes[expert]
 

@@ -34,9 +34,9 @@ ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 and are fetched whole, but only on demand: no reader has touched them lately, or they were evicted untouched."""
 
 MISSES_MAX = 3
-SETTLED_PASSES = 1  # before the first pass, misses say that the order is not known yet, and nothing about readers
+SETTLED_PASSES = 1  # passes until misses count as readers that fall behind; earlier ones only show that the order is unknown
 WRITTEN_EXTENTS_MAX = 1 << 14  # of a written file, whose extents only serve to find pages to invalidate
-RECENT_EXTENTS, RECENT_REQUESTS = 8, 16  # that tell a sequential reader from one of single rows
+RECENT_EXTENTS, RECENT_REQUESTS = 8, 16  # looked at to distinguish sequential readers from readers of single rows
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 READERS_MAX, _SEVERAL = 256, -1  # readers in `Group.only_extents`; the value of one that has touched several extents
 
@@ -102,19 +102,19 @@ class PassEvidence:
 
     guard: Guard | None = None
     used_bytes: array[int] | None = None  # by extent: estimate of the bytes that clients use, from the tensors in use
-    lru_bytes: int = 0  # that LRU would have read
-    missing_bytes: float = 0.0  # read a pass unseen by the shadow LRU; measured while left to the kernel
+    lru_bytes: int = 0  # bytes that LRU would have read
+    missing_bytes: float = 0.0  # bytes a pass that the shadow LRU misses; measured while left
     window_passes: int = 1  # passes in the last comparison
     passes: int = 0  # ended since the last comparison
     ended_ns: int = 0  # when the last pass ended
     seen_read_bytes: int = 0  # bytes read until the end of the last pass
-    judged_lru_bytes: int = 0  # `lru_bytes`, and below the bytes read, at the last comparison
-    judged_read_bytes: int = 0
-    steered_bytes: int = 0  # read a pass by steering when the space was left to the kernel
+    judged_lru_bytes: int = 0  # `lru_bytes` at the last comparison
+    judged_read_bytes: int = 0  # bytes read until the last comparison
+    steered_bytes: int = 0  # bytes a pass that steering read when the space was left to the kernel
     tried_bytes: int | None = None  # the same, during a trial of the kernel
     trial_pass: int = 0  # first pass that may begin the next trial
     trial_gap: int = 0  # passes from one trial to the next
-    unused: int = -1  # unused extents when a trial was last considered
+    unused: int = -1  # number of unused extents when a trial was last considered
     pins_due_ns: int = 0  # time of the next exposure, or of its evaluation, of a loop that is pinned whole
     pins_gap_ns: int = 0  # from one exposure to the next, once the loop was seen in use
     pins_doubted: bool = False  # the last exposure left some pins untouched
@@ -136,8 +136,8 @@ class Group:
         self.order = self.learner.order
         self.use = self.learner.use
         self.thin = bytearray(self.count)  # by extent: 1 if clients use so little of it that it is to be read by pages
-        self.left = False  # to the kernel, which reads less: extents are neither pinned, nor fetched ahead, nor evicted
-        self.read_bytes = 0  # from storage, over FUSE
+        self.left = False  # left to the kernel, because LRU reads less: nothing is pinned, fetched ahead or evicted
+        self.read_bytes = 0  # bytes read from storage (FUSE)
         self.evidence = PassEvidence()
         self.status = bytearray(self.count)
         self.charge = array("L", bytes(array("L").itemsize * self.count))  # by extent: accounted bytes in the page cache
@@ -168,7 +168,7 @@ class Group:
         self.convoy = 0  # steps by which the window is widened, because readers drift apart
         self.together_ns = 0  # when there was last at most one reader
         self.apart_ns = -(1 << 62)  # when the window was last widened or narrowed for several readers
-        self.listed_open = False  # as last passed to the references
+        self.listed_open = False  # True if the references were last given an "open" event, not a "close"
         self.last_pid = 0  # process or thread of the last reader
         self.names_version = 0  # version of the names by which its files were found
         self.copied: Copied | None = None  # set if the last reader copied the weights instead of reading them again

@@ -220,7 +220,7 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
 
 
 def _copy(state: CacheState, group: Group) -> _Copy:
-    """Lock held."""
+    """Return a copy of the group. Lock held."""
     core = state.references.core
     space = None if core is None else core.spaces.get(group.key)
     now_ns = time.monotonic_ns()

@@ -20,11 +20,12 @@ kernel a reply may wait only for the following:
   `engine.WAIT_S`, because libfuse blocks other requests for a path while it is opened. After an OPEN that did not wait that
   long, clients may read old data until it is dropped.
 
-Why there is no deadlock: each of these waits ends by itself, or by its time limit. The evictor, the pin service and the
-thread that invalidates pages wait for the kernel, but no thread that owes a reply waits for them, and they hold neither a
-lock nor an unfinished fetch while they wait. A writer only queues the ranges to invalidate; until they are invalidated,
-opens clear `keep_cache` (`operations.py`). At unmount, `libfuse.Notifier.close` rejects further notifications and waits for
-those under way while requests are still served. Ranges that are queued for invalidation then stay queued.
+Why there is no deadlock: each of these waits ends when storage replies, or at its time limit. The evictor, the pin service
+and the thread that invalidates pages wait for the kernel, but no thread that owes a reply waits for them, and they hold
+neither a lock nor an unfinished fetch while they wait. A writer only queues the ranges to invalidate; until they are
+invalidated, opens clear `keep_cache` (`operations.py`). At unmount, `libfuse.Notifier.close` rejects further notifications
+and waits for those under way while requests are still served. Ranges that are still queued at that point are not
+invalidated.
 """
 
 from __future__ import annotations
@@ -145,16 +146,16 @@ class References:
         self.log.event(("file", member.file_id, group.key, group.members.index(member)))
 
     def guessed(self, group: Group, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
-        """Pass on the first guess from a header: extents read by pages, those of them that are hot, and the loop's order."""
+        """Report the first guess from a header: extents read by pages, the hot ones among them, and the loop's order."""
         self.tell("guess", group.key, ranges(single), ranges(hot), ranges(order))
 
     def lost(self, group: Group, extent: int) -> None:
-        """Pass on that an extent which the core wants could not be read."""
+        """Report that an extent could not be read, if the core counts it as held."""
         if self.core is not None and self.core.holds(group.key, extent):
             self.tell("lost", group.key, extent)
 
     def claimed(self, group: Group, member: Member, extent: int, pid: int) -> int:
-        """Pass on the fetch of a whole extent; return the core's verdict (MISS without a core)."""
+        """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
         verdict = MISS if self.core is None else self.core.reference(group.key, extent)
         if self.log is not None:
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
@@ -163,12 +164,12 @@ class References:
         return verdict
 
     def slices(self, group: Group, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
-        """Pass on a miss of an expert. `parts`: (offset, bytes) of its slices, in whole pages."""
+        """Report a miss of an expert. `parts`: (offset, bytes) of its slices, in whole pages."""
         for offset, length in parts:
             self.pages(group, member, offset, length, READ, pid)
 
     def pages(self, group: Group, member: Member, offset: int, length: int, op: int, pid: int) -> None:
-        """Pass on that pages of single-page extents were read from storage, or written to it."""
+        """Report pages of single-page extents that were read from storage, or written to it."""
         if length <= 0:
             return
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
@@ -208,7 +209,7 @@ class CacheState:
     references: References = field(default_factory=References)
     services: Services = field(default_factory=Services)
     groups: dict[str, Group] = field(default_factory=dict)
-    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may have two
+    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be in two groups
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
     opens: dict[Backing, int] = field(default_factory=dict)  # open handles of clients
     debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # (node, offset, length, charged) to invalidate

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
 NAMES_S = 5.0  # time limit of a scan of SOURCE
-DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
+DESCRIPTORS = 2  # descriptors of an open file: with and without O_DIRECT
 _LONGEST_SHOWN = 500
-_ROUNDS = 8  # at most, as other clients may change the plan again and again
+_ROUNDS = 8  # plans at most: other clients may change the plan again and again
 
 
 class Opener(Protocol):
