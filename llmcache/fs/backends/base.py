@@ -94,7 +94,7 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: MemoryRegion) -> None:
-        """Return a buffer to the pool. Lock held."""
+        """Put a buffer back. Lock held."""
         self.free.append(buffer)
         self._left_bytes += buffer.size
 

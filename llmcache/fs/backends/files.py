@@ -51,7 +51,7 @@ QUIET_NS = 2_000_000_000  # a file that was modified less than this ago is not s
 IDLE_NS = 10_000_000_000  # a file that no client has touched for this time may have been closed
 WHOLE_STEP = 32  # one extent in this number is observed, if the loop is pinned whole
 FAILURES_MAX = 16  # then the file system has no large folios, or memory is fragmented
-LEAST_WINDOWS = 8  # fewer windows are read in single pages: large folios do not pay, as they are reclaimed whole
+LEAST_WINDOWS = 8  # fewer windows are read in single pages: large folios do not pay there, as they are reclaimed whole
 HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # one POSIX_FADV_WILLNEED reads at most the device's readahead, or its largest request
 _LOOK_NS = 100_000_000  # between reads of a client's mappings
@@ -338,7 +338,7 @@ class Places:
         return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
-        """Return the stretch that was taken at `first`, if there is one."""
+        """Free the stretch that was taken at `first`, if there is one."""
         if (count := self._taken.pop(first, None)) is None:
             return
         end = first + count
@@ -653,7 +653,7 @@ class Files:
             self._place_whole(file)
 
     def _place_whole(self, file: File) -> None:
-        """Return the places of a file's extents; a read of it is observed all the same."""
+        """Free the places of a file's extents, and observe the file as a whole."""
         self._give_places(file)
         file.group = None
         self._watch_whole(file)

@@ -1,4 +1,4 @@
-"""The FUSE back end: answers READ requests, and stores extents that it has read in one large I/O in the mount's page cache.
+"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the mount's page cache.
 
 A fetch is claimed under the lock, either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of
 a reader. Its data is available to every reader once `done` is set. The STORE comes afterwards, and no reader depends on it:
@@ -118,7 +118,7 @@ class FuseBackend:
     def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
         """Return a fetch of an absent extent for `pid`, or None if there is no buffer for it. Lock held.
 
-        The claim is passed on as a reference to the extent, so the caller must load it.
+        The claim is reported as a reference to the extent, so the caller must load it.
         """
         has_region = self.holder.brings_region(group, extent)
         buffer = None if has_region else self.state.pool.take(group.extent_bytes, ahead)
@@ -287,7 +287,7 @@ class FuseBackend:
     def _put(self, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
-        # From a page boundary: a page that the reply covers in part is complete in the kernel only with the next reply.
+        # Rounded up to whole pages: a page that the reply covers in part is left to the next request.
         start = -(-start // PAGE_BYTES) * PAGE_BYTES if start else 0
         if end <= start:
             return 0
@@ -425,7 +425,7 @@ class SliceReader:
         self._programs.close()
 
     def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
-        """Return the slice that a request is for; None if it is readahead behind the slice before. Lock held."""
+        """Return the slice that a request is for; None if it is kernel readahead from the slice before. Lock held."""
         first = mixture.slice_at(offset)
         if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
             return first
@@ -768,7 +768,10 @@ class Reader:
             group.strays[extent] = time.monotonic_ns()
 
     def _answer(self, rest: Rest, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
-        """Answer `length` bytes from `start` of a fetch, which this thread loads (`mine`) and loaders store afterwards."""
+        """Answer `length` bytes from `start` of a fetch; return the bytes.
+
+        `mine`: this thread loads the fetch and queues its STORE; otherwise, another thread does both.
+        """
         waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
         if mine:
             self.backend.load(rest.group, rest.member, fetch)

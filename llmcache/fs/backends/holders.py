@@ -589,7 +589,7 @@ class ArenaHolder(Holder):
     """Pin store for arena: pins stay in anonymous memory, one region for each extent, read into directly with O_DIRECT.
 
     Every pass streams through the window; an extent that the core wants is pinned when it is next read. The core also
-    decides what is evicted. `regions`: memory of the pinned extents, by group key and extent.
+    chooses the victims. `regions`: memory of the pinned extents, by group key and extent.
     """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:

@@ -62,9 +62,9 @@ SOON_S, ACTIVE_S = 0.02, 0.1  # how often hits are collected, for ACTIVE_S after
 REACH_MAX_BYTES = 1 << 20  # the kernel reads at most this much before a fault, and behind it
 MEASURED_BYTES, WIDER = 128 << 20, 1.5  # bytes fetched before the window is adapted; factor by which it is widened
 FAST_BPS = 700e6  # more than a SATA disk delivers
-RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # share of the time since the loop was pinned whole, and time of one turn
-RENEWAL_EXTENTS, PINS_S = 4, 1.0  # renewed at a time; wait for their unlock
-RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # storage slower than this, over at least these bytes, is not used
+RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # most of the time since the loop was pinned whole; most in one turn
+RENEWAL_EXTENTS, PINS_S = 4, 1.0  # extents at a time; time to wait for their unlock
+RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is slower than this over these bytes
 _LOOK_S = 0.5
 
 
@@ -117,7 +117,7 @@ class BindMount:
             self._on_end()
 
     def _is_mounted(self) -> bool:
-        """Return True while the mount exists, or the directory if there is no mount to make."""
+        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
@@ -355,9 +355,9 @@ class InPlaceBackend:
     def _end(self, mapping: MappedFile, asked: int, read: int) -> None:
         """Record the end of a read, and adapt the least window to the storage. Lock held.
 
-        If the kernel has read most of the requested bytes before, for faults that came too early, its readahead continues on
-        its own, in small pages, and reads dropped pages behind the reader again. A wider window gets ahead of it. It
-        leaves less room for pins, which costs more on slow storage; so only fast storage gets it.
+        If clients fault on extents before they are fetched, the kernel has read most of the requested bytes already. Its
+        readahead then continues in small pages, and reads dropped pages behind the reader again. A wider window gets ahead
+        of it, but leaves less room for pins, which costs more on slow storage; so only fast storage gets a wider window.
         """
         mapping.reads -= 1
         self.state.ended.notify_all()

@@ -219,8 +219,8 @@ class Touches:
     def wait(self, timeout_s: float) -> list[Touch]:
         """Return the touches reported since the last call, once there are some; empty after `timeout_s`.
 
-        The kernel keeps back hits without a miss for GATHER_NS, and the last of them until the next touch. So after hits,
-        `timeout_s` should be short.
+        The BPF programs keep hits back for GATHER_NS, and the last hits until the next touch. So `timeout_s` should be short
+        after a touch.
         """
         self._poll.poll(timeout_s * 1e3)
         return [Touch(*fields) for fields in self._ring.take(_FRAME)]

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 SHADOW_EXTENTS = 2048  # extents of one space in the shadow: of a larger space, every n-th extent counts n times
 BOUND_SHARE = 2  # inverted: share of the memory that may be read in excess before the decision changes
 WINDOW_PASSES, EXPERT_PASSES = 3, 16  # passes in one comparison; more for MoE models, because their tokens vary
-MOVED_SHARE = 4  # inverted: share of the pinned bytes; if clients begin to use more than that elsewhere, the set in use has moved
+MOVED_SHARE = 4  # inverted: if clients begin to use more than this share of the pinned bytes elsewhere, the set has moved
 LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # least time, and share of the loop read (inverted), to judge without a pass
 NOISE_SHARE = 100  # inverted: share of the loop below which an excess in a pass is noise
 THIN_SHARE = 4  # inverted: share of an extent in use, below which it is read by pages
@@ -194,7 +194,7 @@ class Judge:
         self._replan_if_changed(group)
 
     def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
-        """Return the extents untouched for some passes. Extents with resident pages are left out, as touches may be hidden."""
+        """Return the extents untouched for some passes, except resident ones, whose touches may cause no event."""
         use = group.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
         absent = [extent for extent in silent if group.state(extent) in (ABSENT, SPARSE)]
@@ -203,7 +203,7 @@ class Judge:
         )
 
     def look(self, group: Group, now_ns: int) -> None:
-        """Judge a space that clients read although no pass ends, because most of it is pinned. Called several times a second."""
+        """Judge a space that clients read although no pass ends, because most of it is pinned. Called in short intervals."""
         evidence = group.evidence
         if self.backend.in_place and group.looping and not (group.left or group.first):
             self._look_at_pins(group, now_ns)

@@ -47,7 +47,7 @@ AHEAD_REACHES = 4  # a fault near the end of a slice makes the kernel read ahead
 
 @dataclass(eq=False)
 class ExpertLoad:
-    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), to read; `loading`: fetches of pieces under way."""
+    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), to read; `loading`: fetches of the others."""
 
     waiting: list[tuple[int, int]]
     loading: list[BufferFetch] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Mixture:
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
-        self.probes, self.sizes = array("Q"), array("Q")  # by expert: offset of the page to sample, and bytes of its `ranges`
+        self.probes, self.sizes = array("Q"), array("Q")  # by expert: offset of the sampled page, and bytes of `ranges`
         for ranges in map(self.ranges, range(layout.count)):
             # In the middle of a slice: the kernel maps pages around a fault in the next slice, but not this far.
             offset, length = ranges[0] if ranges else (0, 0)

@@ -249,7 +249,7 @@ def _touched(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
 
 
 def _touched_last(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
-    """Yield the most recently touched extents first, so that memory beyond the budget hits the same extents each pass."""
+    """Yield the most recently touched extents first, so that the others stay, and are hits in the next pass."""
     for extent, since in reversed(list(group.touched.items())):
         if now_ns - since >= LAST_LAG_NS:
             yield group, extent
