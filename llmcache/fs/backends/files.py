@@ -57,7 +57,7 @@ READAHEAD_BYTES = 128 << 10  # one POSIX_FADV_WILLNEED reads at most the device'
 _LOOK_NS = 100_000_000  # between reads of a client's mappings
 
 
-Found = dict[tuple[int, int], tuple[str, os.stat_result]]
+FilesByKey = dict[tuple[int, int], tuple[str, os.stat_result]]
 """Path and status of each file, by device and inode."""
 
 
@@ -363,7 +363,7 @@ class Files:
         self.turn, self.lock = threading.Lock(), threading.Lock()
         self._dev = os.fstat(self.tree.fd).st_dev  # file systems mounted below SOURCE are not visible through MOUNT
         self._numbers = iter(range(1, 1 << 32))
-        self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
@@ -415,11 +415,11 @@ class Files:
         """Request that a file is opened soon, or a client recorded as its reader."""
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
-            self._asked.put((file, pid))
+            self._requests.put((file, pid))
 
     def stop(self) -> None:
         """Make `run` return."""
-        self._asked.put(None)
+        self._requests.put(None)
 
     # The thread
 
@@ -476,7 +476,7 @@ class Files:
                     self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
-                asked = self._asked.get(timeout=CHECK_S)
+                asked = self._requests.get(timeout=CHECK_S)
                 if asked is None:
                     return
                 self._answer(*asked)
@@ -494,9 +494,9 @@ class Files:
         # Modification times in the future are ignored: such a file would not be steered until then.
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
-    def _walk(self) -> tuple[Found, dict[str, LinkTarget], bool]:
+    def _walk(self) -> tuple[FilesByKey, dict[str, LinkTarget], bool]:
         """Return the files of SOURCE to steer, the links to files outside it, and whether the walk saw everything."""
-        found: Found = {}
+        found: FilesByKey = {}
         errors: list[OSError] = []
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
             for name in names:

@@ -153,7 +153,7 @@ class InPlaceBackend:
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when `_busy` is not 0, or the end of the last read
         # Recent sums: halved each time that MEASURED_BYTES were requested.
-        self._asked_bytes, self._read_bytes, self._read_s = 0, 0, 0.0
+        self._requested_bytes, self._read_bytes, self._read_s = 0, 0, 0.0
         self._judged_ns = time.monotonic_ns()
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
@@ -364,19 +364,23 @@ class InPlaceBackend:
         self.state.counters.backing_read_bytes += read
         self.state.counters.stored_bytes += read
         self._busy -= 1
-        self._asked_bytes += asked
+        self._requested_bytes += asked
         self._read_bytes += read
         now_ns = time.monotonic_ns()
         self._read_s += (now_ns - self._busy_ns) / 1e9
         self._busy_ns = now_ns
-        if self._asked_bytes < MEASURED_BYTES:
+        if self._requested_bytes < MEASURED_BYTES:
             return
         window = least_window(self._read_bytes / self._read_s)
         flow_bps = MEASURED_BYTES // 2 * 1e9 / (now_ns - self._judged_ns)
         self._judged_ns = now_ns
-        if self._read_bytes < self._asked_bytes // 2 and flow_bps > FAST_BPS:
+        if self._read_bytes < self._requested_bytes // 2 and flow_bps > FAST_BPS:
             window = min(LEAST_WINDOW_MAX_BYTES, max(window, int(WIDER * self.state.least_window_bytes)))
-        self._asked_bytes, self._read_bytes, self._read_s = self._asked_bytes // 2, self._read_bytes // 2, self._read_s / 2
+        self._requested_bytes, self._read_bytes, self._read_s = (
+            self._requested_bytes // 2,
+            self._read_bytes // 2,
+            self._read_s / 2,
+        )
         if not 0.8 < window / self.state.least_window_bytes < 1.25:
             self.state.least_window_bytes = window
             self.engine.replan()

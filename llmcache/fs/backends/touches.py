@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together; the same as in the BPF program
 QUIET_NS = 20_000_000
-GATHER_NS = 1_000_000  # hits are reported together, at most once in this time
+GATHER_NS = 1_000_000  # least time between two wake-ups of the daemon for hits
 MISS, FAULT = 1, 2
 _RING_BYTES = 1 << 20
 _PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio")
@@ -219,8 +219,7 @@ class Touches:
     def wait(self, timeout_s: float) -> list[Touch]:
         """Return the touches reported since the last call, once there are some; empty after `timeout_s`.
 
-        The BPF programs keep hits back for GATHER_NS, and the last hits until the next touch. So `timeout_s` should be short
-        after a touch.
+        Hits end the wait at most once in GATHER_NS, and the last ones do not. So `timeout_s` should be short after a touch.
         """
         self._poll.poll(timeout_s * 1e3)
         return [Touch(*fields) for fields in self._ring.take(_FRAME)]

@@ -81,13 +81,13 @@ class Grouping:
         if not backing.writable and (large or self.pinned):
             self.tree.names.refresh()
             self._end_renamed(backing)
-        again = self._again(backing)
+        again = self._adopted_before(backing)
         if again is not None:
             return again
         if backing.writable or not large:
             return self._adopted(backing, None)
         with self._parsing:
-            return self._again(backing) or self._adopted(backing, self._header_of(backing))
+            return self._adopted_before(backing) or self._adopted(backing, self._header_of(backing))
 
     def _end_renamed(self, backing: Backing) -> None:
         """End the group of a file whose names have changed, if it is pinned now, or is now a shard of another model.
@@ -114,7 +114,7 @@ class Grouping:
     def _is_pinned(self, files: list[tuple[str, int]]) -> bool:
         return any(self.tree.matches(name, self.pinned) for name, _ in files)
 
-    def _again(self, backing: Backing) -> tuple[Group, Member] | None:
+    def _adopted_before(self, backing: Backing) -> tuple[Group, Member] | None:
         """Return the group and member of a file whose header was parsed before; None if it was not."""
         with self.state.lock:
             known = self._known(backing)

@@ -148,7 +148,7 @@ class Loader:
             self._drop(debts)
 
     def _rest_s(self) -> float:
-        """Return how long the evictor sleeps: only until just touched extents may be evicted, if it must evict. Lock held."""
+        """Return the seconds until the next turn: fewer if just touched extents must be evicted then. Lock held."""
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS
         reading = any(group.touched and group.last_ns > recent_ns for group in self.state.groups.values())
         return LAG_NS / 1e9 if reading and excess_bytes(self.state) > 0 else IDLE_S
