@@ -118,7 +118,7 @@ class Program:
         if now_ns - self._looked_ns < _LOOK_NS and not again:
             return
         self._looked_ns = now_ns
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/maps", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 span, _, offset, device, inode = line.split(None, 5)[:5]
@@ -126,8 +126,8 @@ class Program:
                     continue
                 start, end = (int(part, 16) for part in span.split("-"))
                 major, minor = (int(part, 16) for part in device.split(":"))
-                found.setdefault((os.makedev(major, minor), int(inode)), []).append((int(offset, 16), start, end - start))
-        self._parts = found
+                parts.setdefault((os.makedev(major, minor), int(inode)), []).append((int(offset, 16), start, end - start))
+        self._parts = parts
 
     def advise(self, dev: int, ino: int, parts: Sequence[tuple[int, int]], advice: int) -> bool:
         """Give advice on parts, (offset, bytes), of a file wherever they are mapped; return False if they are not mapped."""
@@ -164,24 +164,24 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     In single pages; if `window`, the bytes that the kernel reads ahead, is given, in folios as large as the kernel makes
     them.
     """
-    own, read = -1, 0
+    own_fd, read = -1, 0
     try:
         for offset, length in parts:
             blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
             absent = blocks - syscalls.cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
-            if large and own < 0:
+            if large and own_fd < 0:
                 with contextlib.suppress(OSError):  # no free descriptor
-                    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # with readahead state of its own
-                    os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the window
-            if large and own >= 0:
-                _read_windows(own, offset, length, 2 * window)
+                    own_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # with readahead state of its own
+                    os.posix_fadvise(own_fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the window
+            if large and own_fd >= 0:
+                _read_windows(own_fd, offset, length, 2 * window)
             elif absent > 0:
                 _will_need(fd, offset, length)
             read += max(0, absent) * BLOCK_BYTES
     finally:
-        if own >= 0:
-            os.close(own)
+        if own_fd >= 0:
+            os.close(own_fd)
     return read
 
 
@@ -264,9 +264,9 @@ class MappedFile:
         whole = length // HUGE_BYTES * HUGE_BYTES
         for start in range(offset, offset + whole, HUGE_BYTES):
             syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-        found = syscalls.huge_bytes(self.address + offset, whole)
+        huge = syscalls.huge_bytes(self.address + offset, whole)
         self._unmap_pages(offset, length)
-        return found == whole
+        return huge == whole
 
     def _unmap_pages(self, offset: int, length: int) -> None:
         # Pages that this process also maps could not be dropped through a client's mapping.
@@ -476,10 +476,10 @@ class Files:
                     self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
-                asked = self._requests.get(timeout=CHECK_S)
-                if asked is None:
+                request = self._requests.get(timeout=CHECK_S)
+                if request is None:
                     return
-                self._answer(*asked)
+                self._answer(*request)
 
     def _answer(self, file: File, pid: int) -> None:
         try:

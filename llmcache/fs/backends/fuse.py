@@ -126,16 +126,16 @@ class FuseBackend:
             return None
         verdict = self.state.references.claimed(group, member, extent, pid)
         try:
-            own = self.holder.region(group, extent, verdict)
-            region = own or buffer or MemoryRegion(group.extent_bytes)
+            pinned_region = self.holder.region(group, extent, verdict)
+            region = pinned_region or buffer or MemoryRegion(group.extent_bytes)
         except OSError:  # no memory: the extent is streamed, or read by pages
             self.state.references.lost(group, extent)
-            own, verdict = None, MISS
+            pinned_region, verdict = None, MISS
             buffer = buffer or self.state.pool.take(group.extent_bytes, ahead)
             if buffer is None:
                 return None
             region = buffer
-        if own is not None and buffer is not None:  # this reference has changed the core's plan
+        if pinned_region is not None and buffer is not None:  # this reference has changed the core's plan
             self.state.pool.give(buffer)
             buffer = None
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
@@ -476,9 +476,9 @@ class SliceReader:
         others: list[tuple[int, int]] = []
         for start, length in mixture.ranges(expert):
             pieces = [(at, min(PIECE_BYTES, start + length - at)) for at in range(start, start + length, PIECE_BYTES)]
-            mine = start <= offset < start + length
-            behind += [piece for piece in pieces if mine and piece[0] + piece[1] > offset]
-            others += [piece for piece in pieces if not (mine and piece[0] + piece[1] > offset)]
+            is_requested = start <= offset < start + length
+            behind += [piece for piece in pieces if is_requested and piece[0] + piece[1] > offset]
+            others += [piece for piece in pieces if not (is_requested and piece[0] + piece[1] > offset)]
         mixture.loads[expert] = load = ExpertLoad(behind + others)
         job = functools.partial(self._bring_next, mixture, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))

@@ -217,14 +217,14 @@ class InPlaceBackend:
 
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents of which less than half is in the page cache."""
-        found: list[int] = []
+        absent: list[int] = []
         for extent in extents:
             member = group.member_of(extent)
             if member.backing is not None:
                 length = group.length_of(member, extent)
                 pages = syscalls.cached_blocks(member.backing.fd, group.offset_of(member, extent), length)
-                found += [extent] if 2 * pages * BLOCK_BYTES < length else []
-        return found
+                absent += [extent] if 2 * pages * BLOCK_BYTES < length else []
+        return absent
 
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Clear the accessed bits of the clients that map the files; events show touches by the others."""
@@ -250,14 +250,14 @@ class InPlaceBackend:
 
     def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents with a page that a client has touched, by accessed bits."""
-        found: list[int] = []
+        touched: list[int] = []
         for member in group.members:
-            mine = [extent for extent in extents if member.base <= extent < member.base + member.count]
+            in_member = [extent for extent in extents if member.base <= extent < member.base + member.count]
             file = self.files.of_node(member.node)
-            if mine and file is not None:
-                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in mine]
-                found += itertools.compress(mine, self.samples.touched(file, parts))
-        return found
+            if in_member and file is not None:
+                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in in_member]
+                touched += itertools.compress(in_member, self.samples.touched(file, parts))
+        return touched
 
     def find_experts(self, mixture: Mixture) -> None:
         """Take over the experts that are resident, and queue those resident in part for invalidation."""
@@ -352,7 +352,7 @@ class InPlaceBackend:
             self._busy += 1
             return mapping
 
-    def _end(self, mapping: MappedFile, asked: int, read: int) -> None:
+    def _end(self, mapping: MappedFile, requested_bytes: int, read_bytes: int) -> None:
         """Record the end of a read, and adapt the least window to the storage. Lock held.
 
         If clients fault on extents before they are fetched, the kernel has read most of the requested bytes already. Its
@@ -361,11 +361,11 @@ class InPlaceBackend:
         """
         mapping.reads -= 1
         self.state.ended.notify_all()
-        self.state.counters.backing_read_bytes += read
-        self.state.counters.stored_bytes += read
+        self.state.counters.backing_read_bytes += read_bytes
+        self.state.counters.stored_bytes += read_bytes
         self._busy -= 1
-        self._requested_bytes += asked
-        self._read_bytes += read
+        self._requested_bytes += requested_bytes
+        self._read_bytes += read_bytes
         now_ns = time.monotonic_ns()
         self._read_s += (now_ns - self._busy_ns) / 1e9
         self._busy_ns = now_ns
@@ -529,9 +529,9 @@ class InPlaceBackend:
                 self.state.counters.refault_bytes += length
                 self._demand(group, member, extent)
                 return
-        again = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
+        is_same_visit = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
         group.touch(extent, touch.t_ns)
-        if not again:
+        if not is_same_visit:
             self.state.consumed(self.engine.judge.used_bytes(group, extent), True)
 
     # The renewing thread

@@ -97,8 +97,8 @@ def add_run(runs: list[Run], offset: int, length: int) -> int:
 
 def take_out(runs: list[Run], offset: int, length: int) -> int:
     """Remove a range from `runs`; return minus the number of bytes that were removed."""
-    found = overlap(runs, offset, length)
-    if not found:
+    removed = overlap(runs, offset, length)
+    if not removed:
         return 0
     end = offset + length
     first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
@@ -107,7 +107,7 @@ def take_out(runs: list[Run], offset: int, length: int) -> int:
     rest = [(low, offset - low)] if low < offset else []
     rest += [(end, high - end)] if high > end else []
     runs[first:last] = rest
-    return -sum(size for _, size in found)
+    return -sum(size for _, size in removed)
 
 
 def pieces(offset: int, length: int) -> Iterator[Run]:
@@ -189,15 +189,15 @@ class Helper:
         left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
         if not self.runs:
             self.runs = [(each, *part) for each in self.files.values() for run in each.locked for part in pieces(*run)]
-        found = 0
+        locked_bytes = 0
         while self.runs and left > 0:
             mapping, start, size = self.runs.pop()
             left -= size
             for offset, length in overlap(mapping.locked, start, size):  # the part that is locked now
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
-                    found += length
-        return found
+                    locked_bytes += length
+        return locked_bytes
 
     def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Lock or unlock a range. The calls, which may take long, need no lock, because only this thread unmaps files."""
@@ -292,7 +292,7 @@ class Charges:
         first = address // PAGE
         count = -(-(address + length) // PAGE) - first
         frames = array("Q", os.pread(self.pagemap, 8 * count, 8 * first))
-        found: list[tuple[int, int, int]] = []
+        charged: list[tuple[int, int, int]] = []
         at = 0
         while at < len(frames):
             frame = frames[at] & FRAME_MASK
@@ -305,11 +305,11 @@ class Charges:
             for page, inode in enumerate(payers if not free.issuperset(payers) else (), at):
                 if inode not in free:
                     start = (first + page) * PAGE
-                    if found and found[-1][2] == inode and sum(found[-1][:2]) == start:
-                        start = found.pop()[0]
-                    found.append((start, (first + page + 1) * PAGE - start, inode))
+                    if charged and charged[-1][2] == inode and sum(charged[-1][:2]) == start:
+                        start = charged.pop()[0]
+                    charged.append((start, (first + page + 1) * PAGE - start, inode))
             at = end
-        return found
+        return charged
 
 
 class HighLimits:
@@ -320,12 +320,12 @@ class HighLimits:
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
         with open("/proc/self/cgroup") as stream:
-            own = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
-        while own != "/":
-            directory = "/sys/fs/cgroup" + own
+            cgroup = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
+        while cgroup != "/":
+            directory = "/sys/fs/cgroup" + cgroup
             with contextlib.suppress(OSError):  # no memory controller, or cgroup v1, which has no such limit
                 self.groups.append([os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in self.FILES])
-            own = os.path.dirname(own)
+            cgroup = os.path.dirname(cgroup)
 
     def excess(self) -> int:
         """Return the largest excess over a limit, in bytes that cannot be reclaimed; negative without an excess."""
@@ -368,12 +368,12 @@ def open_below(directory: str, path: str, clone: int | None = None) -> int:
             below = os.open(step, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
             os.close(fd)
             fd = below
-        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+        file_fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
     finally:
         os.close(fd)
-    if stat.S_ISREG(os.fstat(found).st_mode):
-        return found
-    os.close(found)
+    if stat.S_ISREG(os.fstat(file_fd).st_mode):
+        return file_fd
+    os.close(file_fd)
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 

@@ -139,13 +139,13 @@ class Samples:
 
     def touched(self, file: File, parts: Sequence[tuple[int, int]]) -> list[bool]:
         """Return for each part, (offset, bytes), of a file whether a client has an accessed page in it."""
-        found = [False] * len(parts)
+        touched = [False] * len(parts)
         offsets = [offset + length * probe // PROBES for offset, length in parts for probe in range(PROBES)]
         with self._files.lock:
             for program in [program for program in file.readers if program.maps(*file.key)]:
                 accessed = self._accessed_pages(program.pid, program.addresses_of(*file.key, offsets))
-                found = [was or any(accessed[at * PROBES : (at + 1) * PROBES]) for at, was in enumerate(found)]
-        return found
+                touched = [was or any(accessed[at * PROBES : (at + 1) * PROBES]) for at, was in enumerate(touched)]
+        return touched
 
     def _look(self) -> float:
         """Count uses of experts; return the seconds until the next sample."""

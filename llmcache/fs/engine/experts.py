@@ -131,15 +131,15 @@ class Mixture:
 
     def own(self, expert: int) -> list[tuple[int, int]]:
         """Return `ranges` without pages shared with other data; pages shared with another absent expert stay in."""
-        found: list[tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
             end = start + self.layout.sizes[number]
             low = start if self._is_absent(number - 1, start) else -(-start // PAGE_BYTES) * PAGE_BYTES
             high = end if self._is_absent(number + 1, end) else end // PAGE_BYTES * PAGE_BYTES
             offset, length = self._pages(low, high) if low < high else (low, 0)
-            found += [(offset, length)] if length else []
-        return found
+            parts += [(offset, length)] if length else []
+        return parts
 
     def _is_absent(self, number: int, edge: int) -> bool:
         """Return True if the slice begins or ends at the byte `edge`, and its expert is absent."""
@@ -190,14 +190,14 @@ class Mixture:
         """
         layout = self.layout
         start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
-        found: list[tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
         for first, last in ((start - reach, start), (end, end + AHEAD_REACHES * reach)):
             at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
             while at < len(layout.starts) and layout.starts[at] < last:
                 if self.states[layout.expert_of[at]] == ABSENT:
-                    found += self.inner(at, first, last)
+                    parts += self.inner(at, first, last)
                 at += 1
-        return found
+        return parts
 
     def inner(self, number: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return (offset, bytes) of the part of a slice between two bytes, if there is one.
@@ -404,7 +404,7 @@ class MixtureCache:
 
     def of(self, key: int) -> tuple[Mixture, int]:
         """Return the MoE file and the number of the expert with `key`."""
-        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
+        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda each: each.first) - 1]
         return mixture, key - mixture.first
 
     def _remove(self, mixture: Mixture, expert: int) -> None:

@@ -81,9 +81,9 @@ class Grouping:
         if not backing.writable and (large or self.pinned):
             self.tree.names.refresh()
             self._end_renamed(backing)
-        again = self._adopted_before(backing)
-        if again is not None:
-            return again
+        known = self._adopted_before(backing)
+        if known is not None:
+            return known
         if backing.writable or not large:
             return self._adopted(backing, None)
         with self._parsing:
@@ -208,15 +208,15 @@ class Grouping:
 
         Return False if that is not enough. Lock held.
         """
-        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
-        if count <= left:
+        free = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
+        if count <= free:
             return True
         for group in sorted(self._unused(), key=lambda group: group.last_ns):
-            if count <= left:
+            if count <= free:
                 break
-            left += group.count
+            free += group.count
             self.end(group)
-        return count <= left
+        return count <= free
 
     def _unused(self) -> list[Group]:
         """Return the groups that may be forgotten if others need their room. Lock held."""
@@ -229,10 +229,10 @@ class Grouping:
         if not lacking:
             return
         unused = self._unused()
-        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values() if group not in unused)
+        free = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values() if group not in unused)
         for group in lacking:
-            if group not in unused and group.lacks_extents <= left + group.count:
-                left -= group.lacks_extents - group.count
+            if group not in unused and group.lacks_extents <= free + group.count:
+                free -= group.lacks_extents - group.count
                 self.end(group)
 
     def _header_of(self, backing: Backing) -> Header | None:

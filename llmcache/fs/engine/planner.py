@@ -163,12 +163,12 @@ class ArenaPlanner(Planner):
 
     def plan(self) -> None:
         """Bring windows in line with the core's plan. Lock held."""
-        left = self.state.limit_bytes - self._reserve()
+        free_bytes = self.state.limit_bytes - self._reserve()
         for key, space in self.core.spaces.items():
             if space.learner.looping:
                 set_window(self.state.groups[key], space.share, space.settled)
-                left -= space.share.pinned_bytes + space.share.window_bytes
-        self.state.mixtures.room_bytes = left
+                free_bytes -= space.share.pinned_bytes + space.share.window_bytes
+        self.state.mixtures.room_bytes = free_bytes
 
 
 def set_window(group: Group, share: Share, settled: Settled) -> None:

@@ -205,16 +205,16 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
     with state.lock:
         groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]
     files: list[dict[str, Any]] = []
-    left = ROWS_MAX
+    rows_left = ROWS_MAX
     for group in groups:
         with state.lock:
             copy = _copy(state, group)
         for mixture, kept in copy.mixtures:
             _charge_experts(copy, mixture, kept)
         for member in copy.members:
-            if left > 0 and member.size_bytes:
-                files.append({"name": name_of(member.path), **_heat_file(copy, member, left)})
-                left -= len(files[-1]["layers"])
+            if rows_left > 0 and member.size_bytes:
+                files.append({"name": name_of(member.path), **_heat_file(copy, member, rows_left)})
+                rows_left -= len(files[-1]["layers"])
     total = sum(1 for group in groups for member in group.members if member.size_bytes)
     return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - len(files)}
 
